@@ -1,0 +1,117 @@
+"""Everything that can go wrong, and what a caller is told.
+
+OutriderError
+├── InvalidRequestError      INVALID_ARGUMENT     names the field
+├── NotFoundError            NOT_FOUND
+├── AlreadyRunningError      ALREADY_EXISTS
+├── CapacityError            RESOURCE_EXHAUSTED   carries retry_after_seconds
+├── NotSupportedError        UNIMPLEMENTED        a later version may
+├── MismatchError            FAILED_PRECONDITION  two sides that do not fit; names both
+├── AbortedError             ABORTED              taken over or given up
+├── PeerLostError            UNAVAILABLE          carries the node and retry_after_seconds
+├── ConfigError              (none)               a setting; names it and the fix
+├── ModelError               (none)               weights or architecture; names the file
+└── InternalError            INTERNAL             a bug of ours; logged with its trace
+
+`outrider.service.status` maps this tree to gRPC statuses with rich details, and
+back in the client. Nothing else knows status codes.
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of every error that is ours. `reason` is the ErrorInfo reason, UPPER_SNAKE_CASE."""
+
+    reason = "UNKNOWN"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if reason is not None:
+            self.reason = reason
+
+
+class InvalidRequestError(OutriderError):
+    """A request that can never be served; `field` is its path, such as "sampling.top_p"."""
+
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, message: str, *, field: str, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.field = field
+
+
+class NotFoundError(OutriderError):
+    """A model, file or request that is not here."""
+
+    reason = "NOT_FOUND"
+
+
+class AlreadyRunningError(OutriderError):
+    """A request_id that is in use."""
+
+    reason = "ALREADY_RUNNING"
+
+
+class CapacityError(OutriderError):
+    """No room now: a queue, a pool or a budget is full."""
+
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 1.0, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class NotSupportedError(OutriderError):
+    """Part of the contract that this version does not have yet; `field` is its path."""
+
+    reason = "NOT_SUPPORTED"
+
+    def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.field = field
+
+
+class MismatchError(OutriderError):
+    """Two sides that do not fit: fingerprints, vocabularies, protocol versions. Names both."""
+
+    reason = "MISMATCH"
+
+
+class AbortedError(OutriderError):
+    """Work that was given up on purpose."""
+
+    reason = "ABORTED"
+
+
+class PeerLostError(OutriderError):
+    """A node died, froze or drained away; `node` is its name."""
+
+    reason = "NODE_LOST"
+
+    def __init__(
+        self, message: str, *, node: str = "", retry_after_seconds: float = 1.0, reason: str | None = None
+    ) -> None:
+        super().__init__(message, reason=reason)
+        self.node = node
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ConfigError(OutriderError):
+    """A setting that cannot be: the message names it, its source and the fix."""
+
+    reason = "BAD_CONFIG"
+
+
+class ModelError(OutriderError):
+    """Weights, tokenizer or architecture that cannot be served; names the file or the class."""
+
+    reason = "BAD_MODEL"
+
+
+class InternalError(OutriderError):
+    """A broken invariant of ours."""
+
+    reason = "INTERNAL"

@@ -1,0 +1,68 @@
+"""Who a node is and how it is doing, as values (proto mirror: `node.proto`)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class NodeRole(enum.Enum):
+    PREFILL = 1
+    DECODE = 2
+    DRAFT = 3
+
+
+class NodeState(enum.Enum):
+    STARTING = 1
+    SERVING = 2
+    DRAINING = 3
+    LOST = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """The served model; fields as in `ModelInfo` of node.proto."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    fingerprint: str
+    vocabulary_fingerprint: str
+    revision: str = ""
+    proposer: str = ""
+    num_speculative_tokens: int = 0
+    numerics: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    protocol_version: int
+    incarnation: bytes
+    name: str
+    role: NodeRole
+    state: NodeState
+    version: str
+    model: ModelInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoad:
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    tokens_per_second: float = 0.0
+    mean_acceptance_length: float = 0.0
+    num_outstanding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    state: NodeState
+    incarnation: bytes
+    step: int = 0
+    expected_step_seconds: float = 0.0
+    step_age_seconds: float = 0.0
+    load: NodeLoad = field(default_factory=NodeLoad)

@@ -1,0 +1,107 @@
+"""A request as router and engine share it: frozen, torch-free, validated by the router.
+
+Every default of the public contract has been filled in by the time these exist, so
+nothing downstream asks "was it set?".
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+class LogprobsMode(enum.Enum):
+    """Which distribution logprobs are of (see the contract's LogprobsMode)."""
+
+    MODEL = "model"
+    SAMPLED = "sampled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a token is chosen; the contract's SamplingParams states the order of the steps."""
+
+    seed: int  # uint64
+    max_tokens: int  # >= 1, for each sample
+    temperature: float = 1.0  # below GREEDY_TEMPERATURE: the largest logit
+    top_p: float = 1.0  # (0, 1]
+    top_k: int = 0  # 0 keeps the whole vocabulary
+    min_p: float = 0.0  # [0, 1]
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    repetition_penalty: float = 1.0  # > 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), by rising id
+    n: int = 1  # samples, 1 to 64
+    min_tokens: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopConditions:
+    """What ends a sample besides its length."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()  # the request's own
+    ignore_eos: bool = False
+    include_match: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsRequest:
+    """Logprobs of each generated token."""
+
+    num_top: int  # 0 to 20 alternatives
+    mode: LogprobsMode = LogprobsMode.MODEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What the client gets besides tokens."""
+
+    logprobs: LogprobsRequest | None = None
+    skip_special_tokens: bool = True
+    echo: bool = False
+    token_ids_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of one generated token."""
+
+    token_id: int
+    logprob: float  # natural logarithm
+    rank: int  # 1 + number of strictly more likely tokens
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One validated, tokenized request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    prompt_text: str = ""  # for echo only
+    generated_token_ids: tuple[int, ...] = ()
+    stop: StopConditions = field(default_factory=StopConditions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    num_speculative_tokens: int | None = None  # None: the server's; 0: plain decoding
+    priority: int = 0

@@ -1,0 +1,129 @@
+"""What router and decode node say to each other about a sequence group, as values.
+
+A sequence group is one request in one attempt: a prompt and its n samples. The
+proto mirror is `session.proto`; `outrider.wire.session` converts.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSequenceGroup:
+    """Router → decode node: reserve room and serve this."""
+
+    sequence_group_id: bytes  # 16 random bytes
+    transfer_id: bytes  # 16 random bytes
+    request_id: str  # for logs only
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    generated_token_ids: tuple[int, ...] = ()  # n = 1 only
+    stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
+    logprobs: LogprobsRequest | None = None
+    num_speculative_tokens: int | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelSequenceGroup:
+    """Router → decode node: stop these samples, or all when empty. No event follows."""
+
+    sequence_group_id: bytes
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    sequence_group_id: bytes
+    transfer_id: bytes
+    kv_address: str  # empty: nothing to transfer
+    held_prefix_length: int
+    num_tokens_to_compute: int
+
+
+class RejectReason(enum.Enum):
+    NO_ROOM = 1
+    DRAINING = 2
+    TOO_LARGE = 3
+    INVALID = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    sequence_group_id: bytes
+    reason: RejectReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvReady:
+    sequence_group_id: bytes
+    transfer_id: bytes
+    connector: str
+    kv_bytes: int
+    transfer_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationCounts:
+    """Additive. `acceptance_histogram[i]`: verifications with i accepted draft tokens."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    num_wanting_steps: int = 0
+    num_hit_steps: int = 0
+
+    def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
+        a, b = self.acceptance_histogram, other.acceptance_histogram
+        size = max(len(a), len(b))
+        a, b = a + (0,) * (size - len(a)), b + (0,) * (size - len(b))
+        return SpeculationCounts(
+            num_spec_steps=self.num_spec_steps + other.num_spec_steps,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
+            acceptance_histogram=tuple(x + y for x, y in zip(a, b, strict=True)),
+            num_wanting_steps=self.num_wanting_steps + other.num_wanting_steps,
+            num_hit_steps=self.num_hit_steps + other.num_hit_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTokens:
+    """Newly committed tokens of one sample."""
+
+    sequence_group_id: bytes
+    sample: int
+    start_position: int  # absolute position of token_ids[0]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDone:
+    """Follows the sample's last SampleTokens."""
+
+    sequence_group_id: bytes
+    sample: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceGroupFailed:
+    """The node gave the group up and freed it; `code` is a google.rpc.Code."""
+
+    sequence_group_id: bytes
+    code: int
+    message: str
+
+
+SequenceGroupEvent = Granted | Rejected | KvReady | SampleTokens | SampleDone | SequenceGroupFailed

@@ -1,0 +1,101 @@
+from outrider.v1 import node_pb2 as _node_pb2
+from outrider.v1 import router_pb2 as _router_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftUpdate(_message.Message):
+    __slots__ = ("hello", "sequences")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    hello: DraftHello
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
+    def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ...) -> None: ...
+
+class DraftHello(_message.Message):
+    __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    incarnation: bytes
+    name: str
+    vocab_size: int
+    vocabulary_fingerprint: str
+    max_model_len: int
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+
+class SequenceUpdate(_message.Message):
+    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "budget_microseconds", "closed")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    START_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    start: SequenceStart
+    start_length: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    length: int
+    prefix_hash: int
+    num_wanted: int
+    budget_microseconds: int
+    closed: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_microseconds: _Optional[int] = ..., closed: bool = ...) -> None: ...
+
+class SequenceStart(_message.Message):
+    __slots__ = ("seed", "sample", "sampling", "prompt_length", "stop_token_ids")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    sample: int
+    sampling: _router_pb2.SamplingParams
+    prompt_length: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seed: _Optional[int] = ..., sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DraftProposals(_message.Message):
+    __slots__ = ("hello", "sequences")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    hello: _node_pb2.NodeInfo
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceProposals]
+    def __init__(self, hello: _Optional[_Union[_node_pb2.NodeInfo, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceProposals, _Mapping]]] = ...) -> None: ...
+
+class SequenceProposals(_message.Message):
+    __slots__ = ("sequence_id", "acked_length", "branches", "need_sync")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACKED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    NEED_SYNC_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    acked_length: int
+    branches: _containers.RepeatedCompositeFieldContainer[Branch]
+    need_sync: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., need_sync: bool = ...) -> None: ...
+
+class Branch(_message.Message):
+    __slots__ = ("length", "prefix_hash", "token_ids", "confidences")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    prefix_hash: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    confidences: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -1,0 +1,47 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "priority", "fingerprint")
+    SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    sequence_group_id: bytes
+    transfer_id: bytes
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kv_address: str
+    decode_incarnation: bytes
+    held_prefix_length: int
+    priority: int
+    fingerprint: str
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., priority: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("num_cached_tokens", "num_computed_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds")
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_cached_tokens: int
+    num_computed_tokens: int
+    compute_microseconds: int
+    connector: str
+    kv_bytes: int
+    transfer_microseconds: int
+    exposed_microseconds: int
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ...) -> None: ...

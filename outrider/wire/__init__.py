@@ -1,0 +1,1 @@
+"""Proto ⇄ domain, one file for each proto. Nothing here decides anything."""
