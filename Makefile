@@ -1,0 +1,63 @@
+# Needs python3.11, pip and make; everything else is installed into .venv.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[node,dev]'
+	touch $@
+
+.PHONY: setup
+setup: $(INSTALLED) ## Make .venv and install everything from the pinned constraints
+
+.PHONY: demo
+demo: $(INSTALLED) ## Four services, three prompts, with and without speculation
+	$(BIN)/outrider demo
+
+.PHONY: test
+test: $(INSTALLED) ## The test suite (PYTEST_ARGS='-k name' for a part of it)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file sizes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python checks/wire_contract.py
+	$(BIN)/python checks/stubs.py
+	$(BIN)/python checks/file_sizes.py
+	$(BIN)/python -m compileall -q examples benchmarks
+
+.PHONY: proto
+proto: $(INSTALLED) ## Generate outrider/v1 from protos
+	$(BIN)/python checks/stubs.py --write
+
+.PHONY: format
+format: $(INSTALLED) ## Format, and fix what ruff can fix
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(INSTALLED) ## Reference figures, the load generator with and without speculation, reference again
+	$(BIN)/python benchmarks/reference.py
+	$(BIN)/outrider bench --spawn --compare --concurrency 1,4,8,16
+	$(BIN)/python benchmarks/reference.py
+
+.PHONY: clean
+clean: ## Remove what the tools made, .venv included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,9 @@
+"""Outrider serves a large language model as four gRPC services.
+
+Light on purpose: importing this package loads neither torch nor gRPC. Clients start
+at `outrider.client`.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
