@@ -1,0 +1,282 @@
+"""Fakes of the engine's parts, without torch: loops and protocols are tested on them in milliseconds.
+
+`ScriptedEngine` has the surface of `outrider.engine.engine.Engine`. Its model is a hash:
+the next token is a function of the tokens before it, *as read back from the KV cache
+through the block table*. So a block that is lost, shared wrongly, not copied or not
+rolled back shows up as a wrong token, or as an InternalError at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.scheduler import Scheduler
+from outrider.errors import InternalError
+from outrider.request import LogprobsRequest, SamplingParams
+
+_MASK = (1 << 64) - 1
+_UNWRITTEN = -1
+
+
+class FakeClock:
+    """A monotonic clock in seconds that moves only when told to. Called like time.monotonic."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self._now += seconds
+
+
+class ScriptedModel:
+    """A target model that is a hash of its context. Equal contexts have equal logits, in every process.
+
+    `order` limits the context to its last tokens; with a small vocabulary the text then
+    soon repeats, which is what n-gram proposers need. None: the whole context counts.
+    """
+
+    def __init__(self, *, vocab_size: int = 32, seed: int = 0, order: int | None = None) -> None:
+        assert vocab_size >= 1
+        self.vocab_size = vocab_size
+        self._seed = seed
+        self._order = order
+
+    def logits(self, context: Sequence[int]) -> list[float]:
+        """Pseudo logits in [0, 8), one for each id, of the token that follows `context`."""
+        seen = context if self._order is None else context[-self._order :]
+        state = _mix(self._seed + 1)
+        for token_id in seen:
+            state = _mix(state ^ (token_id + 1))
+        return [_mix(state + token_id) / 2.0**61 for token_id in range(self.vocab_size)]
+
+    def next_token_id(self, context: Sequence[int]) -> int:
+        """The greedy choice; ties go to the lowest id."""
+        return greedy(self.logits(context))
+
+    def generate(self, prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """What a correct engine answers: `num_tokens` greedy tokens after the prompt."""
+        context = list(prompt_token_ids)
+        for _ in range(num_tokens):
+            context.append(self.next_token_id(context))
+        return context[len(prompt_token_ids) :]
+
+
+class ScriptedKVCache:
+    """A paged cache whose k is the token id and whose v is its position, in every layer. See PagedKVCache."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int = 2) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self.planes = tuple(PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
+        # Each [num_layers, num_slots] int32: four bytes a token and layer, as the planes say.
+        self._slots = {
+            plane.name: np.full((num_layers, num_blocks * block_size), _UNWRITTEN, dtype=np.int32)
+            for plane in self.planes
+        }
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        for stored in self._slots.values():
+            blocks = stored.reshape(self.num_layers, self.num_blocks, self.block_size)
+            blocks[:, [destination for _, destination in pairs]] = blocks[:, [source for source, _ in pairs]]
+
+    def read(self, plane: str, layers: range, slots: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """KV of `slots` ([num_tokens] integers: list, array or CPU tensor), layer by layer, as uint8."""
+        taken = self._slots[plane][layers.start : layers.stop][:, np.asarray(slots)]
+        return np.ascontiguousarray(taken).view(np.uint8).reshape(-1)
+
+    def write(self, plane: str, layers: range, slots: Any, payload: bytes | bytearray | memoryview) -> None:
+        """Writes what `read` gave. Raises InternalError when it does not fit."""
+        where = np.asarray(slots)
+        values = np.frombuffer(payload, dtype=np.int32)
+        if plane not in self._slots or values.size != len(layers) * where.size or layers.stop > self.num_layers:
+            raise InternalError(f"{values.size} values do not fit plane {plane!r}, {layers}, {where.size} slots")
+        self._slots[plane][layers.start : layers.stop, where] = values.reshape(len(layers), where.size)
+
+    def write_token(self, layer: int, slot: int, *, token_id: int, position: int) -> None:
+        self._slots["k"][layer, slot] = token_id
+        self._slots["v"][layer, slot] = position
+
+    def context(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The first `num_tokens` tokens of a block table. Raises InternalError where a slot holds something else."""
+        positions = np.arange(num_tokens)
+        blocks = np.asarray(block_ids, dtype=np.int64)[positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        token_ids, stored_positions = self._slots["k"][:, slots], self._slots["v"][:, slots]
+        wrong = np.flatnonzero((stored_positions != positions).any(axis=0) | (token_ids != token_ids[0]).any(axis=0))
+        if wrong.size:
+            position = int(wrong[0])
+            raise InternalError(f"slot {slots[position]} does not hold the KV of position {position}")
+        tokens: list[int] = token_ids[0].tolist()
+        return tokens
+
+
+class Rows(Protocol):
+    """What `outrider.engine.input_batch.SequenceRows` has."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def start_position(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+    @property
+    def num_logits(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRows:
+    """A `Rows` for tests that do without input_batch, which imports torch."""
+
+    token_ids: Sequence[int]
+    start_position: int
+    block_ids: Sequence[int]
+    num_logits: int
+
+
+class ScriptedModelRunner:
+    """Runs a ScriptedModel over the rows of a step, writing and reading the KV cache as a real one would."""
+
+    def __init__(self, model: ScriptedModel, kv_cache: ScriptedKVCache) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.num_forwards = 0
+        self.num_rows: list[int] = []  # of each forward
+
+    def forward(self, rows: Sequence[Rows], *, on_layer_done: Callable[[int], None] | None = None) -> list[list[float]]:
+        """Pseudo logits of the rows that need them, in order.  # [num_logits][vocab_size]"""
+        cache = self.kv_cache
+        for layer in range(cache.num_layers):
+            for row in rows:
+                for position, token_id in enumerate(row.token_ids, start=row.start_position):
+                    block_id = row.block_ids[position // cache.block_size]
+                    slot = block_id * cache.block_size + position % cache.block_size
+                    cache.write_token(layer, slot, token_id=token_id, position=position)
+            if on_layer_done is not None:
+                on_layer_done(layer)
+        self.num_forwards += 1
+        self.num_rows.append(sum(len(row.token_ids) for row in rows))
+        logits: list[list[float]] = []
+        for row in rows:
+            end = row.start_position + len(row.token_ids)
+            context = cache.context(row.block_ids, end)
+            logits += [self.model.logits(context[: end - later]) for later in range(row.num_logits - 1, -1, -1)]
+        return logits
+
+    def target_token_ids(self, rows: Sequence[Rows]) -> list[int]:
+        """The greedy choice of every row that needs logits, in order."""
+        return [greedy(row) for row in self.forward(rows)]
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedSampling:
+    """State of one sample: what it was started with and what was committed since."""
+
+    params: SamplingParams
+    sample: int
+    stop_token_ids: tuple[int, ...]
+    generated_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSampledRows:
+    """See SampledRows."""
+
+    token_ids: list[int]  # [num_rows]
+    logprobs: list[None]  # [num_rows]
+
+
+class ScriptedSampler:
+    """Always greedy; min_tokens masks stop token ids, counting the drafts before a row, as the contract says."""
+
+    def start(
+        self,
+        params: SamplingParams,
+        *,
+        sample: int,
+        prompt_token_ids: Sequence[int],  # noqa: ARG002 - part of the Sampler interface
+        generated_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
+        logprobs: LogprobsRequest | None = None,  # noqa: ARG002 - part of the Sampler interface
+    ) -> ScriptedSampling:
+        return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids))
+
+    def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
+        state.generated_token_ids.extend(token_ids)
+
+    def sample(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> ScriptedSampledRows:
+        """`rows` are SampleRows (or alike) over states of this sampler."""
+        token_ids: list[int] = []
+        for row in rows:
+            state: ScriptedSampling = row.state
+            for num_drafts in range(len(row.draft_token_ids) + 1):
+                values = logits[len(token_ids)]
+                if len(state.generated_token_ids) + num_drafts < state.params.min_tokens:
+                    masked = set(state.stop_token_ids)
+                    values = [-1.0 if token_id in masked else value for token_id, value in enumerate(values)]
+                token_ids.append(greedy(values))
+        assert len(token_ids) == len(logits)
+        return ScriptedSampledRows(token_ids, [None] * len(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedEngine:
+    """Stands in for Engine: same fields, same `forward`."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    kv_cache: ScriptedKVCache
+    runner: ScriptedModelRunner
+    sampler: ScriptedSampler = field(default_factory=ScriptedSampler)
+
+    @classmethod
+    def create(
+        cls,
+        model: ScriptedModel | None = None,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 64,
+        max_rows_per_step: int = 512,
+    ) -> ScriptedEngine:
+        """A whole engine of the given size."""
+        pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"scripted")
+        kv_cache = ScriptedKVCache(num_blocks=num_blocks, block_size=block_size)
+        return cls(
+            pool=pool,
+            scheduler=Scheduler(pool, max_running=max_running, max_rows_per_step=max_rows_per_step),
+            kv_cache=kv_cache,
+            runner=ScriptedModelRunner(model or ScriptedModel(), kv_cache),
+        )
+
+    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[Rows]) -> list[list[float]]:
+        self.kv_cache.copy_blocks(block_copies)
+        return self.runner.forward(rows)
+
+
+def greedy(logits: Sequence[float]) -> int:
+    """The largest logit's id, the lowest of equals."""
+    return max(range(len(logits)), key=lambda token_id: (logits[token_id], -token_id))
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,1 @@
+"""The paged KV cache: block accounting (torch-free) and the tensors themselves."""

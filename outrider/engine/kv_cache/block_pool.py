@@ -1,0 +1,193 @@
+"""Which KV block belongs to whom: reference counts, the prefix cache, eviction. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from outrider.engine.kv_cache.block_hashes import BlockHashes
+from outrider.errors import CapacityError, InternalError
+
+
+class NoFreeBlocksError(CapacityError):
+    """Fewer blocks can be had than were asked for; nothing has changed."""
+
+    reason = "NO_FREE_BLOCKS"
+
+
+class BlockPool:
+    """Blocks 0 … num_blocks - 1, each in exactly one of three states.
+
+    - *used*: reference count >= 1; may be published in the prefix cache as well.
+    - *evictable*: count 0, but still published: a prefix match revives it, `allocate`
+      takes it when nothing is free, least recently released first.
+    - *free*: count 0, unpublished.
+
+    A block enters the prefix cache only through `register` or `publish`, that is when its
+    tokens are committed and its KV is complete. Not thread-safe: the engine thread owns it.
+    Vocabulary and policy follow vLLM v1's block pool.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, hash_seed: bytes, enable_prefix_cache: bool = True) -> None:
+        assert num_blocks >= 1
+        assert block_size >= 1
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self._hash_seed = hash_seed
+        self._ref_counts = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        # A stack with the lowest ids on top: memory that was never written stays uncommitted for longest.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` could give: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks published in the prefix cache, in use or not."""
+        return len(self._block_of)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    # --- allocation -----------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Takes `num_blocks` blocks with a reference count of 1 each; their content is undefined.
+
+        Evicts the least recently released cached blocks when too few are free.
+        Raises NoFreeBlocksError, having changed nothing.
+        """
+        if num_blocks > self.num_free_blocks:
+            raise NoFreeBlocksError(
+                f"{num_blocks} KV blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free"
+            )
+        return [self._take_one() for _ in range(num_blocks)]
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each of these used blocks."""
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """One reference less to each. The last one makes a block evictable if it is published, free if not.
+
+        Blocks released earlier are evicted earlier: release a sequence's last block first,
+        since a chain is worth nothing without its beginning.
+        """
+        for block_id in block_ids:
+            count = self._ref_counts[block_id] - 1
+            assert count >= 0, f"block {block_id} is released twice"
+            self._ref_counts[block_id] = count
+            if count:
+                continue
+            if self._hash_of[block_id] is None:
+                self._free.append(block_id)
+            else:
+                self._evictable[block_id] = None
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one reference is held: such a block must be copied before it is written."""
+        return self._ref_counts[block_id] > 1
+
+    # --- prefix cache ---------------------------------------------------------------------
+
+    def new_hashes(self) -> BlockHashes:
+        """An empty chain under this pool's seed."""
+        return BlockHashes(hash_seed=self._hash_seed, block_size=self.block_size)
+
+    def match_prefix(
+        self, token_ids: Sequence[int], *, max_tokens: int, hashes: BlockHashes | None = None
+    ) -> list[int]:
+        """The cached full blocks that `token_ids` begins with, at most `max_tokens` tokens; each gets a reference.
+
+        `hashes` (empty at the call) receives the chain of exactly the blocks returned.
+        """
+        if not self.enable_prefix_cache:
+            return []
+        chain = self.new_hashes() if hashes is None else hashes
+        assert len(chain) == 0
+        matched: list[int] = []
+        for _ in range(min(max_tokens, len(token_ids)) // self.block_size):
+            block_id = self._block_of.get(chain.append(token_ids))
+            if block_id is None:
+                chain.truncate(len(matched))
+                break
+            if self._ref_counts[block_id] == 0:
+                del self._evictable[block_id]
+            self._ref_counts[block_id] += 1
+            matched.append(block_id)
+        return matched
+
+    def register(self, block_id: int, block_hash: bytes) -> None:
+        """Publishes one used block under its content's name. The first block of a name keeps it."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
+        if not self.enable_prefix_cache or self._hash_of[block_id] is not None or block_hash in self._block_of:
+            return
+        self._hash_of[block_id] = block_hash
+        self._block_of[block_hash] = block_id
+
+    def withdraw(self, block_id: int) -> None:
+        """Takes a used block out of the prefix cache, before its content changes."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
+        self._forget_hash(block_id)
+
+    def publish(self, block_ids: Sequence[int], token_ids: Sequence[int], *, num_tokens: int) -> None:
+        """Publishes all full blocks of the first `num_tokens` tokens. Idempotent.
+
+        Hashes the whole prefix; `SequenceKV.publish` keeps the chain and hashes only what is new.
+        """
+        if not self.enable_prefix_cache:
+            return
+        chain = self.new_hashes()
+        for index in range(num_tokens // self.block_size):
+            self.register(block_ids[index], chain.append(token_ids))
+
+    # --- integrity ------------------------------------------------------------------------
+
+    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Looks at every invariant; with `tables` (all block tables there are) also for leaks and double owners.
+
+        Raises InternalError naming the first block that is wrong.
+        """
+        free, evictable = set(self._free), set(self._evictable)
+        if len(free) != len(self._free):
+            raise InternalError("a block is twice in the free list")
+        for block_id, count in enumerate(self._ref_counts):
+            block_hash = self._hash_of[block_id]
+            if count < 0 or (block_id in free) != (count == 0 and block_hash is None):
+                raise InternalError(f"block {block_id}: free list disagrees with reference count {count}")
+            if (block_id in evictable) != (count == 0 and block_hash is not None):
+                raise InternalError(f"block {block_id}: eviction list disagrees with reference count {count}")
+            if block_hash is not None and self._block_of.get(block_hash) != block_id:
+                raise InternalError(f"block {block_id}: the prefix cache does not know its hash")
+        if len(self._block_of) != sum(block_hash is not None for block_hash in self._hash_of):
+            raise InternalError("the prefix cache names a block that has no hash")
+        if tables is None:
+            return
+        held = Counter(block_id for table in tables for block_id in table)
+        for block_id, count in enumerate(self._ref_counts):
+            if held[block_id] != count:
+                raise InternalError(f"block {block_id}: {held[block_id]} tables hold it, its count is {count}")
+
+    def _take_one(self) -> int:
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget_hash(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _forget_hash(self, block_id: int) -> None:
+        block_hash = self._hash_of[block_id]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block_id] = None

@@ -1,0 +1,22 @@
+"""What one layer keeps of one token, by name: the unit in which KV is described on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """One named plane of the cache, such as "k" or "v"; token-major: [layers, tokens, heads, head_dim]."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        return self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]

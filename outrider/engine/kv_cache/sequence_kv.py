@@ -1,0 +1,123 @@
+"""One sequence's share of the KV cache: its block table. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.engine.kv_cache.block_hashes import BlockHashes
+from outrider.engine.kv_cache.block_pool import BlockPool
+
+
+class SequenceKV:
+    """Block table and number of valid tokens of one sequence.
+
+    Token t lives in slot block_ids[t // block_size] * block_size + t % block_size.
+    `block_ids` covers what was reserved, `num_tokens` says for how many tokens from
+    position 0 the KV is there. A step reserves, writes, then says with `advance` or
+    `truncate` what became valid. Only blocks with valid tokens are ever shared.
+    """
+
+    __slots__ = ("_block_size", "_hashes", "_pool", "block_ids", "num_cached_tokens", "num_tokens")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._block_size = pool.block_size
+        self._hashes: BlockHashes = pool.new_hashes()  # of the published (or found published) blocks
+        self.block_ids: list[int] = []
+        self.num_tokens = 0
+        self.num_cached_tokens = 0  # of num_tokens at creation: prefix hits
+
+    @classmethod
+    def create(cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int) -> SequenceKV:
+        """A table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens of it."""
+        kv = cls(pool)
+        kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
+        kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
+        return kv
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which there are blocks."""
+        return len(self.block_ids) * self._block_size
+
+    def num_blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that `reserve(num_tokens)` would take from the pool, a copy of a shared block included."""
+        new = max(0, self._pool.num_blocks_for(num_tokens) - len(self.block_ids))
+        return new + (num_tokens > self.num_tokens and self._is_write_shared())
+
+    def reserve(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Makes room to write the KV of tokens [self.num_tokens, num_tokens).
+
+        Returns the (source, destination) blocks to copy before that write: a partial
+        block that others share is replaced (copy-on-write). Raises NoFreeBlocksError,
+        having changed nothing.
+        """
+        pool = self._pool
+        num_new = -(-num_tokens // self._block_size) - len(self.block_ids)
+        index, offset = divmod(self.num_tokens, self._block_size)
+        if offset and num_tokens > self.num_tokens:
+            source = self.block_ids[index]
+            if pool.is_shared(source):
+                taken = pool.allocate(max(num_new, 0) + 1)
+                self.block_ids[index] = taken.pop()
+                self.block_ids += taken
+                pool.release((source,))
+                return [(source, self.block_ids[index])]
+            pool.withdraw(source)  # published when it was full, then truncated: its tail is about to change
+        if num_new > 0:
+            self.block_ids += pool.allocate(num_new)
+        return []
+
+    def advance(self, num_tokens: int) -> None:
+        """The KV of tokens [0, num_tokens) has been written; reserved blocks past it stay."""
+        assert self.num_tokens <= num_tokens <= self.capacity
+        self.num_tokens = num_tokens
+
+    def truncate(self, num_tokens: int) -> None:
+        """Exactly tokens [0, num_tokens) are valid from here on; frees whole blocks past them.
+
+        The rollback after a verification: what the last forward wrote beyond is rejected.
+        """
+        assert 0 <= num_tokens <= self.capacity
+        self.num_tokens = num_tokens
+        self._hashes.truncate(num_tokens // self._block_size)
+        self.release_beyond(num_tokens)
+
+    def release_beyond(self, num_tokens: int) -> None:
+        """Gives back reserved blocks that hold none of the first `num_tokens` tokens, at least the valid ones."""
+        assert num_tokens >= self.num_tokens
+        num_kept = self._pool.num_blocks_for(num_tokens)
+        if num_kept < len(self.block_ids):
+            self._pool.release(reversed(self.block_ids[num_kept:]))
+            del self.block_ids[num_kept:]
+
+    def publish(self, token_ids: Sequence[int]) -> None:
+        """Full blocks of valid, committed tokens enter the prefix cache; only new ones are hashed.
+
+        `token_ids` are the sequence's committed tokens from position 0. Idempotent.
+        """
+        if not self._pool.enable_prefix_cache:
+            return
+        num_full = min(self.num_tokens, len(token_ids)) // self._block_size
+        for index in range(len(self._hashes), num_full):
+            self._pool.register(self.block_ids[index], self._hashes.append(token_ids))
+
+    def fork(self) -> SequenceKV:
+        """A second table over the same valid tokens. Whoever writes first into a shared partial block copies it."""
+        other = SequenceKV(self._pool)
+        other._hashes = self._hashes.copy()
+        other.block_ids = self.block_ids[: self._pool.num_blocks_for(self.num_tokens)]
+        other.num_tokens = self.num_tokens
+        other.num_cached_tokens = self.num_cached_tokens
+        self._pool.acquire(other.block_ids)
+        return other
+
+    def free(self) -> None:
+        """Gives every block back. Idempotent; the table is empty afterwards."""
+        self.num_tokens = 0
+        self._hashes.truncate(0)
+        self.release_beyond(0)
+
+    def _is_write_shared(self) -> bool:
+        index, offset = divmod(self.num_tokens, self._block_size)
+        return offset != 0 and self._pool.is_shared(self.block_ids[index])

@@ -1,0 +1,331 @@
+"""Who runs in a step, and with how many rows: continuous batching over one block pool. Torch-free."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+
+
+@dataclass(slots=True, eq=False)
+class EngineSequence:
+    """One sequence as the engine sees it. Mutable; owned by the node's loop, compared by identity.
+
+    The loop appends committed tokens to `token_ids` and tells `kv` what became valid; the
+    scheduler sets and frees `kv`.
+    """
+
+    key: int  # unique among the sequences of a scheduler
+    token_ids: list[int]  # prompt and committed tokens, from position 0
+    kv: SequenceKV | None = None  # None: waiting, nothing computed
+    priority: int = 0  # higher runs first
+    arrival: int = 0  # lower is older; equal arrivals count by key
+    needs_logits: bool = True  # then the last known token is always fed, even if the prefix cache holds it
+    num_preemptions: int = 0
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is there."""
+        return 0 if self.kv is None else self.kv.num_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens without KV: rows that are still to be fed."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of those computed, what the prefix cache gave at the start."""
+        return 0 if self.kv is None else self.kv.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's share of a step: its rows are token_ids[num_computed :][:num_rows], then the drafts."""
+
+    sequence: EngineSequence
+    num_rows: int  # known tokens fed, >= 1
+    num_draft_tokens: int  # rows granted to drafts after them; 0 unless reaches_end
+    reaches_end: bool  # every known token is computed after this step: its last row decides the next one
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does. Blocks for all of it are reserved; `block_copies` come before the forward.
+
+    A block may be the source of one pair and the destination of a later one: read all
+    sources first, or copy in order.
+    """
+
+    scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, prompt chunks after them
+    admitted: tuple[EngineSequence, ...] = ()  # left `waiting` for `running`; possibly with nothing to compute
+    preempted: tuple[EngineSequence, ...] = ()  # left `running` for `waiting`; their KV is gone
+    block_copies: tuple[tuple[int, int], ...] = ()  # (source, destination) block ids
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass."""
+        return sum(item.num_rows + item.num_draft_tokens for item in self.scheduled)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    copies: dict[EngineSequence, list[tuple[int, int]]] = field(default_factory=dict)
+    admitted: list[EngineSequence] = field(default_factory=list)
+    preempted: list[EngineSequence] = field(default_factory=list)
+    stalled: set[EngineSequence] = field(default_factory=set)  # running, but without blocks for this step
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, draft rows and preemption by recomputation.
+
+    Running sequences get their blocks first, then waiting ones join while blocks last.
+    Rows are given out in this order: one for each sequence that has only its newest token
+    to feed, then drafts, then prompt chunks; drafts leave chunks at least half of what
+    remains, so neither side starves. When blocks are short, drafts go first, then room
+    reserved ahead, then whole sequences: lowest priority, then latest arrival, never the
+    oldest running one. A preempted sequence waits ahead of all others of its priority.
+
+    Not thread-safe. Nothing in `plan` grows with the length of a sequence, except once
+    when it is admitted. After Orca (iteration-level batching), Sarathi-Serve (chunked
+    prefill beside decodes) and vLLM v1's scheduler.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, max_running: int, max_rows_per_step: int, reserve_blocks_per_running: int = 1
+    ) -> None:
+        assert max_running >= 1
+        assert max_rows_per_step >= 1
+        self._pool = pool
+        self._max_running = max_running
+        self._max_rows = max_rows_per_step
+        self._reserve_blocks = reserve_blocks_per_running
+        self._running: list[EngineSequence] = []  # by _running_rank
+        self._waiting: list[EngineSequence] = []  # by _waiting_rank
+        self._first_row = 0  # where handing out single rows begins when there are more than the budget
+        self._refused: tuple[EngineSequence, int] | None = None  # head of waiting, blocks there were
+
+    @property
+    def running(self) -> Sequence[EngineSequence]:
+        """Sequences that hold KV, by priority, then age."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> Sequence[EngineSequence]:
+        """Sequences without KV of their own, in the order in which they will be admitted."""
+        return tuple(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def num_blocks_needed(self, num_tokens: int) -> int:
+        """Blocks that a sequence of `num_tokens` tokens takes when it shares none."""
+        return self._pool.num_blocks_for(num_tokens)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a sequence that grows to `num_tokens` tokens fits the empty pool. What cannot must not be added."""
+        return self.num_blocks_needed(num_tokens) <= self._pool.num_blocks
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Waits for admission, by priority, then age. It may bring KV that it holds already."""
+        assert sequence.token_ids
+        assert self.can_ever_fit(len(sequence.token_ids))
+        insort(self._waiting, sequence, key=_waiting_rank)
+
+    def add_running(self, sequence: EngineSequence) -> None:
+        """Joins the running batch at once, with the KV that it brings; max_running is the caller's check here."""
+        assert sequence.kv is not None
+        assert self.can_ever_fit(len(sequence.token_ids))
+        insort(self._running, sequence, key=_running_rank)
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """Takes a finished or aborted sequence out, wherever it is, and frees its KV. Idempotent."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence.kv is not None:
+            sequence.kv.free()
+            sequence.kv = None
+
+    def plan(self, wanted_drafts: Callable[[EngineSequence], int]) -> StepPlan:
+        """The next step: reserves every block it needs, preempting and admitting as it must.
+
+        `wanted_drafts` says how many draft tokens a sequence could use; it is asked only
+        about sequences that reach their end in this step. The plan is empty when nothing
+        runs, or when others than this scheduler hold the blocks that are needed.
+        """
+        draft = _Draft()
+        for sequence in tuple(self._running):
+            if sequence.kv is not None:  # else preempted for one before it
+                self._reserve_known(sequence, draft)
+        if not draft.preempted and not draft.stalled:
+            self._admit(draft)
+        return StepPlan(
+            scheduled=tuple(self._hand_out_rows(draft, wanted_drafts)),
+            admitted=tuple(draft.admitted),
+            preempted=tuple(draft.preempted),
+            block_copies=tuple(pair for pairs in draft.copies.values() for pair in pairs),
+        )
+
+    # --- blocks ---------------------------------------------------------------------------
+
+    def _reserve_known(self, sequence: EngineSequence, draft: _Draft) -> None:
+        """Blocks for all known tokens of a running sequence, or it is preempted, or it sits this step out."""
+        assert sequence.kv is not None
+        while True:
+            try:
+                copies = sequence.kv.reserve(len(sequence.token_ids))
+            except NoFreeBlocksError:
+                if self._release_slack():
+                    continue
+                victim = self._victim()
+                if victim is None:
+                    draft.stalled.add(sequence)
+                    return
+                self._preempt(victim, draft)
+                if victim is sequence:
+                    return
+            else:
+                if copies:
+                    draft.copies[sequence] = copies
+                return
+
+    def _release_slack(self) -> bool:
+        """Blocks held past the known tokens (for drafts, or ahead of need) go back. False: there were none."""
+        before = self._pool.num_free_blocks
+        for sequence in self._running:
+            assert sequence.kv is not None
+            sequence.kv.release_beyond(len(sequence.token_ids))
+        return self._pool.num_free_blocks > before
+
+    def _victim(self) -> EngineSequence | None:
+        """The running sequence to preempt next; the oldest one always stays, so that something always ends."""
+        oldest = min(self._running, key=_age)
+        return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
+
+    def _preempt(self, sequence: EngineSequence, draft: _Draft) -> None:
+        assert sequence.kv is not None
+        sequence.kv.publish(sequence.token_ids)  # so that what is not evicted meanwhile need not be recomputed
+        sequence.kv.free()
+        sequence.kv = None
+        sequence.num_preemptions += 1
+        self._running.remove(sequence)
+        insort(self._waiting, sequence, key=_waiting_rank)
+        draft.copies.pop(sequence, None)
+        draft.stalled.discard(sequence)
+        draft.preempted.append(sequence)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Waiting sequences join in order, each with blocks for all its known tokens; none overtakes the head."""
+        while self._waiting and len(self._running) < self._max_running:
+            sequence = self._waiting[0]
+            kept_back = self._reserve_blocks * len(self._running)  # growth of those that run
+            available = self._pool.num_free_blocks - kept_back
+            if self._running and self._was_refused(sequence, available):
+                return  # asking again would hash the whole prompt for the same answer
+            kv = sequence.kv or self._cached_prefix(sequence)
+            if kv.num_blocks_needed(len(sequence.token_ids)) + kept_back > self._pool.num_free_blocks:
+                self._refused = (sequence, available)
+                if kv is not sequence.kv:
+                    kv.free()
+                return
+            self._refused = None
+            sequence.kv = kv
+            copies = kv.reserve(len(sequence.token_ids))
+            if copies:
+                draft.copies[sequence] = copies
+            del self._waiting[0]
+            insort(self._running, sequence, key=_running_rank)
+            draft.admitted.append(sequence)
+
+    def _was_refused(self, sequence: EngineSequence, num_available: int) -> bool:
+        """Whether this sequence was refused last time, with no fewer blocks than now."""
+        return self._refused is not None and self._refused[0] is sequence and num_available <= self._refused[1]
+
+    def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
+        num_tokens = len(sequence.token_ids)
+        max_cached_tokens = num_tokens - 1 if sequence.needs_logits else num_tokens
+        return SequenceKV.create(self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens)
+
+    # --- rows -----------------------------------------------------------------------------
+
+    def _hand_out_rows(self, draft: _Draft, wanted_drafts: Callable[[EngineSequence], int]) -> Iterator[Scheduled]:
+        singles: list[EngineSequence] = []
+        chunks: list[EngineSequence] = []
+        num_chunk_rows = 0
+        for sequence in self._running:
+            assert sequence.kv is not None
+            num_uncomputed = len(sequence.token_ids) - sequence.kv.num_tokens
+            if num_uncomputed == 0 or sequence in draft.stalled:
+                continue
+            if num_uncomputed == 1:
+                singles.append(sequence)
+            else:
+                chunks.append(sequence)
+                num_chunk_rows += num_uncomputed
+        if len(singles) + bool(chunks) > self._max_rows:
+            singles = self._in_turn(singles, num_rows=self._max_rows - bool(chunks))
+        budget = self._max_rows - len(singles)
+        draft_budget = budget - min(num_chunk_rows, (budget + 1) // 2)
+        for sequence in singles:
+            num_drafts = self._grant_drafts(sequence, min(wanted_drafts(sequence), draft_budget))
+            draft_budget -= num_drafts
+            budget -= num_drafts
+            yield Scheduled(sequence, 1, num_drafts, reaches_end=True)
+        for sequence in chunks:
+            num_rows = min(sequence.num_uncomputed, budget)
+            if num_rows == 0:
+                return
+            budget -= num_rows
+            reaches_end = num_rows == sequence.num_uncomputed
+            num_drafts = self._grant_drafts(sequence, min(wanted_drafts(sequence), budget)) if reaches_end else 0
+            budget -= num_drafts
+            yield Scheduled(sequence, num_rows, num_drafts, reaches_end=reaches_end)
+
+    def _in_turn(self, singles: list[EngineSequence], *, num_rows: int) -> list[EngineSequence]:
+        """More sequences than rows: each step goes on where the last one ended."""
+        first = self._first_row % len(singles)
+        self._first_row = first + num_rows
+        return (singles[first:] + singles[:first])[:num_rows]
+
+    def _grant_drafts(self, sequence: EngineSequence, num_drafts: int) -> int:
+        """As many draft slots as blocks allow, up to `num_drafts`. Never preempts."""
+        if num_drafts <= 0:
+            return 0
+        assert sequence.kv is not None
+        num_known = len(sequence.token_ids)
+        spare = sequence.kv.capacity - num_known
+        if num_drafts <= spare:
+            return num_drafts
+        num_granted = min(num_drafts, spare + self._pool.num_free_blocks * self._pool.block_size)
+        if num_granted > 0:
+            copies = sequence.kv.reserve(num_known + num_granted)
+            assert not copies  # made with the blocks of the known tokens
+        return num_granted
+
+
+def _age(sequence: EngineSequence) -> tuple[int, int]:
+    return sequence.arrival, sequence.key
+
+
+def _running_rank(sequence: EngineSequence) -> tuple[int, int, int]:
+    return -sequence.priority, sequence.arrival, sequence.key
+
+
+def _waiting_rank(sequence: EngineSequence) -> tuple[int, bool, int, int]:
+    return -sequence.priority, sequence.num_preemptions == 0, sequence.arrival, sequence.key

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from outrider.errors import CapacityError, InternalError
+
+BLOCK = 4
+
+
+def make_pool(num_blocks: int = 8, *, seed: bytes = b"model", enable_prefix_cache: bool = True) -> BlockPool:
+    return BlockPool(num_blocks=num_blocks, block_size=BLOCK, hash_seed=seed, enable_prefix_cache=enable_prefix_cache)
+
+
+def cache_tokens(pool: BlockPool, token_ids: list[int]) -> list[int]:
+    """Leaves the full blocks of `token_ids` in the prefix cache, unreferenced."""
+    block_ids = pool.allocate(len(token_ids) // BLOCK)
+    pool.publish(block_ids, token_ids, num_tokens=len(token_ids))
+    pool.release(reversed(block_ids))
+    return block_ids
+
+
+def test_every_block_can_be_allocated_and_comes_back():
+    pool = make_pool()
+    blocks = pool.allocate(8)
+    assert sorted(blocks) == list(range(8))
+    assert pool.num_free_blocks == 0
+    pool.release(blocks)
+    assert pool.num_free_blocks == 8
+    pool.check_integrity([])
+
+
+def test_allocating_too_many_raises_and_changes_nothing():
+    pool = make_pool()
+    held = pool.allocate(5)
+    with pytest.raises(NoFreeBlocksError, match="4 KV blocks") as caught:
+        pool.allocate(4)
+    assert isinstance(caught.value, CapacityError)
+    assert pool.num_free_blocks == 3
+    pool.check_integrity([held])
+
+
+def test_fresh_memory_is_touched_last():
+    pool = make_pool()
+    first = pool.allocate(2)
+    pool.release(first)
+    assert set(pool.allocate(2)) == set(first)
+
+
+def test_a_shared_block_is_freed_by_its_last_holder():
+    pool = make_pool()
+    (block,) = pool.allocate(1)
+    pool.acquire([block])
+    assert pool.is_shared(block)
+    pool.release([block])
+    assert not pool.is_shared(block)
+    assert pool.num_free_blocks == 7
+    pool.release([block])
+    pool.check_integrity([])
+
+
+def test_releasing_twice_is_caught():
+    pool = make_pool()
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(blocks)
+
+
+def test_a_published_prefix_is_found_by_its_tokens():
+    pool = make_pool()
+    tokens = list(range(12))
+    cached = cache_tokens(pool, tokens)
+    found = pool.match_prefix([*tokens[:8], 99, 99, 99, 99], max_tokens=12)
+    assert found == cached[:2]
+    assert pool.num_free_blocks == 6
+    pool.check_integrity([found])
+
+
+def test_a_match_holds_whole_blocks_within_max_tokens():
+    pool = make_pool()
+    tokens = list(range(12))
+    cached = cache_tokens(pool, tokens)
+    for max_tokens, num_blocks in [(0, 0), (3, 0), (4, 1), (11, 2), (12, 3), (100, 3)]:
+        found = pool.match_prefix(tokens, max_tokens=max_tokens)
+        assert found == cached[:num_blocks]
+        pool.release(found)
+
+
+def test_a_later_block_never_matches_without_its_prefix():
+    pool = make_pool()
+    cache_tokens(pool, list(range(12)))
+    assert pool.match_prefix([*range(4, 12)], max_tokens=8) == []
+    assert pool.match_prefix([9, 9, 9, 9, *range(4, 12)], max_tokens=12) == []
+
+
+def test_a_partial_block_is_never_published():
+    pool = make_pool()
+    (block,) = pool.allocate(1)
+    pool.publish([block], [1, 2, 3], num_tokens=3)
+    assert pool.num_cached_blocks == 0
+
+
+def test_models_with_different_seeds_have_different_names():
+    one, other = make_pool(seed=b"a").new_hashes(), make_pool(seed=b"b").new_hashes()
+    assert one.append([1, 2, 3, 4]) != other.append([1, 2, 3, 4])
+
+
+def test_publishing_again_changes_nothing():
+    pool = make_pool()
+    tokens = list(range(8))
+    blocks = pool.allocate(2)
+    pool.publish(blocks, tokens, num_tokens=8)
+    pool.publish(blocks, tokens, num_tokens=8)
+    assert pool.num_cached_blocks == 2
+    pool.check_integrity([blocks])
+
+
+def test_of_two_blocks_with_equal_content_the_first_is_cached():
+    pool = make_pool()
+    first, second = pool.allocate(1), pool.allocate(1)
+    pool.publish(first, [1, 2, 3, 4], num_tokens=4)
+    pool.publish(second, [1, 2, 3, 4], num_tokens=4)
+    assert pool.num_cached_blocks == 1
+    pool.release(second)
+    assert pool.match_prefix([1, 2, 3, 4], max_tokens=4) == first
+    pool.check_integrity([first, first])
+
+
+def test_blocks_are_evicted_least_recently_released_first():
+    pool = make_pool(num_blocks=3)
+    for token in (1, 2, 3):
+        cache_tokens(pool, [token] * BLOCK)
+    revived = pool.match_prefix([1] * BLOCK, max_tokens=BLOCK)  # used again: no longer the oldest
+    pool.release(revived)
+    taken = pool.allocate(1)
+    assert pool.match_prefix([2] * BLOCK, max_tokens=BLOCK) == []
+    for token in (1, 3):
+        pool.release(pool.match_prefix([token] * BLOCK, max_tokens=BLOCK) or pytest.fail(f"{token} was evicted"))
+    pool.check_integrity([taken])
+
+
+def test_a_chain_is_evicted_from_its_end():
+    pool = make_pool(num_blocks=3)
+    tokens = list(range(12))
+    cached = cache_tokens(pool, tokens)
+    taken = pool.allocate(1)
+    found = pool.match_prefix(tokens, max_tokens=12)
+    assert found == cached[:2]
+    pool.check_integrity([taken, found])
+
+
+def test_free_blocks_are_used_before_anything_is_evicted():
+    pool = make_pool(num_blocks=3)
+    cache_tokens(pool, list(range(8)))
+    pool.allocate(1)
+    assert pool.num_cached_blocks == 2
+    pool.allocate(1)
+    assert pool.num_cached_blocks == 1
+
+
+def test_a_block_in_use_is_never_evicted():
+    pool = make_pool(num_blocks=2)
+    cache_tokens(pool, list(range(8)))
+    pool.match_prefix(list(range(4)), max_tokens=4)
+    pool.allocate(1)
+    with pytest.raises(NoFreeBlocksError):
+        pool.allocate(1)
+
+
+def test_a_withdrawn_block_is_no_longer_found():
+    pool = make_pool()
+    (block,) = pool.allocate(1)
+    pool.publish([block], [1, 2, 3, 4], num_tokens=4)
+    pool.withdraw(block)
+    assert pool.match_prefix([1, 2, 3, 4], max_tokens=4) == []
+    pool.check_integrity([[block]])
+
+
+def test_without_prefix_cache_nothing_is_kept():
+    pool = make_pool(enable_prefix_cache=False)
+    cache_tokens(pool, list(range(8)))
+    assert pool.match_prefix(list(range(8)), max_tokens=8) == []
+    assert pool.num_cached_blocks == 0
+    pool.check_integrity([])
+
+
+def test_integrity_names_a_leaked_and_a_doubly_owned_block():
+    pool = make_pool()
+    (block,) = pool.allocate(1)
+    pool.check_integrity()
+    with pytest.raises(InternalError, match=f"block {block}: 0 tables hold it, its count is 1"):
+        pool.check_integrity([])
+    with pytest.raises(InternalError, match=f"block {block}: 2 tables hold it, its count is 1"):
+        pool.check_integrity([[block], [block]])
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda pool: pool._free.append(pool._free[0]),
+        lambda pool: pool._free.pop(),
+        lambda pool: pool._ref_counts.__setitem__(pool._free[0], 1),
+        lambda pool: pool._block_of.clear(),
+        lambda pool: pool._block_of.__setitem__(b"stray", 0),
+        lambda pool: pool._evictable.clear(),
+    ],
+    ids=["twice free", "lost", "free with a count", "hash unknown", "stray hash", "not evictable"],
+)
+def test_integrity_finds_broken_bookkeeping(break_it):
+    pool = make_pool()
+    cache_tokens(pool, list(range(8)))
+    break_it(pool)
+    with pytest.raises(InternalError):
+        pool.check_integrity()

@@ -1,0 +1,122 @@
+"""Any order of operations: every sequence reads back its own tokens, no block is lost or owned twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outrider.engine.fakes import ScriptedKVCache
+from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+
+NUM_BLOCKS = 12
+BLOCK = 3
+TOKENS = st.integers(0, 1)  # few, so that prefixes meet
+
+
+@dataclass
+class Written:
+    """A table and the tokens whose KV it is meant to hold."""
+
+    kv: SequenceKV
+    token_ids: list[int]
+
+
+class KVMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK, hash_seed=b"seed")
+        self.cache = ScriptedKVCache(num_blocks=NUM_BLOCKS, block_size=BLOCK, num_layers=1)
+        self.sequences: list[Written] = []
+
+    @rule(token_ids=st.lists(TOKENS, max_size=12), data=st.data())
+    def create(self, token_ids, data):
+        max_cached = data.draw(st.integers(0, len(token_ids)))
+        kv = SequenceKV.create(self.pool, token_ids, max_cached_tokens=max_cached)
+        assert kv.num_tokens <= max_cached
+        self.sequences.append(Written(kv, token_ids[: kv.num_tokens]))
+
+    @precondition(lambda self: self.sequences)
+    @rule(token_ids=st.lists(TOKENS, min_size=1, max_size=8), num_rejected=st.integers(0, 4), data=st.data())
+    def write_and_keep_some(self, token_ids, num_rejected, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        kv, start = sequence.kv, sequence.kv.num_tokens
+        end = start + len(token_ids)
+        needed, free, table = kv.num_blocks_needed(end), self.pool.num_free_blocks, kv.block_ids.copy()
+        try:
+            copies = kv.reserve(end)
+        except NoFreeBlocksError:
+            assert needed > free
+            assert kv.block_ids == table
+            return
+        assert free - self.pool.num_free_blocks == needed
+        self.cache.copy_blocks(copies)
+        for position, token_id in enumerate(token_ids, start=start):
+            block_id = kv.block_ids[position // BLOCK]
+            assert not self.pool.is_shared(block_id)
+            self.cache.write_token(0, block_id * BLOCK + position % BLOCK, token_id=token_id, position=position)
+        kept = max(start, end - num_rejected)
+        kv.truncate(kept)
+        sequence.token_ids += token_ids[: kept - start]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def reserve_ahead(self, data):
+        kv = data.draw(st.sampled_from(self.sequences)).kv
+        if kv.num_blocks_needed(kv.num_tokens + BLOCK) <= self.pool.num_free_blocks:
+            self.cache.copy_blocks(kv.reserve(kv.num_tokens + BLOCK))
+        if data.draw(st.booleans()):
+            kv.release_beyond(kv.num_tokens)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        num_tokens = data.draw(st.integers(0, sequence.kv.num_tokens))
+        sequence.kv.truncate(num_tokens)
+        del sequence.token_ids[num_tokens:]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def publish(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        sequence.kv.publish(sequence.token_ids)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.sequences.append(Written(sequence.kv.fork(), sequence.token_ids.copy()))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.sequences.remove(sequence)
+        sequence.kv.free()
+        sequence.kv.free()
+
+    @invariant()
+    def the_pool_is_whole(self):
+        self.pool.check_integrity(sequence.kv.block_ids for sequence in self.sequences)
+
+    @invariant()
+    def every_sequence_reads_its_own_tokens(self):
+        for sequence in self.sequences:
+            assert sequence.kv.num_tokens == len(sequence.token_ids)
+            assert self.cache.context(sequence.kv.block_ids, sequence.kv.num_tokens) == sequence.token_ids
+
+    def teardown(self):
+        for sequence in self.sequences:
+            sequence.kv.free()
+        self.pool.check_integrity([])
+        assert self.pool.num_free_blocks == NUM_BLOCKS
+
+
+TestKVMachine = KVMachine.TestCase
+TestKVMachine.settings = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
