@@ -1,0 +1,45 @@
+"""What an attention backend is: rows of many sequences against their paged keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from outrider.engine.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer wants beyond plain causal attention."""
+
+    scaling: float  # multiplies query · key
+    sliding_window: int | None = None  # keys at positions (p - sliding_window, p] of a row at position p
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+
+
+class AttentionBackend(Protocol):
+    """Paged, ragged, causal attention with grouped query heads.
+
+    A row at position p of a sequence sees that sequence's keys at positions 0 … p (or
+    the last `sliding_window` of them), wherever their blocks lie. Not thread-safe: a
+    backend owns workspaces and belongs to one model runner.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in settings, such as "torch_sdpa"."""
+
+    def prepare(self, batch: InputBatch) -> Any:
+        """What all layers of one forward share (indices, masks); passed to `attend` as `plan`."""
+
+    def attend(
+        self,
+        plan: Any,
+        query: Tensor,  # [num_rows, num_heads, head_dim]
+        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], this forward's rows included
+        value_cache: Tensor,  # same
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Returns [num_rows, num_heads, head_dim] in the query's dtype."""

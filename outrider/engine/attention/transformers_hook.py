@@ -1,0 +1,67 @@
+"""The door through which transformers' decoder layers reach our attention.
+
+transformers asks its AttentionInterface for the function named in a model's
+configuration. We register one function under ATTENTION_NAME, which does nothing but
+pass queries, keys and values on to the object that came with this forward's keyword
+arguments; so nothing about a forward lives outside of it. No mask function is
+registered under the name, therefore transformers builds no masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from outrider.engine.attention.base import AttentionOptions
+
+ATTENTION_NAME = "outrider"
+STEP_ARGUMENT = "outrider_step"
+
+
+class LayerAttention(Protocol):
+    """Receives every attention call of one forward; passed to the model as STEP_ARGUMENT."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [num_rows, num_heads, head_dim], rotated
+        key: Tensor,  # [num_rows, num_kv_heads, head_dim], rotated
+        value: Tensor,  # [num_rows, num_kv_heads, head_dim]
+        options: AttentionOptions,
+        extras: Mapping[str, Any],  # whatever else the layer asked for
+    ) -> Tensor:
+        """Returns [num_rows, num_heads, head_dim]."""
+
+
+def register_attention() -> None:
+    """Makes ATTENTION_NAME known to transformers; idempotent."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,  # [1, num_heads, num_rows, head_dim]
+    key: Tensor,  # [1, num_kv_heads, num_rows, head_dim]
+    value: Tensor,  # [1, num_kv_heads, num_rows, head_dim]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention, in the signature of transformers' attention functions."""
+    step: LayerAttention = kwargs.pop(STEP_ARGUMENT)
+    options = AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    output = step.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        options,
+        kwargs,
+    )
+    return output.unsqueeze(0), None  # [1, num_rows, num_heads, head_dim]

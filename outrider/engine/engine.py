@@ -1,0 +1,39 @@
+"""The parts that together run forward passes, as one value: what a node's loop holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.model_runner import ModelRunner
+    from outrider.engine.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Pool, scheduler, cache, runner and sampler of one model. One owner thread."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    kv_cache: PagedKVCache
+    runner: ModelRunner
+    sampler: Sampler
+
+    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[SequenceRows]) -> Tensor:
+        """Copies blocks that are about to be written while shared, then one forward pass.
+
+        Returns:
+            Logits of the rows that need them, in order.  # [num_logits, vocab_size] float32
+        """
+        if block_copies:
+            self.kv_cache.copy_blocks(block_copies)
+        return self.runner.forward(build_input_batch(rows, self.pool.block_size))

@@ -1,0 +1,149 @@
+"""The tensors behind the block pool: keys and values of every layer, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.model_spec import ModelSpec
+from outrider.errors import ConfigError, InternalError
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PagedKVCache:
+    """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
+
+    Which block belongs to whom is the BlockPool's business; here is only the memory. It
+    is allocated at once but committed by the system as blocks are first written.
+
+    Thread-safe as far as its blocks are: threads may read, write and run forwards at the
+    same time as long as no block that one of them writes is used by another.
+    """
+
+    def __init__(
+        self, planes: Sequence[PlaneSpec], *, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if [plane.name for plane in planes] != ["k", "v"]:
+            raise ValueError(f"planes k and v are expected, not {[plane.name for plane in planes]}")
+        self.planes = tuple(planes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device(device)
+        # One tensor a plane, so that a frame of several layers is one copy: [layers, blocks, block_size, heads, dim].
+        self._tensors = {
+            plane.name: torch.empty(
+                (plane.num_layers, num_blocks, block_size, plane.num_heads, plane.head_dim),
+                dtype=TORCH_DTYPES[plane.dtype],
+                device=self.device,
+            )
+            for plane in planes
+        }
+        self.keys: tuple[Tensor, ...] = self._tensors["k"].unbind(0)  # each [num_blocks, block_size, heads, dim]
+        self.values: tuple[Tensor, ...] = self._tensors["v"].unbind(0)
+
+    @classmethod
+    def sized_for(
+        cls, spec: ModelSpec, config: KVCacheConfig, *, device: torch.device | str = "cpu"
+    ) -> PagedKVCache:
+        """A cache of as many blocks as `config` and free memory allow. Raises ConfigError when two windows do not fit."""
+        num_blocks = cls.num_blocks_for(spec, config, free_bytes=free_memory_bytes(torch.device(device)))
+        return cls(spec.planes, num_blocks=num_blocks, block_size=config.block_size, device=device)
+
+    @staticmethod
+    def num_blocks_for(spec: ModelSpec, config: KVCacheConfig, *, free_bytes: int) -> int:
+        """Blocks in a pool of `config`, of which `free_bytes` may be had.
+
+        Explicit sizes are taken as they are, but must hold one full window, without
+        which a request that the model allows could never run. The automatic size is at
+        least two full windows. Raises ConfigError naming the setting and the fix.
+        """
+        block_bytes = spec.bytes_per_token * config.block_size
+        window_blocks = -(-spec.max_model_len // config.block_size)
+        if config.num_blocks is not None:
+            num_blocks, source = config.num_blocks, "num_blocks"
+        elif config.memory_bytes is not None:
+            num_blocks, source = config.memory_bytes // block_bytes, "memory_bytes"
+        else:
+            num_blocks = max(int(free_bytes * config.memory_fraction) // block_bytes, 2 * window_blocks)
+            source = "memory_fraction"
+            if num_blocks * block_bytes > free_bytes:
+                raise ConfigError(
+                    f"two windows of {spec.max_model_len} tokens need {2 * window_blocks * block_bytes:,} bytes of KV "
+                    f"and {free_bytes:,} are free: set model.max_model_len lower"
+                )
+        if num_blocks < window_blocks:
+            raise ConfigError(
+                f"kv_cache.{source} gives {num_blocks} blocks of {config.block_size} tokens, but one window of "
+                f"{spec.max_model_len} needs {window_blocks}: set it higher or model.max_model_len lower"
+            )
+        return num_blocks
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, destination) each, in all layers and planes. No block is both."""
+        if not pairs:
+            return
+        sources = torch.tensor([source for source, _ in pairs], device=self.device)
+        destinations = torch.tensor([destination for _, destination in pairs], device=self.device)
+        for tensor in self._tensors.values():
+            for layer in tensor.unbind(0):
+                layer[destinations] = layer[sources]
+
+    def read(self, plane: str, layers: range, slots: Tensor) -> np.ndarray:
+        """KV of `slots` ([num_tokens] int64) in `layers`, as bytes.
+
+        Returns [len(layers) * num_tokens * heads * dim * itemsize] uint8, contiguous,
+        layer by layer, token-major. Raises InternalError outside the cache.
+        """
+        rows = self._rows(plane, layers, slots)
+        taken = rows.index_select(1, slots.to(self.device))  # [layers, tokens, heads * dim]
+        array: np.ndarray = taken.cpu().view(torch.uint8).reshape(-1).numpy()
+        return array
+
+    def write(self, plane: str, layers: range, slots: Tensor, payload: bytes | bytearray | memoryview) -> None:
+        """Writes what `read` gave. Raises InternalError when layers, slots or size do not fit; then nothing is written."""
+        rows = self._rows(plane, layers, slots)
+        expected = len(layers) * slots.numel() * rows.shape[2] * rows.element_size()
+        view = memoryview(payload).cast("B")
+        if view.nbytes != expected:
+            raise InternalError(f"{view.nbytes} bytes for {expected} of plane {plane}, layers {layers}")
+        if expected == 0:
+            return
+        array = np.frombuffer(view, dtype=np.uint8)
+        source = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if source.data_ptr() % rows.element_size():
+            source = source.clone()
+        values = source.view(rows.dtype).view(len(layers), slots.numel(), rows.shape[2])
+        rows.index_copy_(1, slots.to(self.device), values.to(self.device))
+
+    def _rows(self, plane: str, layers: range, slots: Tensor) -> Tensor:
+        """The plane as [layers, slots, heads * dim], after all bounds have been checked."""
+        tensor = self._tensors.get(plane)
+        if tensor is None:
+            raise InternalError(f"no plane {plane!r} in the KV cache, only {', '.join(self._tensors)}")
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= tensor.shape[0]:
+            raise InternalError(f"layers {layers} of {tensor.shape[0]}")
+        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_blocks * self.block_size:
+            raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
+        return tensor[layers.start : layers.stop].flatten(1, 2).flatten(2)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that may still be allocated: of the GPU, or of this machine and its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available  # no control group of version 2
+    return available if limit == "max" else max(0, min(available, int(limit) - used))

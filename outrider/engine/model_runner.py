@@ -1,0 +1,121 @@
+"""Runs a transformers decoder over ragged batches of rows and our paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
+from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_spec import ModelSpec
+
+
+class RunnableModel(Protocol):
+    """What a runner needs of a loaded model (see outrider.model_hub.load.LoadedModel)."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+
+class ModelRunner:
+    """The forward pass of one node. Not thread-safe: the engine thread owns it.
+
+    Several runners may share one model, each with its own cache and backend.
+    """
+
+    def __init__(self, model: RunnableModel, kv_cache: PagedKVCache, attention: AttentionBackend) -> None:
+        self._model = model.model
+        self._spec = model.spec
+        self._kv_cache = kv_cache
+        self._attention = attention
+        self._device = kv_cache.device
+
+    @property
+    def attention_name(self) -> str:
+        return self._attention.name
+
+    @torch.inference_mode()
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
+
+        `on_layer_done(layer)` is called once the rows' keys and values of that layer are
+        in the cache, layers rising, from this thread: whoever pushes KV need not wait for
+        the whole forward.
+
+        Returns [num_logits, vocab_size] float32, with no rows when none need logits. It is
+        an inference tensor: change it in place only within torch.inference_mode().
+        """
+        step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
+        arguments: dict[str, Any] = {
+            "input_ids": batch.token_ids.to(self._device).unsqueeze(0),  # [1, num_rows]
+            "position_ids": batch.positions.to(self._device).unsqueeze(0),
+            "use_cache": False,
+            STEP_ARGUMENT: step,
+        }
+        if batch.logits_rows.numel() == 0:
+            self._model.base_model(**arguments)
+            return torch.empty((0, self._spec.vocab_size), device=self._device)
+        rows = batch.logits_rows
+        if rows.numel() < batch.num_rows:
+            arguments["logits_to_keep"] = rows.to(self._device)
+        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
+        return logits.float()
+
+    def warm_up(self) -> None:
+        """Runs the shapes of prefill, verification and decoding once, on blocks that are free by definition.
+
+        The first forward pays for thread pools and memory; a request should not. Call it
+        before any block is handed out: it writes to the first ones.
+        """
+        block_size = self._kv_cache.block_size
+        most = min(64, self._kv_cache.num_blocks * block_size, self._spec.max_model_len)
+        blocks = range(-(-most // block_size))
+        for num_rows in (most, min(5, most), 1):
+            rows = SequenceRows([0] * num_rows, most - num_rows, blocks, num_logits=1)
+            self.forward(build_input_batch([rows], block_size))
+
+
+class _PagedStep:
+    """One forward's attention: writes each layer's new keys and values, then attends over the cache."""
+
+    __slots__ = ("_attention", "_kv_cache", "_on_layer_done", "_plan", "_slots")
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        on_layer_done: Callable[[int], None] | None,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._attention = attention
+        self._on_layer_done = on_layer_done
+        self._plan = attention.prepare(batch)
+        self._slots = batch.slot_mapping.to(kv_cache.device)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [num_rows, num_heads, head_dim]
+        key: Tensor,  # [num_rows, num_kv_heads, head_dim]
+        value: Tensor,  # [num_rows, num_kv_heads, head_dim]
+        options: AttentionOptions,
+        extras: Mapping[str, Any],
+    ) -> Tensor:
+        """Returns [num_rows, num_heads, head_dim]."""
+        key_cache = self._kv_cache.keys[layer]
+        value_cache = self._kv_cache.values[layer]
+        key_cache.flatten(0, 1).index_copy_(0, self._slots, key)
+        value_cache.flatten(0, 1).index_copy_(0, self._slots, value)
+        if self._on_layer_done is not None:
+            self._on_layer_done(layer)
+        return self._attention.attend(self._plan, query, key_cache, value_cache, options)

@@ -1,0 +1,33 @@
+"""The shape of a decoder, as cache, attention and scheduler need it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Sizes of one transformers decoder that keeps plain K and V for each token."""
+
+    architecture: str  # class name, such as "LlamaForCausalLM"
+    num_layers: int
+    num_heads: int  # of queries
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int  # rows of the output layer, padding included
+    max_model_len: int  # tokens of prompt and answer
+    dtype: str  # "float32", "bfloat16", "float16"
+
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """The planes that one token's KV consists of, in the order in which they are pushed."""
+        return tuple(
+            PlaneSpec(name, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype) for name in ("k", "v")
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers and planes."""
+        return sum(plane.bytes_per_token_per_layer * plane.num_layers for plane in self.planes)

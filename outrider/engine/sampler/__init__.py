@@ -1,0 +1,8 @@
+"""Chooses tokens from logits: the contract's SamplingParams and the coupled race of the design."""
+
+from __future__ import annotations
+
+from outrider.engine.sampler.sampler import Sampler
+from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
+
+__all__ = ["SampleRows", "SampledRows", "Sampler", "SequenceSampling"]

@@ -1,0 +1,118 @@
+"""Steps 1 to 4 of the contract's SamplingParams: what is added to, or taken out of, a row of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.request import SamplingParams
+
+FloatRow = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """How often each token of one sample was generated; prompt tokens are members with count 0.
+
+    Sparse: memory and time follow the number of distinct tokens, not the vocabulary.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], *, vocab_size: int) -> None:
+        """Ids from `vocab_size` on are ignored, here and later: a draft model may know fewer than its target."""
+        self._vocab_size = vocab_size
+        ids = _ids_below(vocab_size, prompt_token_ids)
+        self._slots: dict[int, int] = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
+        self._ids = ids  # [capacity] int64
+        self._counts = np.zeros(len(ids), dtype=np.float32)  # [capacity] float32
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Counts generated tokens, in place."""
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                continue
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot >= len(self._ids):
+                room = np.zeros(max(64, len(self._ids)), dtype=np.int64)
+                self._ids = np.concatenate([self._ids, room])
+                self._counts = np.concatenate([self._counts, room.astype(np.float32)])
+            self._ids[slot] = token_id
+            self._counts[slot] += 1.0
+
+    def with_assumed(self, token_ids: Sequence[int]) -> tuple[TokenIds, FloatRow]:
+        """Distinct tokens [n] int64 and their generated counts [n] float32, as if `token_ids` were generated too."""
+        size = len(self._slots)
+        if not token_ids:
+            return self._ids[:size], self._counts[:size]
+        counts = self._counts[:size].copy()
+        unseen: dict[int, float] = {}
+        for token_id in token_ids:
+            slot = self._slots.get(token_id)
+            if token_id >= self._vocab_size:
+                continue
+            if slot is None:
+                unseen[token_id] = unseen.get(token_id, 0.0) + 1.0
+            else:
+                counts[slot] += 1.0
+        ids = np.concatenate([self._ids[:size], np.asarray(list(unseen), dtype=np.int64)])
+        return ids, np.concatenate([counts, np.asarray(list(unseen.values()), dtype=np.float32)])
+
+
+class PenaltyState:
+    """One sample's bans, biases and penalties, and the counts that they depend on."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_token_ids: Sequence[int],
+        generated_token_ids: Sequence[int],
+        stop_token_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        self._params = params
+        self.num_generated = 0
+        # An id beyond the logits can be neither drawn nor biased: nothing to do for it.
+        self._stop_ids = _ids_below(vocab_size, stop_token_ids)
+        biases = [(token_id, bias) for token_id, bias in params.logit_bias if 0 <= token_id < vocab_size]
+        self._bias_ids = np.asarray([token_id for token_id, _ in biases], dtype=np.int64)
+        self._biases = np.asarray([bias for _, bias in biases], dtype=np.float32)
+        self._counts = TokenCounts(prompt_token_ids, vocab_size=vocab_size) if params.has_penalties else None
+        self.commit(generated_token_ids)
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Counts committed tokens as generated."""
+        self.num_generated += len(token_ids)
+        if self._counts is not None:
+            self._counts.add(token_ids)
+
+    def changes(self, num_assumed: int) -> bool:
+        """Whether `apply` would change anything with this many assumed tokens."""
+        return self._counts is not None or len(self._bias_ids) > 0 or self._bans_stops(num_assumed)
+
+    def _bans_stops(self, num_assumed: int) -> bool:
+        return len(self._stop_ids) > 0 and self.num_generated + num_assumed < self._params.min_tokens
+
+    def apply(self, logits: FloatRow, assumed_token_ids: Sequence[int]) -> None:
+        """Steps 2 to 4 on `logits` [vocab] float32, in place; `assumed_token_ids` count as generated."""
+        if self._bans_stops(len(assumed_token_ids)):
+            logits[self._stop_ids] = -np.inf
+        if len(self._bias_ids) > 0:
+            logits[self._bias_ids] += self._biases
+        if self._counts is not None:
+            ids, counts = self._counts.with_assumed(assumed_token_ids)
+            logits[ids] = self._penalised(logits[ids], counts)
+
+    def _penalised(self, logits: FloatRow, counts: FloatRow) -> FloatRow:
+        params = self._params
+        repetition = np.float32(params.repetition_penalty)
+        if params.repetition_penalty != 1.0:
+            logits = np.where(logits > 0.0, logits / repetition, logits * repetition)
+        logits = logits - np.float32(params.frequency_penalty) * counts
+        return logits - np.float32(params.presence_penalty) * (counts > 0.0).astype(np.float32)
+
+
+def _ids_below(vocab_size: int, token_ids: Iterable[int]) -> TokenIds:
+    ids: TokenIds = np.unique(np.asarray(tuple(token_ids), dtype=np.int64))
+    return ids[(ids >= 0) & (ids < vocab_size)]

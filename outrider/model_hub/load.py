@@ -1,0 +1,210 @@
+"""From a model's name to weights in memory, checked to be one that we can serve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
+from outrider.engine.model_spec import ModelSpec
+from outrider.errors import ConfigError, ModelError
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.fingerprint import model_fingerprint, weight_files
+from outrider.model_hub.locate import ModelLocation, locate_model
+from outrider.model_hub.progress import Progress, no_progress
+from outrider.model_hub.support import check_paged_forward, describe_decoder, refuse_by_config
+from outrider.model_hub.vocabulary import (
+    TOKENIZER_FILE,
+    eos_token_ids,
+    known_token_ids,
+    read_json,
+    read_tokenizer_files,
+    vocabulary_fingerprint,
+)
+from outrider.node import ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory, with everything that its node tells others about it."""
+
+    model: PreTrainedModel  # on its device, in eval mode, its attention is ours
+    config: PretrainedConfig
+    spec: ModelSpec
+    info: ModelInfo
+    tokenizer_files: dict[str, bytes]  # by file name
+    known_token_ids: Tensor  # [vocab_size] bool, on the CPU: ids that the tokenizer has
+    directory: Path
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def load_model(config: ModelConfig, *, progress: Progress | None = None) -> LoadedModel:
+    """Finds, loads and checks the model of `config`.
+
+    Sets torch's number of threads when the configuration names one. Raises ModelError for
+    weights, tokenizers and architectures that cannot be served, ConfigError for settings
+    that do not fit this machine, NotFoundError for a model that is not there.
+    """
+    progress = progress or no_progress
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    location = locate_model(config, progress=progress)
+    device = resolve_device(config.device)
+    hf_config = _read_config(location.directory)
+    refuse_by_config(hf_config)
+    weight_files(location.directory)
+    dtype = resolve_dtype(config.dtype, device, hf_config)
+    model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
+    spec = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
+    tokenizer_files = read_tokenizer_files(location.directory)
+    known = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
+    loaded = LoadedModel(
+        model=model,
+        config=model.config,
+        spec=spec,
+        info=_model_info(location, spec, tokenizer_files, device),
+        tokenizer_files=tokenizer_files,
+        known_token_ids=known,
+        directory=location.directory,
+    )
+    check_paged_forward(loaded)
+    return loaded
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device that a setting means. Raises ConfigError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig) -> str:
+    """The dtype that weights, KV and activations have.
+
+    "auto" is float32 on a CPU, where ordinary bfloat16 kernels let a decision depend on
+    the batch around it, and the checkpoint's own elsewhere.
+    """
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "float32"
+    checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory / 'config.json'}: {error}") from error
+    return config
+
+
+def _load_weights(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> PreTrainedModel:
+    register_attention()
+    with _reported_progress(progress):
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                device_map={"": device} if device.type != "cpu" else None,
+                local_files_only=True,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            raise ModelError(f"{directory}: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            if type(error).__name__ == "SafetensorError":  # its class is not exported
+                raise ModelError(f"{directory}: a weight file is damaged: {error}") from error
+            raise
+    model.requires_grad_(requires_grad=False)
+    return model.eval()
+
+
+def _model_info(
+    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], device: torch.device
+) -> ModelInfo:
+    directory = location.directory
+    return ModelInfo(
+        name=location.name,
+        revision=location.revision,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        eos_token_ids=eos_token_ids(
+            read_json(directory / "config.json"), read_json(directory / "generation_config.json")
+        ),
+        dtype=spec.dtype,
+        fingerprint=model_fingerprint(directory, dtype=spec.dtype),
+        vocabulary_fingerprint=vocabulary_fingerprint(tokenizer_files[TOKENIZER_FILE]),
+        numerics=f"torch-{device.type}",
+    )
+
+
+class _WeightsBar:
+    """Stands in for the progress bar of transformers' loader and passes counts on."""
+
+    def __init__(self, iterable: Any, total: int, progress: Progress) -> None:
+        self._iterable = iterable
+        self._total = total
+        self._done = 0
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            yield item
+            self.update(1)
+
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        self._progress("weights", self._done, self._total)
+
+    def set_postfix(self, *_arguments: Any, **_keywords: Any) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> _WeightsBar:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _reported_progress(progress: Progress) -> Iterator[None]:
+    """Leads transformers' progress bars to `progress` while weights load; the hook is the process's, so it is put back."""
+
+    def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _WeightsBar:
+        iterable = arguments[0] if arguments else keywords.get("iterable")
+        iterable = () if iterable is None else iterable
+        total = keywords.get("total") or (len(iterable) if hasattr(iterable, "__len__") else 0)
+        return _WeightsBar(iterable, int(total), progress)
+
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)

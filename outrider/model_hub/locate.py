@@ -1,0 +1,77 @@
+"""From the model's name in the settings to a local directory of its files. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import ModelError, NotFoundError
+from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
+from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, ensure_default_model
+from outrider.model_hub.progress import Progress, no_progress
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+DOWNLOADED_WITHOUT_SAFETENSORS = ("pytorch_model*.bin",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLocation:
+    """Where a model's files are, and what it is called."""
+
+    directory: Path
+    name: str
+    revision: str = ""
+
+
+def cache_directory(config: ModelConfig) -> Path:
+    """Where converted models are kept: the setting, $OUTRIDER_CACHE_DIR, or the user's cache."""
+    chosen = config.cache_dir or os.environ.get("OUTRIDER_CACHE_DIR", "")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+
+
+def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> ModelLocation:
+    """The directory of `config.id`, downloaded if need be.
+
+    Raises NotFoundError for an id that is neither the default model, a directory, nor on
+    the hub; ModelError for a download or a cache that is broken.
+    """
+    if config.id == DEFAULT_MODEL_ID:
+        directory = ensure_default_model(cache_directory(config), progress=progress)
+        return ModelLocation(directory=directory, name=config.name or config.id, revision=DEFAULT_MODEL_REVISION)
+    directory = Path(config.id).expanduser()
+    if directory.is_dir():
+        directory = directory.resolve()
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{directory} has no config.json: it is not a transformers model")
+        return ModelLocation(directory=directory, name=config.name or directory.name)
+    if directory.is_absolute() or config.id.startswith((".", "~")) or not HUB_ID.fullmatch(config.id):
+        raise NotFoundError(f"model.id {config.id!r} is neither a directory nor a Hugging Face id")
+    directory = _download(config)
+    return ModelLocation(directory=directory, name=config.name or config.id, revision=directory.name)
+
+
+def _download(config: ModelConfig) -> Path:
+    """A snapshot of a hub model in huggingface_hub's own cache, whose progress bars and credentials are the user's."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    def snapshot(patterns: tuple[str, ...]) -> Path:
+        return Path(snapshot_download(config.id, revision=config.revision or None, allow_patterns=list(patterns)))
+
+    try:
+        directory = snapshot(DOWNLOADED)
+        if not any(directory.glob("*.safetensors")):
+            directory = snapshot(DOWNLOADED + DOWNLOADED_WITHOUT_SAFETENSORS)
+    except RepositoryNotFoundError as error:
+        raise NotFoundError(f"model.id {config.id!r} is not on the Hugging Face hub, or needs a login") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"model.id {config.id!r} could not be downloaded: {error}. Without a network, give a local directory "
+            f"or the default model {DEFAULT_MODEL_ID}"
+        ) from error
+    return directory

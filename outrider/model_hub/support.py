@@ -1,0 +1,192 @@
+"""Whether a decoder is one that we can serve: found out by trying, before any request does.
+
+A model fits when each of its layers keeps plain keys and values for each token and asks
+transformers' AttentionInterface for nothing but causal attention with a scale, a window
+and a soft cap. What does not fit is refused by name instead of being served wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner, RunnableModel
+from outrider.engine.model_spec import ModelSpec
+from outrider.errors import ConfigError, ModelError
+
+SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Of the largest logit. A wrong mask, position or cache is off by far more, rounding by far less."""
+
+
+def refuse_by_config(config: PretrainedConfig) -> None:
+    """Refuses what the configuration alone gives away. Raises ModelError naming the architecture."""
+    name = architecture_name(config)
+    if config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
+    text_config = config.get_text_config(decoder=True)
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - SERVABLE_LAYER_TYPES
+    if unknown:
+        raise ModelError(f"{name} has layers of type {', '.join(sorted(unknown))}, which keep no plain K and V")
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        raise ModelError(f"{name} has layers that share the K and V of others, which the paged cache does not know")
+
+
+def describe_decoder(model: PreTrainedModel, *, dtype: str, max_model_len: int = 0) -> ModelSpec:
+    """Measures what each layer hands to attention, on a forward of two tokens.
+
+    `max_model_len` 0 takes the model's own window. Raises ModelError for a decoder whose
+    layers do not all keep plain K and V of one shape, ConfigError for a window that the
+    model does not have.
+    """
+    name = architecture_name(model.config)
+    config = model.config.get_text_config(decoder=True)
+    recorder = _Recorder(name)
+    token_ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    arguments: dict[str, Any] = {STEP_ARGUMENT: recorder}
+    try:
+        with torch.inference_mode():
+            logits = model(
+                input_ids=token_ids,
+                position_ids=torch.arange(2, device=model.device).unsqueeze(0),
+                use_cache=False,
+                **arguments,
+            ).logits
+    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"{name} cannot run with paged attention: {type(error).__name__}: {error}") from error
+    if sorted(recorder.layers) != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"{name} has {config.num_hidden_layers} layers, of which {len(recorder.layers)} keep plain K and V for each "
+            f"token: state-space, recurrent and compressed layers cannot be served"
+        )
+    windows = {layer: options.sliding_window for layer, (_, options) in recorder.layers.items()}
+    layer_types = getattr(config, "layer_types", None) or ()
+    for layer, layer_type in enumerate(layer_types):
+        if layer_type == "sliding_attention" and windows[layer] is None:
+            raise ModelError(f"{name}: layer {layer} slides its window in a mask of its own, which is not supported")
+    shapes = {shape for shape, _ in recorder.layers.values()}
+    if len(shapes) != 1:
+        raise ModelError(f"{name} has layers of different K and V shapes {sorted(shapes)}, which is not supported")
+    num_heads, num_kv_heads, head_dim = shapes.pop()
+    return ModelSpec(
+        architecture=name,
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=logits.shape[-1],
+        max_model_len=_window(config, max_model_len),
+        dtype=dtype,
+    )
+
+
+def check_paged_forward(model: RunnableModel) -> None:
+    """Compares our paged forward with the model's own on a few tokens. Raises ModelError when they differ.
+
+    Two sequences share the batch, and the second half of each comes in a later forward,
+    so that positions, block tables, and keys read back from the cache all count.
+    """
+    spec = model.spec
+    token_ids = _probe_token_ids(spec.vocab_size)
+    expected = _own_logits(model.model, token_ids)
+    cache = PagedKVCache(spec.planes, num_blocks=8, block_size=4, device=model.model.device)
+    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
+    tables = ((6, 1, 4), (2, 7, 0))
+    halves = [
+        runner.forward(
+            build_input_batch(
+                [SequenceRows(ids[part], part.start, table, part.stop - part.start)
+                 for ids, table in zip(token_ids.tolist(), tables, strict=True)],
+                cache.block_size,
+            )
+        ).unflatten(0, (2, -1))
+        for part in (slice(0, 6), slice(6, 12))
+    ]
+    paged = torch.cat(halves, dim=1)  # [2, 12, vocab_size]
+    scale = expected.abs().max().clamp_min(1e-6)
+    difference = float((paged - expected).abs().max() / scale)
+    if not difference <= RELATIVE_TOLERANCE[spec.dtype]:
+        raise ModelError(
+            f"{spec.architecture}: the paged forward differs from the model's own by {difference:.2g} of the largest "
+            f"logit ({RELATIVE_TOLERANCE[spec.dtype]} allowed), so its attention is not one that can be served"
+        )
+
+
+def architecture_name(config: PretrainedConfig) -> str:
+    """The class that a checkpoint names, or its model type."""
+    architectures = getattr(config, "architectures", None)
+    return str(architectures[0]) if architectures else str(config.model_type)
+
+
+class _Recorder:
+    """Attention of one forward that computes nothing and notes what each layer asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,  # [2, num_heads, head_dim]
+        key: Tensor,  # [2, num_kv_heads, head_dim]
+        value: Tensor,  # [2, num_kv_heads, head_dim]
+        options: AttentionOptions,
+        extras: Mapping[str, Any],
+    ) -> Tensor:
+        """Returns zeros."""
+        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+            raise ModelError(f"{self._name} has K of {key.shape[-1]} and V of {value.shape[-1]} dimensions a head")
+        unknown = [
+            name for name, extra in extras.items() if isinstance(extra, Tensor) and name not in _HARMLESS_TENSORS
+        ]
+        if unknown or extras.get("is_causal") is False:
+            raise ModelError(f"{self._name} asks attention for {', '.join(unknown) or 'two directions'}: not supported")
+        if layer in self.layers:
+            raise ModelError(f"{self._name} attends twice in layer {layer}: not supported")
+        self.layers[layer] = ((query.shape[1], key.shape[1], key.shape[2]), options)
+        return torch.zeros_like(query)
+
+
+_HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})
+
+
+def _probe_token_ids(vocab_size: int) -> Tensor:
+    """Twelve varied ids for each of two sequences: [2, 12] int64."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, vocab_size, (2, 12), generator=generator)
+
+
+def _own_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """The model's own forward with transformers' eager attention: [2, num_tokens, vocab_size] float32."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: Tensor = model(input_ids=token_ids.to(model.device), use_cache=False).logits
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return logits.float()
+
+
+def _window(config: PretrainedConfig, wanted: int) -> int:
+    """The most tokens of a sequence: the setting, within what the model's positions allow."""
+    window = int(getattr(config, "max_position_embeddings", 0) or 0)
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        # Beyond this length the angles of all earlier tokens would change, and their keys are in the cache already.
+        window = min(window, int(rope.get("original_max_position_embeddings") or window))
+    if not window and not wanted:
+        raise ConfigError("the model does not state its window: set model.max_model_len")
+    if wanted and window and wanted > window:
+        raise ConfigError(f"model.max_model_len {wanted} is beyond the model's window: set at most {window}")
+    return wanted or window

@@ -1,0 +1,95 @@
+"""What a model's tokenizer files say: vocabulary, known ids, end-of-text ids. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "config.json",
+)
+"""What a router needs to turn text into ids and back; all but the first are optional."""
+
+
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """The files of TOKENIZER_FILES that exist. Raises ModelError without a tokenizer.json."""
+    files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+    if TOKENIZER_FILE not in files:
+        raise ModelError(
+            f"{directory} has no {TOKENIZER_FILE}: save a fast tokenizer there "
+            f"(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    return files
+
+
+def vocabulary(tokenizer_json: bytes) -> dict[int, str]:
+    """Every id that has an entry in a tokenizer.json, added tokens included. Raises ModelError when it cannot be read."""
+    try:
+        tokenizer: dict[str, Any] = json.loads(tokenizer_json)
+        entries = tokenizer["model"]["vocab"]
+        if isinstance(entries, Mapping):
+            strings = {int(token_id): str(string) for string, token_id in entries.items()}
+        else:  # unigram: [[string, score], …], the id is the index
+            strings = {token_id: str(entry[0]) for token_id, entry in enumerate(entries)}
+        strings.update({int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or ()})
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(f"{TOKENIZER_FILE} is not a tokenizer: {error!r}") from error
+    return strings
+
+
+def vocabulary_fingerprint(tokenizer_json: bytes) -> str:
+    """SHA-256 in hexadecimal over every (id, string), ids rising.
+
+    Draft and target models fit together if and only if these are equal; padded ids,
+    which no tokenizer entry names, do not count.
+    """
+    digest = hashlib.sha256()
+    for token_id, string in sorted(vocabulary(tokenizer_json).items()):
+        encoded = string.encode("utf-8", "surrogatepass")
+        digest.update(token_id.to_bytes(4, "little") + len(encoded).to_bytes(4, "little") + encoded)
+    return digest.hexdigest()
+
+
+def known_token_ids(tokenizer_json: bytes, vocab_size: int) -> list[int]:
+    """The ids below `vocab_size` that the tokenizer has, rising; the model's other rows are padding."""
+    return sorted(token_id for token_id in vocabulary(tokenizer_json) if 0 <= token_id < vocab_size)
+
+
+def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text: those of both configurations, rising.
+
+    transformers' `generate` looks at generation_config alone, which is made from the
+    model's configuration where a checkpoint has none. Chat models often name the end of
+    a turn in one of them and the end of a text in the other; a server must heed both.
+    """
+    found: set[int] = set()
+    for source in (config, config.get("text_config") or {}, generation_config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            found.update(int(token_id) for token_id in (value if isinstance(value, Iterable) else (value,)))
+    return tuple(sorted(found))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} when the file is absent. Raises ModelError when it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.sampler import SampleRows
+from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
+
+VOCAB_SIZE = 150
+
+
+def params_of(**settings):
+    return SamplingParams(**{"seed": 21, "max_tokens": 100, **settings})
+
+
+def random_logits(num_rows, *, ties):
+    noise = np.random.default_rng(2).standard_normal((num_rows, VOCAB_SIZE)) * 2
+    return (np.round(noise) if ties else noise).astype(np.float32)
+
+
+def expected_logprobs(logprobs, values, token_id, num_top):
+    """Rank and alternatives by sorting: (logprob, rank, top)."""
+    order = [i for i in np.lexsort((np.arange(len(values)), -values)) if logprobs[i] > -np.inf][:num_top]
+    rank = 1 + int((values[np.isfinite(logprobs)] > values[token_id]).sum())
+    return logprobs[token_id], rank, [(int(i), logprobs[i]) for i in order]
+
+
+def check(answer, expected):
+    logprob, rank, top = expected
+    assert answer.logprob == pytest.approx(logprob, abs=1e-5)
+    assert answer.rank == rank
+    assert [token_id for token_id, _ in answer.top] == [token_id for token_id, _ in top]
+    assert [value for _, value in answer.top] == pytest.approx([value for _, value in top], abs=1e-5)
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"top_k": 4},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "min_tokens": 50},
+    {"min_p": 0.2, "presence_penalty": 1.0, "logit_bias": ((3, 5.0),)},
+]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("num_top", [0, 3, 20])
+def test_logprobs_of_both_modes_are_those_of_the_reference(
+    ties, settings, num_top, make_sampler, distribution_reference
+):
+    params = params_of(**settings)
+    known = np.arange(VOCAB_SIZE) < 140
+    known[17] = False
+    logits = random_logits(6, ties=ties)
+    sampler = make_sampler(VOCAB_SIZE, known)
+    prompt, generated, stops, drafts = [3, 4], [5], [6], (7, 8, 9, 9, 10)
+    for mode in LogprobsMode:
+        state = sampler.start(
+            params,
+            sample=0,
+            prompt_token_ids=prompt,
+            generated_token_ids=generated,
+            stop_token_ids=stops,
+            logprobs=LogprobsRequest(num_top=num_top, mode=mode),
+        )
+        sampled = sampler.sample(torch.from_numpy(logits), [SampleRows(state, 3, drafts)])
+        for j, (token_id, answer) in enumerate(zip(sampled.token_ids, sampled.logprobs, strict=True)):
+            assert answer is not None
+            assert answer.token_id == token_id
+            if mode is LogprobsMode.MODEL:
+                values = logits[j].astype(np.float64)
+                logprobs = values - math.log(np.exp(values).sum())
+            else:
+                logprobs = distribution_reference(
+                    logits[j],
+                    params,
+                    prompt_token_ids=prompt,
+                    generated_token_ids=[*generated, *drafts[:j]],
+                    stop_token_ids=stops,
+                    known=known,
+                )
+                # Logprobs order as the distribution does, but ties survive no logarithm.
+                values = np.round(logprobs, 9)
+            check(answer, expected_logprobs(logprobs, values, token_id, num_top))
+
+
+def test_filtered_tokens_are_left_out_of_the_alternatives(make_sampler):
+    sampler = make_sampler(VOCAB_SIZE)
+    logits = torch.from_numpy(random_logits(1, ties=False))
+    wanted = LogprobsRequest(num_top=20, mode=LogprobsMode.SAMPLED)
+    state = sampler.start(params_of(top_k=3), sample=0, prompt_token_ids=[], logprobs=wanted)
+    answer = sampler.sample(logits, [SampleRows(state, 0)]).logprobs[0]
+    assert len(answer.top) == 3
+    assert sum(math.exp(logprob) for _, logprob in answer.top) == pytest.approx(1.0)
+    state = sampler.start(params_of(top_k=1), sample=0, prompt_token_ids=[], logprobs=wanted)
+    answer = sampler.sample(logits, [SampleRows(state, 0)]).logprobs[0]
+    assert (answer.logprob, answer.rank, answer.top) == (0.0, 1, ((answer.token_id, 0.0),))
+
+
+def test_asking_for_logprobs_changes_no_token_and_only_those_who_asked_get_them(make_sampler):
+    sampler = make_sampler(VOCAB_SIZE)
+    logits = torch.from_numpy(random_logits(40, ties=True))
+    rows, plain = [], []
+    for i in range(40):
+        params = params_of(seed=i, temperature=[0.0, 0.7, 1.0][i % 3], top_p=[0.8, 1.0][i % 2])
+        wanted = [None, LogprobsRequest(num_top=2), LogprobsRequest(num_top=0, mode=LogprobsMode.SAMPLED)][i % 5 % 3]
+        rows.append(SampleRows(sampler.start(params, sample=0, prompt_token_ids=[], logprobs=wanted), i))
+        plain.append(SampleRows(sampler.start(params, sample=0, prompt_token_ids=[]), i))
+    sampled = sampler.sample(logits, rows)
+    assert sampled.token_ids == sampler.sample(logits, plain).token_ids
+    assert [answer is not None for answer in sampled.logprobs] == [row.state.logprobs is not None for row in rows]
+
+
+def test_model_mode_is_of_the_raw_logits_of_all_ids(make_sampler):
+    """Before everything that SamplingParams does, the mask of unknown ids included."""
+    sampler = make_sampler(4, np.asarray([True, True, True, False]))
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]])
+    params = params_of(temperature=0.0, logit_bias=((0, 50.0),))
+    state = sampler.start(params, sample=0, prompt_token_ids=[], logprobs=LogprobsRequest(num_top=2))
+    sampled = sampler.sample(logits, [SampleRows(state, 0)])
+    assert sampled.token_ids == [0]
+    answer = sampled.logprobs[0]
+    assert answer.rank == 4
+    assert answer.logprob == pytest.approx(float(torch.log_softmax(logits, 1)[0, 0]))
+    assert [token_id for token_id, _ in answer.top] == [3, 2]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.engine.sampler.philox import philox4x32, split_seed
+
+ALL_ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ALL_ONES,) * 4, (ALL_ONES,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_known_answers_of_random123(counter, key, words):
+    assert tuple(int(word) for word in philox4x32(counter, key)) == words
+
+
+def test_arrays_give_what_each_counter_gives_alone(philox_reference):
+    rng = np.random.default_rng(1)
+    columns = rng.integers(0, 2**32, size=(6, 50), dtype=np.uint64)
+    words = np.stack(philox4x32(tuple(columns[:4]), tuple(columns[4:])), axis=1)
+    expected = [philox_reference(column[:4], column[4:]) for column in columns.T.tolist()]
+    assert words.tolist() == [list(row) for row in expected]
+
+
+def test_counters_and_keys_broadcast(philox_reference):
+    rows = np.arange(3, dtype=np.uint64)[:, None]
+    columns = np.arange(5, dtype=np.uint64)
+    words = philox4x32((columns, rows, 7, 1), (11, 13))
+    assert words[0].shape == (3, 5)
+    assert [int(word[2, 4]) for word in words] == list(philox_reference((4, 2, 7, 1), (11, 13)))
+    words = philox4x32((columns, 2, 7, 1), (columns, 13))
+    assert [int(word[4]) for word in words] == list(philox_reference((4, 2, 7, 1), (4, 13)))
+    words = philox4x32((columns, rows, 7, 1), (columns, 13))
+    assert [int(word[1, 3]) for word in words] == list(philox_reference((3, 1, 7, 1), (3, 13)))
+
+
+def test_arguments_are_not_changed():
+    counter = np.arange(4, dtype=np.uint64)
+    philox4x32((counter, counter, counter, counter), (counter, counter))
+    assert counter.tolist() == [0, 1, 2, 3]
+
+
+def test_seed_splits_into_low_and_high_word():
+    assert split_seed(0x0123456789ABCDEF) == (0x89ABCDEF, 0x01234567)
+    assert split_seed(2**64 - 1) == (ALL_ONES, ALL_ONES)

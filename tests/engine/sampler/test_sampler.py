@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.sampler import SampleRows
+from outrider.engine.sampler.sampler import first_of_largest
+from outrider.errors import InternalError
+from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
+
+VOCAB_SIZE = 300
+
+
+def params_of(**settings):
+    return SamplingParams(**{"seed": 3, "max_tokens": 100, **settings})
+
+
+def random_logits(num_rows, vocab_size=VOCAB_SIZE, seed=0):
+    noise = np.random.default_rng(seed).standard_normal((num_rows, vocab_size)) * 2
+    return torch.from_numpy(np.round(noise * 8).astype(np.float32) / 8)
+
+
+def draw(sampler, logits, params, *, sample=0, position=0, prompt=()):
+    """Consecutive positions, one for each row."""
+    state = sampler.start(params, sample=sample, prompt_token_ids=prompt)
+    return sampler.sample(logits, [SampleRows(state, position, (0,) * (len(logits) - 1))]).token_ids
+
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7, "top_p": 0.95},
+    {"top_k": 40, "min_p": 0.01},
+    {"repetition_penalty": 1.3, "top_p": 0.9},
+    {"temperature": 0.0, "presence_penalty": 1.0},
+    {"min_tokens": 9, "logit_bias": ((3, 3.0),)},
+]
+
+
+def test_a_row_does_not_depend_on_its_batch(make_sampler):
+    """Alone, in any company, in any order, at any place: the same token and the same logprobs, to the bit."""
+    rng = np.random.default_rng(1)
+    sampler, fresh = make_sampler(VOCAB_SIZE), make_sampler(VOCAB_SIZE)
+    logits = random_logits(42)
+    wanted = LogprobsRequest(num_top=2, mode=LogprobsMode.SAMPLED)
+
+    def start(some_sampler, i):
+        params = params_of(seed=i // 3, **SETTINGS[i % len(SETTINGS)])
+        asks = wanted if i % 4 == 0 else None
+        return some_sampler.start(
+            params, sample=i % 3, prompt_token_ids=[i, 2], generated_token_ids=[4, i], stop_token_ids=[0], logprobs=asks
+        )
+
+    alone = {i: fresh.sample(logits[i : i + 1], [SampleRows(start(fresh, i), 10 + i)]) for i in range(42)}
+    for _ in range(12):
+        chosen = rng.permutation(42)[: rng.integers(1, 43)].tolist()
+        together = sampler.sample(logits[chosen], [SampleRows(start(sampler, i), 10 + i) for i in chosen])
+        assert together.token_ids == [alone[i].token_ids[0] for i in chosen]
+        assert together.logprobs == [alone[i].logprobs[0] for i in chosen]
+
+
+def test_mixed_batches_agree_with_the_reference(make_sampler, coupled_reference):
+    sampler = make_sampler(VOCAB_SIZE)
+    logits = random_logits(21)
+    params = [params_of(seed=2**40 + i, **SETTINGS[i % len(SETTINGS)]) for i in range(21)]
+    states = [
+        sampler.start(each, sample=5, prompt_token_ids=[1, 2], generated_token_ids=[3], stop_token_ids=[9])
+        for each in params
+    ]
+    expected = [
+        coupled_reference(
+            logits[i].numpy(),
+            params[i],
+            sample=5,
+            position=4,
+            prompt_token_ids=[1, 2],
+            generated_token_ids=[3],
+            stop_token_ids=[9],
+        )
+        for i in range(21)
+    ]
+    assert sampler.sample(logits, [SampleRows(state, 4) for state in states]).token_ids == expected
+
+
+def test_logits_are_not_changed(make_sampler):
+    known = np.ones(VOCAB_SIZE, dtype=np.bool_)
+    known[[5, 299]] = False
+    logits = random_logits(7)
+    before = logits.clone()
+    sampler = make_sampler(VOCAB_SIZE, known)
+    for settings in SETTINGS:
+        draw(sampler, logits, params_of(**settings), prompt=[1, 2, 3])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 9.9e-6])
+def test_below_the_greedy_temperature_the_largest_logit_is_taken(make_sampler, temperature):
+    logits = random_logits(64)
+    expected = [int(np.flatnonzero(row == row.max())[0]) for row in logits.numpy()]
+    assert draw(make_sampler(VOCAB_SIZE), logits, params_of(temperature=temperature, top_k=2)) == expected
+
+
+def test_temperature_limits(make_sampler):
+    sampler = make_sampler(VOCAB_SIZE)
+    logits = torch.arange(VOCAB_SIZE, dtype=torch.float32).repeat(256, 1)
+    assert set(draw(sampler, logits, params_of(temperature=1e-5))) == {VOCAB_SIZE - 1}
+    hot = draw(sampler, logits, params_of(temperature=1e30))
+    assert hot == draw(sampler, torch.zeros(256, VOCAB_SIZE), params_of())
+    assert len(set(hot)) > 100
+
+
+def test_ties_go_to_the_lowest_id_when_greedy(make_sampler):
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[1, [70, 200]] = 1.0
+    logits[2, 299] = 1.0
+    sampler = make_sampler(VOCAB_SIZE)
+    assert draw(sampler, logits, params_of(temperature=0.0)) == [0, 70, 299]
+    assert draw(sampler, logits, params_of(temperature=0.0, presence_penalty=1e-9), prompt=[4]) == [0, 70, 299]
+    assert first_of_largest(logits).tolist() == [0, 70, 299]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
+def test_unknown_ids_are_never_drawn(make_sampler, temperature):
+    known = np.ones(VOCAB_SIZE, dtype=np.bool_)
+    known[[0, 64, 127, 150, 151]] = False
+    known[270:] = False
+    for mask in (known, np.arange(VOCAB_SIZE) < 270, np.arange(VOCAB_SIZE) < 257):
+        logits = torch.where(torch.from_numpy(mask), random_logits(256), torch.tensor(50.0))
+        sampler = make_sampler(VOCAB_SIZE, mask)
+        drawn = draw(sampler, logits, params_of(temperature=temperature, logit_bias=((64, 9.0),)))
+        assert mask[drawn].all()
+
+
+def test_padding_does_not_change_what_is_drawn(make_sampler):
+    """Two paddings of one vocabulary, such as a draft model's and its target's, run the same race."""
+    logits = random_logits(128, 200)
+    wide = torch.cat([logits, torch.full((128, 100), 7.0)], dim=1)
+    narrow_sampler, wide_sampler = make_sampler(200), make_sampler(VOCAB_SIZE, np.arange(VOCAB_SIZE) < 200)
+    for settings in ({}, {"temperature": 0.8, "top_p": 0.9}):
+        params = params_of(**settings)
+        assert draw(narrow_sampler, logits, params) == draw(wide_sampler, wide, params)
+
+
+def test_samples_have_streams_of_their_own_and_sample_zero_is_that_of_one(make_sampler):
+    logits = torch.zeros(1, VOCAB_SIZE).expand(100, VOCAB_SIZE).contiguous()
+    sampler = make_sampler(VOCAB_SIZE)
+    streams = [draw(sampler, logits, params_of(n=4), sample=sample) for sample in range(4)]
+    assert streams[0] == draw(sampler, logits, params_of(n=1))
+    shifted = [draw(sampler, logits, params_of(seed=3 + i)) for i in range(1, 4)]
+    for i, one in enumerate([*streams, *shifted]):
+        for other in [*streams, *shifted][:i]:
+            assert sum(x == y for x, y in zip(one, other, strict=True)) < 8
+
+
+def test_both_halves_of_the_seed_count(make_sampler):
+    logits = torch.zeros(50, VOCAB_SIZE)
+    sampler = make_sampler(VOCAB_SIZE)
+    seeds = [0, 1, 2**32, 2**63, 2**64 - 1]
+    assert len({tuple(draw(sampler, logits, params_of(seed=seed))) for seed in seeds}) == len(seeds)
+
+
+def test_the_same_luck_makes_a_similar_drafter_agree(make_sampler):
+    """A drafter with perturbed logits agrees more often than independent draws would."""
+    logits = torch.randn(512, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 2
+    perturbed = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)) * 0.3
+    target, drafter = make_sampler(VOCAB_SIZE), make_sampler(VOCAB_SIZE)
+    tokens = draw(target, logits, params_of())
+    coupled = np.mean(np.asarray(tokens) == draw(drafter, perturbed, params_of()))
+    independent = np.mean(np.asarray(tokens) == draw(drafter, perturbed, params_of(seed=4)))
+    assert coupled > 0.75
+    assert independent < 0.25
+
+
+def test_a_forgetful_cache_changes_nothing(make_sampler):
+    logits = random_logits(40)
+    rows = [(i % 7, i // 7) for i in range(40)]
+    decided = []
+    for sampler in (make_sampler(VOCAB_SIZE), make_sampler(VOCAB_SIZE, arrival_cache_bytes=1)):
+        states = [sampler.start(params_of(seed=seed), sample=0, prompt_token_ids=[]) for seed in range(7)]
+        decided.append(sampler.sample(logits, [SampleRows(states[seed], place) for seed, place in rows]).token_ids)
+    assert decided[0] == decided[1]
+
+
+def test_extreme_logits_do_not_break_it(make_sampler):
+    sampler = make_sampler(70)
+    bias = ((3, 3e38), (69, 3e38))
+    for temperature in (0.0, 1e-5, 1.0):
+        for settings in ({}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.5}):
+            for mode in LogprobsMode:
+                params = params_of(temperature=temperature, logit_bias=bias, **settings)
+                state = sampler.start(
+                    params, sample=0, prompt_token_ids=[], logprobs=LogprobsRequest(num_top=3, mode=mode)
+                )
+                logits = torch.zeros(1, 70)
+                assert sampler.sample(logits, [SampleRows(state, 0)]).token_ids[0] in (3, 69)
+
+
+def test_a_vocabulary_with_everything_out_gives_an_id(make_sampler):
+    sampler = make_sampler(2)
+    for settings in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 1}, {"min_p": 0.1}):
+        params = params_of(min_tokens=5, **settings)
+        state = sampler.start(
+            params,
+            sample=0,
+            prompt_token_ids=[],
+            stop_token_ids=[0, 1],
+            logprobs=LogprobsRequest(num_top=1, mode=LogprobsMode.SAMPLED),
+        )
+        assert sampler.sample(torch.zeros(1, 2), [SampleRows(state, 0)]).token_ids[0] in (0, 1)
+
+
+def test_results_split_by_sequence(make_sampler):
+    sampler = make_sampler(VOCAB_SIZE)
+    states = [sampler.start(params_of(temperature=0.0), sample=0, prompt_token_ids=[]) for _ in range(3)]
+    rows = [SampleRows(states[0], 0, (1, 2)), SampleRows(states[1], 5), SampleRows(states[2], 0, (1,))]
+    logits = torch.eye(6, VOCAB_SIZE)
+    sampled = sampler.sample(logits, rows)
+    assert sampled.token_ids == [0, 1, 2, 3, 4, 5]
+    assert [token_ids for token_ids, _ in sampled.split(rows)] == [[0, 1, 2], [3], [4, 5]]
+
+
+def test_logits_that_do_not_fit_are_refused(make_sampler):
+    sampler = make_sampler(VOCAB_SIZE)
+    state = sampler.start(params_of(), sample=0, prompt_token_ids=[])
+    with pytest.raises(InternalError):
+        sampler.sample(torch.zeros(2, VOCAB_SIZE), [SampleRows(state, 0)])
+    with pytest.raises(InternalError):
+        sampler.sample(torch.zeros(1, VOCAB_SIZE + 1), [SampleRows(state, 0)])
+
+
+def test_an_empty_step_decides_nothing(make_sampler):
+    assert make_sampler(VOCAB_SIZE).sample(torch.zeros(0, VOCAB_SIZE), []).token_ids == []
