@@ -1,0 +1,186 @@
+"""Coupled sampling draws exactly from the distribution: chi-square against float64, with negative controls.
+
+Every check is also run on a broken generator and must then fail, so that a check that
+cannot fail is noticed. Seeds are fixed: a passing test passes always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from outrider.engine.sampler import Sampler, SampleRows, arrivals, race
+from outrider.request import SamplingParams
+
+Floats = npt.NDArray[np.float64]
+
+SMALL, LARGE = 100, 151_665  # neither is a multiple of 64
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(logits: Floats, num_draws: int, **settings: object) -> npt.NDArray[np.int64]:
+    """Tokens of consecutive positions that all have the same logits, verified 64 rows at a time."""
+    vocab_size = len(logits)
+    sampler = Sampler(vocab_size=vocab_size, known_token_ids=torch.ones(vocab_size, dtype=torch.bool))
+    state = sampler.start(
+        SamplingParams(**{"seed": 2024, "max_tokens": 1, **settings}), sample=0, prompt_token_ids=[]
+    )
+    rows = torch.from_numpy(logits.astype(np.float32)).expand(64, vocab_size).contiguous()
+    drawn: list[int] = []
+    for start in range(0, num_draws, 64):
+        drawn += sampler.sample(rows, [SampleRows(state, start, (0,) * 63)]).token_ids
+    return np.asarray(drawn[:num_draws])
+
+
+def probabilities(logits: Floats, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Floats:
+    """Of the filtered distribution, in float64, by sorting."""
+    values = logits.astype(np.float32).astype(np.float64) / temperature
+    probs = np.exp(values - values.max())
+    order = np.lexsort((np.arange(len(probs)), -probs))
+    kept = order[: top_k or None]
+    mass_before = np.cumsum(probs[kept]) - probs[kept]
+    kept = kept[mass_before < top_p * probs[kept].sum()] if top_p < 1 else kept
+    filtered = np.zeros(len(probs))
+    filtered[kept] = probs[kept]
+    return filtered / filtered.sum()
+
+
+def chi_square_z(drawn: npt.NDArray[np.int64], probs: Floats, *, num_bins: int = 60) -> float:
+    """How many standard deviations the chi-square lies above what exact draws give (Wilson-Hilferty)."""
+    # The most likely tokens stand alone; the others share bins of about equal mass. Every
+    # other bin of the tail takes winners' places in blocks apart, which broken waits favour.
+    order = np.argsort(-probs, kind="stable")
+    bins = np.empty(len(probs), dtype=np.int64)
+    num_alone = min(len(probs), num_bins // 2)
+    bins[order[:num_alone]] = np.arange(num_alone)
+    rest = np.sort(order[num_alone:])
+    if len(rest):
+        mass = np.cumsum(probs[rest])
+        share = (mass / mass[-1] * (num_bins // 2 - 1e-9)).astype(np.int64) if mass[-1] > 0 else 0
+        bins[rest] = num_alone + share
+    return _z(np.bincount(bins[drawn], minlength=num_bins), np.bincount(bins, weights=probs, minlength=num_bins))
+
+
+def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
+    """The same for pairs of neighbouring positions over a few classes of tokens: are decisions independent?"""
+    classes = np.minimum((np.cumsum(probs) * 6).astype(np.int64), 5)
+    share = np.bincount(classes, weights=probs, minlength=6)
+    pairs = classes[drawn[:-1:2]] * 6 + classes[drawn[1::2]]
+    return _z(np.bincount(pairs, minlength=36), np.outer(share, share).ravel())
+
+
+def _z(counts: npt.NDArray[np.int64], share: Floats) -> float:
+    if counts[share == 0].any():
+        return np.inf  # drew the impossible
+    counts, share = counts[share > 0], share[share > 0]
+    expected = share * counts.sum()
+    freedom = len(share) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / np.sqrt(2 / (9 * freedom))
+
+
+def small_logits() -> Floats:
+    return np.random.default_rng(0).standard_normal(SMALL) * 1.5
+
+
+def large_logits() -> Floats:
+    rng = np.random.default_rng(1)
+    logits = rng.permutation(-1.05 * np.log(np.arange(1, LARGE + 1))) + rng.standard_normal(LARGE) * 0.5
+    logits[-1] = logits.max() - 0.5  # the last, partial block counts
+    return logits
+
+
+SETTINGS = [{}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.4, "top_k": 30, "top_p": 0.8}]
+
+# A draw that is exact passes 3.7 in all but one of ten thousand runs; the controls are far off.
+PASS = 3.7
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_small_vocabulary(settings):
+    logits = small_logits()
+    probs = probabilities(logits, **settings)
+    drawn = draw(logits, 12_800, **settings)
+    assert chi_square_z(drawn, probs) < PASS
+    assert pairs_z(drawn, probs) < PASS
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:2], ids=str)
+def test_large_vocabulary(settings):
+    logits = large_logits()
+    probs = probabilities(logits, **settings)
+    drawn = draw(logits, 2_560, **settings)
+    assert chi_square_z(drawn, probs) < PASS
+    assert pairs_z(drawn, probs) < PASS
+
+
+def test_a_wrong_temperature_is_noticed():
+    """Negative control of the test itself."""
+    assert chi_square_z(draw(small_logits(), 12_800, temperature=1.05), probabilities(small_logits())) > PASS
+    assert chi_square_z(draw(large_logits(), 2_560, temperature=1.1), probabilities(large_logits())) > PASS
+
+
+def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
+    """Negative control: every single token is still exact, pairs of them are not."""
+    whole_windows, waits = arrivals.block_arrivals, arrivals.waits_behind_winner
+    monkeypatch.setattr(
+        arrivals, "block_arrivals", lambda seed, sample, positions, n: whole_windows(seed, sample, halved(positions), n)
+    )
+    monkeypatch.setattr(
+        race,
+        "waits_behind_winner",
+        lambda keys, rows, groups: waits([k._replace(position=k.position // 2) for k in keys], rows, groups),
+    )
+    probs = probabilities(small_logits())
+    assert pairs_z(draw(small_logits(), 12_800), probs) > PASS
+
+
+def halved(positions: Sequence[int]) -> list[int]:
+    return [position // 2 for position in positions]
+
+
+def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
+    """Negative control: a counter without the position makes neighbours alike."""
+    waits = arrivals.waits_behind_winner
+    monkeypatch.setattr(
+        race,
+        "waits_behind_winner",
+        lambda keys, rows, groups: waits([k._replace(position=0) for k in keys], rows, groups),
+    )
+    assert chi_square_z(draw(small_logits(), 12_800), probabilities(small_logits())) > PASS
+
+
+@pytest.mark.parametrize("logits", [small_logits(), large_logits()], ids=["small", "large"])
+def test_a_bound_that_gives_up_too_early_is_noticed(monkeypatch, logits):
+    """Negative control: without going on to every block that could win, likely tokens lose."""
+    monkeypatch.setattr(race, "_with_slack", lambda scores: scores + np.float32(1.0))
+    num_draws = 12_800 if len(logits) == SMALL else 2_560
+    assert chi_square_z(draw(logits, num_draws), probabilities(logits)) > PASS
+
+
+def test_a_filter_without_renormalising_is_noticed(monkeypatch):
+    """Negative control: taking the largest instead of racing again after top_p rejects a token."""
+    settings = {"top_p": 0.6}
+    probs = probabilities(small_logits(), **settings)
+    assert chi_square_z(draw(small_logits(), 12_800, **settings), probs) < PASS
+    unmasked = race.run_race
+    monkeypatch.setattr(
+        "outrider.engine.sampler.sampler.run_race",
+        lambda blocks, arrived, keys, limits=None: (
+            [int(np.argmax(blocks.whole_row(row))) for row in range(blocks.num_rows)]
+            if limits is not None and any(limit.value > -np.inf for limit in limits)
+            else unmasked(blocks, arrived, keys, limits)
+        ),
+    )
+    assert chi_square_z(draw(small_logits(), 12_800, **settings), probs) > PASS
