@@ -1,0 +1,463 @@
+"""What the decode node knows about its sequences' drafts: newest state, proposals, who serves whom.
+
+Pure bookkeeping without IO, so that the whole protocol can be tested in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from decode_node.draft_breaker import Breaker
+from outrider.request import SamplingParams
+from outrider.speculation.draft_stream import (
+    MAX_BRANCHES_PER_SEQUENCE,
+    Branch,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+    most_tokens_offered,
+)
+from outrider.speculation.prefix_hash import HashedTokens
+from outrider.speculation.proposal_table import ProposalTable
+
+MAX_TOKENS_PER_UPDATE = 4096
+"""A longer remainder of one sequence goes out in pieces, each after the last was acknowledged."""
+
+MAX_TOKENS_PER_MESSAGE = 16_384
+
+MAX_TOKENS_AHEAD = 64
+"""A branch may begin so far after what is committed: the node drafted past its own draft."""
+
+RETRY_SECONDS = 1.0
+"""Between two tries of a sequence that its node lost twice or has no room for."""
+
+LATE_SECONDS = 0.05
+"""An update that is unanswered for longer counts as a miss even if no step waited for it."""
+
+STUCK_SECONDS = 10.0
+"""A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
+
+PROBE_BUDGET_SECONDS = 0.025
+"""An answer that comes within this closes an open breaker."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStartInfo:
+    """What the draft stream needs to know of a sequence from its start."""
+
+    params: SamplingParams
+    sample: int
+    prompt_token_ids: Sequence[int]
+    generated_token_ids: Sequence[int] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWant:
+    """One sequence that would verify draft tokens in this step."""
+
+    sequence_id: int
+    token_ids: Sequence[int]  # committed: prompt and generated; read during `take` only
+    num_wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounters:
+    """Since start."""
+
+    num_wants: int = 0
+    num_hits: int = 0
+    num_updates_sent: int = 0
+    num_messages_sent: int = 0
+    num_branches: int = 0
+    num_syncs: int = 0
+    num_stale_answers: int = 0  # for sequences that ended, moved or never were
+    num_quarantined: int = 0
+    num_breaker_openings: int = 0
+
+
+@dataclass(slots=True)
+class _Tracked:
+    start: SequenceStart
+    committed: HashedTokens
+    num_wanted: int
+    target: int | None = None
+    acked_length: int = 0
+    sent_length: int = 0  # most that this target was ever sent
+    is_unsent: bool = True
+    asked_length: int | None = None  # of the update that waits for its answer
+    asked_wanted: int = 0
+    asked_at: float = 0.0
+    answered_length: int = -1  # newest state that got an answer to a wish
+    last_was_empty: bool = False
+    not_before: float = 0.0
+    synced_at: float = float("-inf")
+    most_wanted: int = 0  # the most that any update asked for
+    refused: set[int] = field(default_factory=set)  # targets that answered nonsense about it
+
+
+@dataclass(slots=True)
+class _Target:
+    breaker: Breaker
+    is_connected: bool = False
+    num_sequences: int = 0
+    closed: set[int] = field(default_factory=set)  # the node has still to hear of
+    probe_sent_at: float | None = None
+
+
+class DraftBook:
+    """Newest state of every sequence, for any number of draft targets. Guarded by its owner's lock.
+
+    A sequence has at most one unanswered update. So however long a node is frozen, it
+    finds one message when it thaws, and the next is made from the state of that moment.
+    """
+
+    def __init__(self, num_targets: int, *, vocab_size: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._sequences: dict[int, _Tracked] = {}
+        self._targets = [_Target(Breaker(clock)) for _ in range(num_targets)]
+        self._table = ProposalTable(max_branches_per_sequence=MAX_BRANCHES_PER_SEQUENCE)
+        self._counters = DraftCounters()
+        self._budget_seconds = 0.0
+        self.has_unsent = False
+
+    # The engine thread's side.
+
+    def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int) -> None:
+        assert sequence_id not in self._sequences, "a sequence is opened once"
+        tracked = _Tracked(
+            start=SequenceStart(
+                params=start.params,
+                sample=start.sample,
+                prompt_length=len(start.prompt_token_ids),
+                stop_token_ids=tuple(start.stop_token_ids),
+            ),
+            committed=HashedTokens([*start.prompt_token_ids, *start.generated_token_ids]),
+            num_wanted=num_wanted,
+        )
+        self._sequences[sequence_id] = tracked
+        self._assign(sequence_id, tracked)
+
+    def update(self, sequence_id: int, new_token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """Newly committed tokens; an unknown sequence is ignored."""
+        tracked = self._sequences.get(sequence_id)
+        if tracked is None:
+            return
+        tracked.committed.extend(new_token_ids)
+        tracked.num_wanted = num_wanted
+        self._mark_unsent(tracked)
+
+    def close(self, sequence_id: int) -> None:
+        tracked = self._sequences.pop(sequence_id, None)
+        if tracked is not None:
+            self._unassign(sequence_id, tracked)
+        self._table.forget(sequence_id)
+
+    def find(
+        self, wants: Iterable[DraftWant], *, wait_seconds: float
+    ) -> tuple[dict[int, tuple[int, ...]], list[DraftWant]]:
+        """Proposals at hand, and the wants for which it may be worth waiting.
+
+        `wait_seconds` is how long the caller would; nodes are told.
+        """
+        self._budget_seconds = wait_seconds
+        found: dict[int, tuple[int, ...]] = {}
+        missing: list[DraftWant] = []
+        for want in wants:
+            tracked = self._sequences.get(want.sequence_id)
+            if tracked is None or want.num_wanted <= 0:
+                continue
+            self._follow(tracked, want)
+            token_ids = self._table.take(want.sequence_id, tracked.committed, want.num_wanted)
+            if token_ids:
+                found[want.sequence_id] = token_ids
+            elif self._may_be_answered(tracked):
+                missing.append(want)
+        return found, missing
+
+    def judge(
+        self, wants: Sequence[DraftWant], found: dict[int, tuple[int, ...]], *, unanswered: Sequence[DraftWant]
+    ) -> None:
+        """Counts the step, and tells each target's breaker how it did.
+
+        A miss is a step that wanted drafts and found none of them in time although the
+        node was asked; an answer that it has nothing is no miss.
+        """
+        waited_for = {want.sequence_id for want in unanswered}
+        late_before = self._clock() - LATE_SECONDS
+        succeeded: set[int] = set()
+        missed: set[int] = set()
+        num_wants = 0
+        for want in wants:
+            tracked = self._sequences.get(want.sequence_id)
+            if tracked is None or want.num_wanted <= 0:
+                continue
+            num_wants += 1
+            if tracked.target is None:
+                continue
+            if want.sequence_id in found or tracked.answered_length >= len(tracked.committed):
+                succeeded.add(tracked.target)
+            elif want.sequence_id in waited_for or (
+                tracked.asked_length is not None and tracked.asked_at < late_before
+            ):
+                missed.add(tracked.target)
+        for index in succeeded:
+            self._targets[index].breaker.success()
+        for index in missed - succeeded:
+            if self._targets[index].breaker.miss():
+                self._spread(index, keep=1)
+        counters = self._counters
+        self._counters = replace(
+            counters, num_wants=counters.num_wants + num_wants, num_hits=counters.num_hits + len(found)
+        )
+
+    # The streams' side.
+
+    def connected(self, target: int) -> None:
+        """A new stream is up: its node knows nothing yet."""
+        self._targets[target].is_connected = True
+        self._targets[target].breaker.success()
+        for sequence_id, tracked in self._sequences.items():
+            tracked.refused.discard(target)  # what the last stream said is no guilt of this one
+            if tracked.target is None:
+                self._assign(sequence_id, tracked)
+
+    def disconnected(self, target: int) -> None:
+        """The stream is gone; its sequences go to other nodes, from their start."""
+        state = self._targets[target]
+        state.is_connected = False
+        self._spread(target, keep=0)
+        state.closed.clear()
+        state.probe_sent_at = None
+
+    def take_updates(self, target: int) -> list[SequenceUpdate]:
+        """The newest state of what this target has not been told; empty when there is nothing to send now."""
+        state = self._targets[target]
+        if not state.is_connected or not state.breaker.may_send():
+            return []
+        now = self._clock()
+        updates = [SequenceUpdate(sequence_id=sequence_id, closed=True) for sequence_id in state.closed]
+        state.closed.clear()
+        tokens_left = MAX_TOKENS_PER_MESSAGE
+        all_sent = True
+        for sequence_id, tracked in self._sequences.items():
+            if tracked.target is None or not tracked.is_unsent:
+                continue
+            if tracked.target != target or tokens_left <= 0:
+                all_sent = False
+                continue
+            if tracked.asked_length is not None or now < tracked.not_before:
+                continue  # its answer, or the clock of the stream, brings us back here
+            update = self._make_update(sequence_id, tracked, tokens_left)
+            tokens_left -= len(update.token_ids)
+            tracked.asked_at = now
+            updates.append(update)
+        self.has_unsent = not all_sent
+        if updates:
+            if state.breaker.is_open:
+                state.probe_sent_at = now
+            state.breaker.probed()
+            counters = self._counters
+            self._counters = replace(
+                counters,
+                num_messages_sent=counters.num_messages_sent + 1,
+                num_updates_sent=counters.num_updates_sent + len(updates),
+            )
+        return updates
+
+    def take_proposals(self, target: int, answers: Iterable[SequenceProposals]) -> None:
+        """Checks what a node says and keeps what can be true. Never raises: a peer may say anything."""
+        state = self._targets[target]
+        if state.probe_sent_at is not None and self._clock() - state.probe_sent_at <= PROBE_BUDGET_SECONDS:
+            state.breaker.success()
+        state.probe_sent_at = None
+        for answer in answers:
+            tracked = self._sequences.get(answer.sequence_id)
+            if tracked is None or tracked.target != target:
+                self._count(num_stale_answers=1)
+            elif not self._is_plausible(tracked, answer):
+                self._quarantine(answer.sequence_id, tracked)
+            else:
+                self._apply(tracked, answer)
+
+    # Views.
+
+    def is_stuck(self, target: int) -> bool:
+        """Whether an update has been unanswered for very long."""
+        sent_before = self._clock() - STUCK_SECONDS
+        return any(
+            tracked.target == target and tracked.asked_length is not None and tracked.asked_at < sent_before
+            for tracked in self._sequences.values()
+        )
+
+    def is_connected(self, target: int) -> bool:
+        return self._targets[target].is_connected
+
+    def is_breaker_open(self, target: int) -> bool:
+        return self._targets[target].breaker.is_open
+
+    def num_sequences(self, target: int) -> int:
+        return self._targets[target].num_sequences
+
+    def counters(self) -> DraftCounters:
+        return replace(self._counters, num_breaker_openings=sum(state.breaker.num_openings for state in self._targets))
+
+    # Inside.
+
+    def _follow(self, tracked: _Tracked, want: DraftWant) -> None:
+        """Takes over what the want knows and no update has told."""
+        if len(want.token_ids) > len(tracked.committed):
+            tracked.committed.extend(want.token_ids[len(tracked.committed) :])
+            self._mark_unsent(tracked)
+        if tracked.num_wanted <= 0:
+            tracked.num_wanted = want.num_wanted
+            self._mark_unsent(tracked)
+
+    def _may_be_answered(self, tracked: _Tracked) -> bool:
+        """Whether a proposal may arrive in a moment. One that had nothing last time is not waited for."""
+        if tracked.target is None or tracked.last_was_empty or tracked.answered_length >= len(tracked.committed):
+            return False
+        state = self._targets[tracked.target]
+        return state.is_connected and not state.breaker.is_open
+
+    def _mark_unsent(self, tracked: _Tracked) -> None:
+        tracked.is_unsent = True
+        if tracked.target is not None:
+            self.has_unsent = True
+
+    def _make_update(self, sequence_id: int, tracked: _Tracked, tokens_left: int) -> SequenceUpdate:
+        committed = tracked.committed
+        start = tracked.acked_length
+        length = min(len(committed), start + min(MAX_TOKENS_PER_UPDATE, tokens_left))
+        is_whole = length == len(committed)
+        tracked.is_unsent = not is_whole
+        tracked.asked_length = length
+        tracked.asked_wanted = tracked.num_wanted if is_whole else 0
+        tracked.sent_length = max(tracked.sent_length, length)
+        tracked.most_wanted = max(tracked.most_wanted, tracked.asked_wanted)
+        return SequenceUpdate(
+            sequence_id=sequence_id,
+            start=tracked.start if start == 0 else None,
+            start_length=start,
+            token_ids=tuple(committed.token_ids[start:length]),
+            length=length,
+            prefix_hash=committed.hash_at(length),
+            num_wanted=tracked.asked_wanted,
+            budget_seconds=self._budget_seconds,
+        )
+
+    def _is_plausible(self, tracked: _Tracked, answer: SequenceProposals) -> bool:
+        if answer.acked_length > tracked.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
+            return False
+        return all(self._is_plausible_branch(tracked, branch) for branch in answer.branches)
+
+    def _is_plausible_branch(self, tracked: _Tracked, branch: Branch) -> bool:
+        num_committed = len(tracked.committed)
+        if len(branch.token_ids) > most_tokens_offered(tracked.most_wanted):
+            return False
+        if not all(0 <= token_id < self._vocab_size for token_id in branch.token_ids):
+            return False
+        if branch.length > num_committed:
+            return branch.length <= num_committed + MAX_TOKENS_AHEAD
+        return branch.prefix_hash == tracked.committed.hash_at(branch.length)
+
+    def _apply(self, tracked: _Tracked, answer: SequenceProposals) -> None:
+        asked_length = tracked.asked_length
+        now = self._clock()
+        if answer.need_sync:
+            if now - tracked.synced_at < RETRY_SECONDS:
+                tracked.not_before = tracked.synced_at + RETRY_SECONDS
+            tracked.synced_at = now
+            tracked.acked_length = 0
+            tracked.asked_length = None
+            self._mark_unsent(tracked)
+            self._count(num_syncs=1)
+            return
+        tracked.acked_length = max(tracked.acked_length, answer.acked_length)
+        if asked_length is not None and (answer.acked_length >= asked_length or not answer.branches):
+            if answer.acked_length < asked_length:  # no room for it over there
+                tracked.not_before = now + RETRY_SECONDS
+                self._mark_unsent(tracked)
+            if tracked.asked_wanted > 0:
+                tracked.answered_length = max(tracked.answered_length, asked_length)
+                tracked.last_was_empty = not answer.branches
+            tracked.asked_length = None
+        for branch in answer.branches:
+            self._table.add(answer.sequence_id, branch)
+        if answer.branches:
+            tracked.last_was_empty = False
+            self._count(num_branches=len(answer.branches))
+        if tracked.is_unsent:
+            self.has_unsent = True
+
+    def _quarantine(self, sequence_id: int, tracked: _Tracked) -> None:
+        """This node is not believed about this sequence any more; another one may be."""
+        assert tracked.target is not None
+        tracked.refused.add(tracked.target)
+        self._table.forget(sequence_id)
+        self._count(num_quarantined=1)
+        self._unassign(sequence_id, tracked)
+        self._assign(sequence_id, tracked)
+
+    def _assign(self, sequence_id: int, tracked: _Tracked) -> None:
+        """To the connected target with the fewest sequences; one that is being probed gets one at most."""
+        able = [
+            (state.num_sequences, index)
+            for index, state in enumerate(self._targets)
+            if state.is_connected
+            and index not in tracked.refused
+            and (not state.breaker.is_open or state.num_sequences == 0)
+        ]
+        if not able:
+            able = [
+                (state.num_sequences, index)
+                for index, state in enumerate(self._targets)
+                if state.is_connected and index not in tracked.refused
+            ]
+        if not able:
+            return
+        tracked.target = min(able)[1]
+        state = self._targets[tracked.target]
+        state.num_sequences += 1
+        state.closed.discard(sequence_id)
+        tracked.acked_length = tracked.sent_length = tracked.most_wanted = 0
+        tracked.asked_length = None
+        tracked.answered_length = -1
+        tracked.last_was_empty = False
+        tracked.not_before = 0.0
+        tracked.synced_at = float("-inf")
+        self._mark_unsent(tracked)
+
+    def _unassign(self, sequence_id: int, tracked: _Tracked) -> None:
+        if tracked.target is None:
+            return
+        state = self._targets[tracked.target]
+        state.num_sequences -= 1
+        if state.is_connected and tracked.sent_length > 0:
+            state.closed.add(sequence_id)
+            self.has_unsent = True
+        tracked.target = None
+
+    def _spread(self, target: int, *, keep: int) -> None:
+        """Moves all but `keep` sequences of a target to others that work; without those they stay."""
+        others = [
+            index
+            for index, state in enumerate(self._targets)
+            if index != target and state.is_connected and not state.breaker.is_open
+        ]
+        if not others and self._targets[target].is_connected:
+            return
+        for sequence_id, tracked in self._sequences.items():
+            if tracked.target != target:
+                continue
+            if keep > 0:
+                keep -= 1
+                continue
+            self._unassign(sequence_id, tracked)
+            self._assign(sequence_id, tracked)
+
+    def _count(self, **increments: int) -> None:
+        changes = {name: getattr(self._counters, name) + by for name, by in increments.items()}
+        self._counters = replace(self._counters, **changes)

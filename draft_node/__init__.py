@@ -1,0 +1,1 @@
+"""The draft node: committed tokens in, proposals out."""

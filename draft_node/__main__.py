@@ -1,0 +1,25 @@
+"""Runs a draft node: `python -m draft_node --help`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from draft_node.config import DraftNodeConfig
+from draft_node.server import DraftNodeService
+from outrider.config import parse_role_arguments
+from outrider.service.config import TelemetryConfig
+from outrider.service.server import run_service
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 after a drain."""
+    sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
+    config: DraftNodeConfig = sections["draft_node"]
+    return run_service(
+        DraftNodeService(config), server=config.server, telemetry=sections["telemetry"], role="draft_node"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

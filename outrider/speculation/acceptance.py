@@ -1,0 +1,24 @@
+"""Which draft tokens stand: those that equal what the target's own race decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def accept(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that one verification commits: the agreeing prefix, plus one.
+
+    `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided
+    after the draft tokens before j. The last token returned is the recovered token at the
+    first disagreement, or the bonus token after a draft that agreed throughout.
+
+    Source: coupled sampling; a draft token is accepted if and only if it equals the
+    decision of its position, wherever it came from.
+    """
+    assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
+    num_accepted = 0
+    for draft, decided in zip(draft_token_ids, target_token_ids, strict=False):
+        if draft != decided:
+            break
+        num_accepted += 1
+    return tuple(target_token_ids[: num_accepted + 1])

@@ -1,0 +1,82 @@
+"""What decode node and draft node say to each other, as values.
+
+The proto mirror is `draft.proto`; `outrider.wire.draft` converts. Both sides send their
+newest state, never a backlog.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.request import SamplingParams
+
+MAX_BRANCHES_PER_SEQUENCE = 8
+"""Branches of one sequence in one message; more is taken for a broken peer."""
+
+MAX_PROPOSAL_TOKENS = 16
+"""Tokens of one branch that are offered beyond num_wanted or with it, at most."""
+
+NUM_EXTRA_TOKENS = 8
+"""Offered beyond num_wanted, so that a branch still serves after the next commits."""
+
+
+def most_tokens_offered(num_wanted: int) -> int:
+    """The longest branch that may answer `num_wanted`: some more, for re-basing."""
+    return max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHello:
+    """The decode node's first message."""
+
+    protocol_version: int
+    incarnation: bytes  # 16 random bytes
+    name: str
+    vocab_size: int
+    vocabulary_fingerprint: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStart:
+    """How a sequence samples; known from its first update on."""
+
+    params: SamplingParams
+    sample: int
+    prompt_length: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUpdate:
+    """The newest state of one sequence (decode node → draft node)."""
+
+    sequence_id: int
+    start: SequenceStart | None = None  # set whenever start_length is 0
+    start_length: int = 0  # everything before was acknowledged
+    token_ids: tuple[int, ...] = ()
+    length: int = 0  # start_length + len(token_ids)
+    prefix_hash: int = 0
+    num_wanted: int = 0
+    budget_seconds: float = 0.0
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """After the first `length` tokens with this hash, these are proposed."""
+
+    length: int
+    prefix_hash: int
+    token_ids: tuple[int, ...]
+    confidences: tuple[float, ...] = ()  # empty: unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceProposals:
+    """Answer to one sequence's newest update (draft node → decode node)."""
+
+    sequence_id: int
+    acked_length: int = 0
+    branches: tuple[Branch, ...] = ()
+    need_sync: bool = False

@@ -1,0 +1,64 @@
+"""The interface of everything that guesses tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.speculation.draft_stream import SequenceStart
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalRequest:
+    """One sequence that wants draft tokens. Never changed by a proposer.
+
+    `token_ids` may be the caller's own growing list: read during `propose`, never kept.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]  # committed: prompt and generated
+    num_wanted: int  # 0: only keep up
+    start: SequenceStart | None = None  # how it samples; None where the proposer needs no sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Draft tokens after the request's committed ones; empty when there is no guess."""
+
+    sequence_id: int
+    length: int  # of the committed prefix that it was made from
+    token_ids: tuple[int, ...] = ()
+    confidences: tuple[float, ...] = ()  # the proposer's own probabilities; empty: unknown
+    caught_up: bool = True  # False: still computing the prefix, ask again with the newest state
+
+
+class Proposer(Protocol):
+    """Guesses tokens for a batch of sequences. One owner thread.
+
+    What a proposer remembers of a sequence is a cache keyed by tokens: losing it costs
+    time, and a sequence whose tokens turn out to be others than before is simply learnt
+    anew. A sequence_id names one sequence until `forget`.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in ModelInfo.proposer: "ngram", "draft_model:NAME"."""
+
+    @property
+    def vocabulary_fingerprint(self) -> str:
+        """Of the ids it proposes; empty: works on any vocabulary."""
+
+    @property
+    def num_extra_tokens(self) -> int:
+        """Worth proposing beyond what is wanted now, so that what is left over serves the next step."""
+
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
+        """One proposal for each request, in their order.
+
+        At most `num_wanted` tokens each. Work in one call is bounded: a sequence whose
+        prefix is not computed yet comes back with caught_up False.
+        """
+
+    def forget(self, sequence_id: int) -> None:
+        """Frees what is held of a sequence; an unknown one is fine."""

@@ -1,0 +1,53 @@
+"""Makes a proposer by name; what a proposer needs is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.errors import ConfigError
+from outrider.model_hub.config import ModelConfig
+from outrider.speculation.proposers.base import Proposer
+from outrider.speculation.proposers.ngram import MAX_NGRAM, MIN_NGRAM, NgramProposer
+
+PROPOSERS = ("ngram", "draft_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerSettings:
+    """What every proposer may need; each takes its own."""
+
+    max_ngram: int = MAX_NGRAM
+    min_ngram: int = MIN_NGRAM
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    catch_up_tokens_per_step: int = 512
+
+
+def make_proposer(
+    name: str,
+    settings: ProposerSettings | None = None,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Proposer:
+    """A new proposer. Loads the model of one that has any, which may take long.
+
+    Raises: ConfigError for an unknown name; what `load_model` raises.
+    """
+    settings = settings or ProposerSettings()
+    if name == "ngram":
+        if settings.min_ngram > settings.max_ngram:
+            raise ConfigError(f"min_ngram {settings.min_ngram} is above max_ngram {settings.max_ngram}")
+        return NgramProposer(max_ngram=settings.max_ngram, min_ngram=settings.min_ngram)
+    if name == "draft_model":
+        from outrider.model_hub.load import load_model
+        from outrider.speculation.proposers.draft_model import DraftModelProposer
+
+        return DraftModelProposer.of(
+            load_model(settings.model, progress=progress),
+            kv_cache=settings.kv_cache,
+            attention=settings.model.attention,
+            catch_up_tokens_per_step=settings.catch_up_tokens_per_step,
+        )
+    raise ConfigError(f"proposer {name!r} is not one of {', '.join(PROPOSERS)}")

@@ -1,0 +1,113 @@
+"""draft.proto ⇄ `outrider.speculation.draft_stream`."""
+
+from __future__ import annotations
+
+from outrider.speculation.draft_stream import (
+    Branch,
+    DraftHello,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+)
+from outrider.v1 import draft_pb2
+from outrider.wire.sampling import sampling_from_proto, sampling_to_proto
+
+
+def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:
+    return draft_pb2.DraftHello(
+        protocol_version=hello.protocol_version,
+        incarnation=hello.incarnation,
+        name=hello.name,
+        vocab_size=hello.vocab_size,
+        vocabulary_fingerprint=hello.vocabulary_fingerprint,
+        max_model_len=hello.max_model_len,
+    )
+
+
+def hello_from_proto(proto: draft_pb2.DraftHello) -> DraftHello:
+    return DraftHello(
+        protocol_version=proto.protocol_version,
+        incarnation=proto.incarnation,
+        name=proto.name,
+        vocab_size=proto.vocab_size,
+        vocabulary_fingerprint=proto.vocabulary_fingerprint,
+        max_model_len=proto.max_model_len,
+    )
+
+
+def update_to_proto(update: SequenceUpdate) -> draft_pb2.SequenceUpdate:
+    if update.closed:
+        return draft_pb2.SequenceUpdate(sequence_id=update.sequence_id, closed=True)
+    return draft_pb2.SequenceUpdate(
+        sequence_id=update.sequence_id,
+        start=None if update.start is None else _start_to_proto(update.start),
+        start_length=update.start_length,
+        token_ids=update.token_ids,
+        length=update.length,
+        prefix_hash=update.prefix_hash,
+        num_wanted=update.num_wanted,
+        budget_microseconds=round(update.budget_seconds * 1e6),
+    )
+
+
+def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
+    return SequenceUpdate(
+        sequence_id=proto.sequence_id,
+        start=_start_from_proto(proto.start) if proto.HasField("start") else None,
+        start_length=proto.start_length,
+        token_ids=tuple(proto.token_ids),
+        length=proto.length,
+        prefix_hash=proto.prefix_hash,
+        num_wanted=proto.num_wanted,
+        budget_seconds=proto.budget_microseconds / 1e6,
+        closed=proto.closed,
+    )
+
+
+def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequenceProposals:
+    return draft_pb2.SequenceProposals(
+        sequence_id=proposals.sequence_id,
+        acked_length=proposals.acked_length,
+        branches=[
+            draft_pb2.Branch(
+                length=branch.length,
+                prefix_hash=branch.prefix_hash,
+                token_ids=branch.token_ids,
+                confidences=branch.confidences,
+            )
+            for branch in proposals.branches
+        ],
+        need_sync=proposals.need_sync,
+    )
+
+
+def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposals:
+    """As they came: nothing is checked here, proposals are untrusted until the decode node has looked."""
+    return SequenceProposals(
+        sequence_id=proto.sequence_id,
+        acked_length=proto.acked_length,
+        branches=tuple(
+            Branch(branch.length, branch.prefix_hash, tuple(branch.token_ids), tuple(branch.confidences))
+            for branch in proto.branches
+        ),
+        need_sync=proto.need_sync,
+    )
+
+
+def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:
+    return draft_pb2.SequenceStart(
+        seed=start.params.seed,
+        sample=start.sample,
+        sampling=sampling_to_proto(start.params),
+        prompt_length=start.prompt_length,
+        stop_token_ids=start.stop_token_ids,
+    )
+
+
+def _start_from_proto(proto: draft_pb2.SequenceStart) -> SequenceStart:
+    return SequenceStart(
+        params=sampling_from_proto(proto.sampling),
+        sample=proto.sample,
+        prompt_length=proto.prompt_length,
+        stop_token_ids=tuple(proto.stop_token_ids),
+    )

@@ -1,0 +1,127 @@
+"""What every proposer promises, on the same suite for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.request import SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+from outrider.speculation.proposers.scripted import ScriptedProposer
+
+PATTERN = [5, 9, 14, 20, 27, 35]
+TEXT = PATTERN * 30
+VOCAB_SIZE = 320
+START = SequenceStart(params=SamplingParams(seed=3, max_tokens=500, temperature=0.0), sample=0, prompt_length=20)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    from outrider.model_hub.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(params=["ngram", "draft_model", "scripted"])
+def proposer(request):
+    if request.param == "scripted":
+        return ScriptedProposer([TEXT])
+    settings = ProposerSettings()
+    if request.param == "draft_model":
+        import torch
+
+        torch.set_num_threads(1)
+        settings = ProposerSettings(
+            model=ModelConfig(id=str(request.getfixturevalue("tiny_model"))),
+            kv_cache=KVCacheConfig(num_blocks=300),
+            catch_up_tokens_per_step=64,
+        )
+    return make_proposer(request.param, settings)
+
+
+def propose_until_caught_up(proposer, *requests):
+    """Asks again as the draft loop does; returns each sequence's proposal."""
+    found = {}
+    for _ in range(100):
+        asked = [request for request in requests if request.sequence_id not in found]
+        if not asked:
+            return found
+        for request, proposal in zip(asked, proposer.propose(asked), strict=True):
+            assert proposal.sequence_id == request.sequence_id
+            if proposal.caught_up:
+                found[proposal.sequence_id] = proposal
+    raise AssertionError("never caught up")
+
+
+def test_it_proposes_at_most_what_is_wanted_from_the_prefix_it_was_given(proposer):
+    for num_wanted in (1, 4):
+        found = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], num_wanted, START))
+        assert found[1].length == 50
+        assert 0 < len(found[1].token_ids) <= num_wanted
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in found[1].token_ids)
+
+
+def test_it_answers_every_request_of_a_ragged_batch_in_order(proposer):
+    requests = [ProposalRequest(key, TEXT[: 20 + 13 * key], 1 + key % 3, START) for key in range(6)]
+    assert [proposal.sequence_id for proposal in proposer.propose(requests)] == list(range(6))
+    found = propose_until_caught_up(proposer, *requests)
+    assert all(len(found[request.sequence_id].token_ids) <= request.num_wanted for request in requests)
+
+
+def test_what_is_proposed_for_a_sequence_does_not_depend_on_the_batch(proposer):
+    requests = [ProposalRequest(key, TEXT[: 24 + 7 * key], 4, START) for key in range(5)]
+    together = propose_until_caught_up(proposer, *requests)
+    for request in requests:
+        alone = ProposalRequest(100 + request.sequence_id, request.token_ids, 4, START)
+        assert propose_until_caught_up(proposer, alone)[100 + request.sequence_id].token_ids == (
+            together[request.sequence_id].token_ids
+        )
+
+
+def test_a_sequence_that_grew_gives_what_a_new_one_would(proposer):
+    for length in (30, 31, 36, 60):
+        grown = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:length], 4, START))[1]
+    fresh = propose_until_caught_up(proposer, ProposalRequest(2, TEXT[:60], 4, START))[2]
+    assert grown.token_ids == fresh.token_ids
+
+
+def test_a_sequence_that_turned_out_otherwise_than_proposed_gives_what_a_new_one_would(proposer):
+    propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:30], 5, START))
+    other = [*TEXT[:30], 7, 7, *TEXT[:12]]
+    grown = propose_until_caught_up(proposer, ProposalRequest(1, other, 4, START))[1]
+    fresh = propose_until_caught_up(proposer, ProposalRequest(2, other, 4, START))[2]
+    assert grown.token_ids == fresh.token_ids
+
+
+def test_keeping_up_proposes_nothing(proposer):
+    found = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 0, START))
+    assert found[1].token_ids == ()
+
+
+def test_a_request_is_never_changed(proposer):
+    token_ids = list(TEXT[:50])
+    propose_until_caught_up(proposer, ProposalRequest(1, token_ids, 4, START))
+    assert token_ids == TEXT[:50]
+
+
+def test_a_forgotten_sequence_may_be_begun_again_and_an_unknown_one_forgotten(proposer):
+    first = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 4, START))[1]
+    proposer.forget(1)
+    proposer.forget(999)
+    assert propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 4, START))[1] == first
+
+
+def test_no_requests_are_no_proposals(proposer):
+    assert proposer.propose([]) == []
+
+
+def test_it_says_who_it_is(proposer):
+    assert proposer.name
+    assert proposer.num_extra_tokens >= 0
+    if proposer.name == "ngram":
+        assert proposer.vocabulary_fingerprint == ""
+    if proposer.name.startswith("draft_model:"):
+        assert len(proposer.vocabulary_fingerprint) == 64

@@ -1,0 +1,258 @@
+"""The draft stream's bookkeeping, without IO and on a clock that stands still."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node import draft_book
+from decode_node.draft_book import DraftBook, DraftWant, SequenceStartInfo
+from outrider.request import SamplingParams
+from outrider.speculation.draft_stream import Branch, SequenceProposals
+from outrider.speculation.prefix_hash import prefix_hash
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock) -> DraftBook:
+    book = DraftBook(1, vocab_size=1000, clock=clock)
+    book.connected(0)
+    return book
+
+
+def start_of(*prompt) -> SequenceStartInfo:
+    return SequenceStartInfo(params=SamplingParams(seed=1, max_tokens=100), sample=0, prompt_token_ids=prompt)
+
+
+def answer_to(update, *proposed, **changes) -> SequenceProposals:
+    branches = (Branch(update.length, update.prefix_hash, proposed),) if proposed else ()
+    values = {"sequence_id": update.sequence_id, "acked_length": update.length, "branches": branches, **changes}
+    return SequenceProposals(**values)
+
+
+def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_acknowledged(book):
+    book.open(1, start_of(5, 6), num_wanted=3)
+    (first,) = book.take_updates(0)
+    assert first.start is not None
+    assert first.start.prompt_length == 2
+    assert (first.start_length, first.token_ids, first.length) == (0, (5, 6), 2)
+    assert first.prefix_hash == prefix_hash([5, 6])
+    book.take_proposals(0, [answer_to(first, 7)])
+    book.update(1, [7, 8], num_wanted=3)
+    (second,) = book.take_updates(0)
+    assert second.start is None
+    assert (second.start_length, second.token_ids, second.length) == (2, (7, 8), 4)
+
+
+def test_states_that_pass_while_an_update_is_unanswered_become_one_update(book):
+    book.open(1, start_of(5), num_wanted=3)
+    (first,) = book.take_updates(0)
+    for token_id in range(100):
+        book.update(1, [token_id], num_wanted=3)
+        assert book.take_updates(0) == []
+    book.take_proposals(0, [answer_to(first)])
+    (newest,) = book.take_updates(0)
+    assert newest.length == 101
+
+
+def test_a_slow_sequence_does_not_hold_the_others_back(book):
+    book.open(1, start_of(5), num_wanted=3)
+    book.open(2, start_of(6), num_wanted=3)
+    _, second = book.take_updates(0)
+    book.take_proposals(0, [answer_to(second)])
+    book.update(1, [7], num_wanted=3)
+    book.update(2, [7], num_wanted=3)
+    assert [update.sequence_id for update in book.take_updates(0)] == [2]
+
+
+def test_need_sync_resends_from_the_start_in_pieces(book, monkeypatch):
+    monkeypatch.setattr(draft_book, "MAX_TOKENS_PER_UPDATE", 3)
+    book.open(1, start_of(1, 2, 3, 4, 5, 6, 7), num_wanted=3)
+    lengths = []
+    for _ in range(4):
+        for update in book.take_updates(0):
+            lengths.append((update.start_length, update.length, update.num_wanted))
+            assert update.prefix_hash == prefix_hash(range(1, update.length + 1))
+            book.take_proposals(0, [answer_to(update)])
+    assert lengths == [(0, 3, 0), (3, 6, 0), (6, 7, 3)]
+    book.update(1, [8], num_wanted=3)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update, need_sync=True)])
+    (update,) = book.take_updates(0)
+    assert (update.start_length, update.length) == (0, 3)
+    assert update.start is not None
+
+
+def test_a_second_need_sync_within_a_second_is_put_off(book, clock):
+    book.open(1, start_of(1, 2), num_wanted=3)
+    for _ in range(2):
+        (update,) = book.take_updates(0)
+        book.take_proposals(0, [answer_to(update, need_sync=True)])
+    assert book.take_updates(0) == []
+    clock.now += 1.1
+    assert len(book.take_updates(0)) == 1
+
+
+def test_a_node_without_room_is_asked_again_after_a_second(book, clock):
+    book.open(1, start_of(1, 2), num_wanted=3)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update, acked_length=0)])
+    assert book.take_updates(0) == []
+    clock.now += 1.1
+    assert len(book.take_updates(0)) == 1
+
+
+def test_a_message_has_a_budget_of_tokens(book, monkeypatch):
+    monkeypatch.setattr(draft_book, "MAX_TOKENS_PER_MESSAGE", 5)
+    for sequence_id in range(3):
+        book.open(sequence_id, start_of(1, 2, 3), num_wanted=1)
+    assert sum(len(update.token_ids) for update in book.take_updates(0)) == 5
+    assert book.has_unsent
+    assert sum(len(update.token_ids) for update in book.take_updates(0)) == 3
+
+
+def test_a_want_tells_what_no_update_has_told(book):
+    book.open(1, start_of(1, 2), num_wanted=0)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update)])
+    found, missing = book.find([DraftWant(1, [1, 2, 3], 4)], wait_seconds=0.002)
+    assert (found, len(missing)) == ({}, 1)
+    (update,) = book.take_updates(0)
+    assert (update.length, update.num_wanted, update.budget_seconds) == (3, 4, 0.002)
+
+
+def test_a_sequence_whose_node_had_nothing_is_not_waited_for(book):
+    book.open(1, start_of(1, 2), num_wanted=3)
+    (update,) = book.take_updates(0)
+    assert len(book.find([DraftWant(1, [1, 2], 3)], wait_seconds=0.002)[1]) == 1
+    book.take_proposals(0, [answer_to(update)])
+    assert book.find([DraftWant(1, [1, 2], 3)], wait_seconds=0.002)[1] == []
+
+
+def miss(book: DraftBook, *sequence_ids: int) -> None:
+    wants = [DraftWant(sequence_id, (), 3) for sequence_id in sequence_ids]
+    found, missing = book.find(wants, wait_seconds=0.002)
+    book.judge(wants, found, unanswered=missing)
+
+
+def test_the_breaker_opens_after_five_misses_in_a_row(book):
+    book.open(1, start_of(1), num_wanted=3)
+    book.take_updates(0)
+    for _ in range(4):
+        miss(book, 1)
+    assert not book.is_breaker_open(0)
+    miss(book, 1)
+    assert book.is_breaker_open(0)
+    assert book.find([DraftWant(1, [1], 3)], wait_seconds=0.002)[1] == []
+
+
+def test_one_sequence_that_finds_something_is_enough_for_the_whole_node(book):
+    for sequence_id in (1, 2):
+        book.open(sequence_id, start_of(sequence_id), num_wanted=3)
+    first, _ = book.take_updates(0)
+    book.take_proposals(0, [answer_to(first, 4, 5)])
+    for _ in range(20):
+        miss(book, 1, 2)
+    assert not book.is_breaker_open(0)
+
+
+def test_an_open_breaker_lets_one_message_a_second_through_and_closes_on_a_quick_answer(book, clock):
+    book.open(1, start_of(1), num_wanted=3)
+    (unanswered,) = book.take_updates(0)
+    for _ in range(5):
+        miss(book, 1)
+    book.open(2, start_of(2), num_wanted=3)
+    assert book.take_updates(0) == []
+    clock.now += 1.1
+    (probe,) = book.take_updates(0)
+    book.open(3, start_of(3), num_wanted=3)
+    assert book.take_updates(0) == []
+    clock.now += 0.5
+    book.take_proposals(0, [answer_to(probe)])
+    assert book.is_breaker_open(0)  # too late to be of use
+    clock.now += 0.6
+    (probe,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(probe)])
+    assert not book.is_breaker_open(0)
+    book.take_proposals(0, [answer_to(unanswered, 5)])
+    assert book.find([DraftWant(1, [1], 3)], wait_seconds=0.002)[0] == {1: (5,)}
+
+
+def test_a_step_that_did_not_wait_is_a_miss_only_when_the_answer_is_long_overdue(book, clock):
+    book.open(1, start_of(1), num_wanted=3)
+    book.take_updates(0)
+    for _ in range(10):
+        book.judge([DraftWant(1, (), 3)], {}, unanswered=())
+    assert not book.is_breaker_open(0)
+    clock.now += 0.1
+    for _ in range(5):
+        book.judge([DraftWant(1, (), 3)], {}, unanswered=())
+    assert book.is_breaker_open(0)
+
+
+def test_sequences_are_spread_over_the_connected_targets(clock):
+    book = DraftBook(3, vocab_size=10, clock=clock)
+    book.connected(0)
+    book.connected(2)
+    for sequence_id in range(4):
+        book.open(sequence_id, start_of(1), num_wanted=1)
+    assert [book.num_sequences(target) for target in range(3)] == [2, 0, 2]
+    book.disconnected(0)
+    assert [book.num_sequences(target) for target in range(3)] == [0, 0, 4]
+    assert all(update.start is not None for update in book.take_updates(2))
+
+
+def test_a_target_whose_breaker_opens_keeps_one_sequence_and_gives_the_others_away(clock):
+    book = DraftBook(2, vocab_size=10, clock=clock)
+    book.connected(0)
+    book.connected(1)
+    for sequence_id in range(6):
+        book.open(sequence_id, start_of(1), num_wanted=1)
+    for update in book.take_updates(1):
+        book.take_proposals(1, [answer_to(update)])
+    book.take_updates(0)
+    for _ in range(5):
+        miss(book, *range(6))
+    assert [book.num_sequences(target) for target in range(2)] == [1, 5]
+
+
+def test_a_quarantined_sequence_is_offered_to_another_target(clock):
+    book = DraftBook(2, vocab_size=10, clock=clock)
+    book.connected(0)
+    book.open(1, start_of(1), num_wanted=1)
+    (update,) = book.take_updates(0)
+    book.connected(1)
+    book.take_proposals(0, [answer_to(update, 10)])
+    assert book.counters().num_quarantined == 1
+    assert [book.num_sequences(target) for target in range(2)] == [0, 1]
+    assert [update.closed for update in book.take_updates(0)] == [True]
+    (update,) = book.take_updates(1)
+    book.take_proposals(1, [answer_to(update, 9)])
+    assert book.find([DraftWant(1, [1], 1)], wait_seconds=0.0)[0] == {1: (9,)}
+
+
+def test_a_stream_that_leaves_an_update_unanswered_for_very_long_is_stuck(book, clock):
+    book.open(1, start_of(1), num_wanted=1)
+    book.take_updates(0)
+    assert not book.is_stuck(0)
+    clock.now += 11.0
+    assert book.is_stuck(0)
+
+
+def test_sequences_that_opened_before_any_node_was_there_are_served_once_one_is(clock):
+    book = DraftBook(1, vocab_size=10, clock=clock)
+    book.open(1, start_of(1), num_wanted=1)
+    assert book.take_updates(0) == []
+    book.connected(0)
+    assert len(book.take_updates(0)) == 1

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.speculation.prefix_hash import HashedTokens, prefix_hash
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
+
+
+def test_the_hash_is_xxh3_64_over_little_endian_uint32():
+    assert prefix_hash([1, 258, 2**32 - 1]) == xxhash.xxh3_64_intdigest(struct.pack("<3I", 1, 258, 2**32 - 1))
+
+
+@given(st.lists(TOKENS, max_size=6), st.integers(1, 40))
+def test_every_prefix_has_the_hash_of_its_tokens_however_it_grew(pieces, history):
+    hashed = HashedTokens(history=history)
+    everything: list[int] = []
+    for piece in pieces:
+        hashed.extend(piece)
+        everything += piece
+    assert list(hashed.token_ids) == everything
+    assert hashed.hash == prefix_hash(everything)
+    for length in range(len(everything) + 1):
+        assert hashed.hash_at(length) == prefix_hash(everything[:length])
+
+
+def test_an_id_outside_uint32_is_refused_and_nothing_changes():
+    hashed = HashedTokens([1, 2])
+    with pytest.raises(OverflowError):
+        hashed.extend([3, -1])
+    assert len(hashed) == 2
+    assert hashed.hash == prefix_hash([1, 2])
+
+
+def test_a_prefix_that_does_not_exist_has_no_hash():
+    with pytest.raises(ValueError, match="no prefix of 4"):
+        HashedTokens([1, 2, 3]).hash_at(4)
