@@ -1,0 +1,206 @@
+"""The shared-memory arena: it belongs to the sender, the receiver maps it read-only.
+
+Nobody ever writes into another process's memory, so a sender thawed after its time
+cannot hurt. The file lies in /dev/shm under a random name until the receiver has mapped
+it and proved so by reading its nonce; then it is unlinked, and lives as long as the two
+mappings. (Not `multiprocessing.shared_memory`: its resource tracker unlinks segments of
+others and outlives its process.)
+
+    bytes 0..15    nonce
+    from 4096      slots of equal size, each written by the sender, read by the receiver,
+                   and used again only after the receiver has acknowledged it
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import stat
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
+NAME_PREFIX = "outrider-kv-"
+NONCE_BYTES = 16
+HEAD_BYTES = 4096
+MAX_ARENA_BYTES = 1 << 30
+IDLE_SECONDS = 60.0
+MAX_IDLE = 16
+
+
+def arena_path(directory: str, arena_id: bytes) -> Path:
+    """Both sides derive the path: a peer can name an arena, never a file."""
+    return Path(directory, NAME_PREFIX + arena_id.hex())
+
+
+class Arena:
+    """The sender's side: slots that are taken, filled, sent and released. Thread-safe.
+
+    Memory is reserved slot by slot as slots are first needed (`posix_fallocate`): a full
+    /dev/shm is then an error that can be handled, rather than a SIGBUS, and a quiet node
+    holds one page. Raises in the constructor: OSError.
+    """
+
+    def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int) -> None:
+        self.arena_id = secrets.token_bytes(16)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.slot_bytes = slot_bytes
+        self.num_slots = max(num_bytes // slot_bytes, 1)
+        self.num_bytes = HEAD_BYTES + self.num_slots * slot_bytes
+        self._path = arena_path(directory, self.arena_id)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(self._fd, self.num_bytes)
+            os.posix_fallocate(self._fd, 0, HEAD_BYTES)
+            self._map = mmap.mmap(self._fd, self.num_bytes)
+        except OSError:
+            self.unlink()
+            os.close(self._fd)
+            raise
+        self._map[:NONCE_BYTES] = self.nonce
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        self._changed = threading.Condition()
+        self._free: list[int] = []
+        self._num_reserved = 0
+        self._is_full = False  # the file system is: no further slots
+        self.is_retired = False
+
+    def unlink(self) -> None:
+        """Takes the name away; mappings stay. Idempotent."""
+        self._path.unlink(missing_ok=True)
+
+    def retire(self) -> None:
+        """No slot is given out any more: a peer that was not drained may read some at any later time."""
+        self.unlink()
+        with self._changed:
+            if not self.is_retired:
+                self.is_retired = True
+                os.close(self._fd)
+            self._changed.notify_all()
+
+    def take(self, timeout_seconds: float) -> int | None:
+        """A free slot's offset; None when none came free in time, or the arena is retired."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_retired or self._free or self._reserve(), timeout_seconds)
+            if self.is_retired or not self._free:
+                return None
+            return self._free.pop()
+
+    def _reserve(self) -> bool:
+        """With the lock held: adds a fresh slot to the free ones, if there is room for one."""
+        if self._is_full or self._num_reserved == self.num_slots:
+            return False
+        try:
+            os.posix_fallocate(self._fd, HEAD_BYTES + self._num_reserved * self.slot_bytes, self.slot_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            self._is_full = True
+            return False
+        self._free.append(HEAD_BYTES + self._num_reserved * self.slot_bytes)
+        self._num_reserved += 1
+        return True
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there is at least one slot; reserves the first."""
+        with self._changed:
+            return not self.is_retired and (self._num_reserved > 0 or self._reserve())
+
+    def write(self, offset: int, payload: memoryview) -> None:
+        """Fills a taken slot (numpy copies without the GIL)."""
+        self._bytes[offset : offset + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+
+    def release(self, offset: int) -> None:
+        """The receiver has acknowledged the slot."""
+        with self._changed:
+            self._free.append(offset)
+            self._changed.notify()
+
+
+class ArenaMapping:
+    """The receiver's read-only view of one sender's arena."""
+
+    def __init__(self, arena_id: bytes, mapping: mmap.mmap) -> None:
+        self.arena_id = arena_id
+        self.nonce = mapping[:NONCE_BYTES]
+        self.num_users = 0
+        self.idle_since = 0.0
+        self._view = memoryview(mapping)
+
+    def payload(self, offset: int, length: int) -> memoryview | None:
+        """None when it is not inside the slots."""
+        if offset < HEAD_BYTES or offset + length > len(self._view):
+            return None
+        return self._view[offset : offset + length]
+
+
+class ArenaReader:
+    """The arenas that a receiver has mapped. A mapping outlives a transfer: the next one finds it again.
+
+    Those without a user for a minute, and the oldest when there are too many, are dropped
+    whenever a transfer begins or ends; their sender then offers a new arena. Thread-safe.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._mappings: OrderedDict[bytes, ArenaMapping] = OrderedDict()
+
+    def attach(self, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
+        """None when it is not there, or not a file of this user's that cannot shrink under us."""
+        with self._lock:
+            self._drop_idle()
+            mapping = self._mappings.get(arena_id)
+            if mapping is None:
+                mapping = self._map(arena_id, num_bytes)
+                if mapping is None:
+                    return None
+                self._mappings[arena_id] = mapping
+            mapping.num_users += 1
+            return mapping
+
+    def release(self, mapping: ArenaMapping) -> None:
+        with self._lock:
+            mapping.num_users -= 1
+            mapping.idle_since = time.monotonic()
+            self._drop_idle()
+
+    def close(self) -> None:
+        with self._lock:
+            self._mappings.clear()
+
+    def _map(self, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
+        if not HEAD_BYTES < num_bytes <= MAX_ARENA_BYTES:
+            return None
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(arena_path(self._directory, arena_id), flags)
+        except OSError:
+            return None  # another host or container, or unlinked
+        try:
+            status = os.fstat(descriptor)
+            # Who may truncate the file could kill us by SIGBUS: only we ourselves may.
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != num_bytes:
+                return None
+            return ArenaMapping(arena_id, mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ))
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def _drop_idle(self) -> None:
+        """With the lock held. The memory goes when the last view of it does."""
+        idle = [mapping for mapping in self._mappings.values() if mapping.num_users == 0]
+        idle.sort(key=lambda mapping: mapping.idle_since)
+        horizon = time.monotonic() - IDLE_SECONDS
+        for index, mapping in enumerate(idle):
+            if mapping.idle_since < horizon or len(idle) - index > MAX_IDLE:
+                del self._mappings[mapping.arena_id]

@@ -1,0 +1,202 @@
+"""The interface between whoever moves KV: values, the sender and the sink.
+
+A *transfer* fills one reservation on a decode node: every token of
+[start_token, end_token), of every layer, of every plane. It is named by a random
+`transfer_id` and addressed to one `incarnation` of the receiving process; it ends by a
+commit that is checked against what arrived, or it fails as a whole and is retried under
+a new id. KV of two transfers is never mixed.
+
+    receiver (decode node)              sender (prefill node)
+    open(spec, sink)
+                                        connect → put frames → commit
+    on_complete | on_failed
+    close(transfer_id) → DRAINED
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+ID_BYTES = 16
+"""Length of transfer ids and incarnations."""
+
+
+class DrainState(enum.Enum):
+    """Whether a write may still be in flight after the end of a transfer."""
+
+    DRAINED = "drained"  # no byte is written any more
+    UNKNOWN = "unknown"  # one may be: whatever it could touch must not be reused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSpec:
+    """What a receiver expects of one transfer. Positions are absolute, 0 = first prompt token."""
+
+    transfer_id: bytes  # 16 random bytes
+    incarnation: bytes  # of the receiving process, 16 random bytes
+    start_token: int
+    end_token: int  # exclusive; equal to start_token: nothing but the commit is expected
+    planes: tuple[PlaneSpec, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.transfer_id) == ID_BYTES, "a transfer_id has 16 bytes"
+        assert len(self.incarnation) == ID_BYTES, "an incarnation has 16 bytes"
+        assert 0 <= self.start_token <= self.end_token, "tokens [start_token, end_token)"
+
+    def plane(self, name: str) -> PlaneSpec | None:
+        """The plane of that name, if the transfer has one."""
+        return next((plane for plane in self.planes if plane.name == name), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload of the whole transfer."""
+        per_token = sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in self.planes)
+        return per_token * (self.end_token - self.start_token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A rectangle of one plane: layers × tokens."""
+
+    plane: str
+    start_layer: int
+    end_layer: int  # exclusive
+    start_token: int
+    end_token: int  # exclusive
+
+    @property
+    def layers(self) -> range:
+        return range(self.start_layer, self.end_layer)
+
+    @property
+    def num_cells(self) -> int:
+        """Layers times tokens."""
+        return (self.end_layer - self.start_layer) * (self.end_token - self.start_token)
+
+    def __str__(self) -> str:
+        layers, tokens = f"{self.start_layer}-{self.end_layer - 1}", f"{self.start_token}-{self.end_token - 1}"
+        return f"{self.plane} layers {layers} tokens {tokens}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHeader:
+    """What precedes a frame's payload.
+
+    The payload is contiguous, layer after layer, token-major within each:
+    [num_layers, num_tokens, heads, head_dim] in the plane's dtype, so that block sizes may
+    differ on both sides.
+    """
+
+    transfer_id: bytes
+    incarnation: bytes
+    region: Region
+    length: int  # bytes of payload
+    checksum: int  # xxh3-64 of the payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """How a completed transfer went, as the receiver saw it."""
+
+    connector: str  # "grpc", "shared_memory"
+    payload_bytes: int
+    seconds: float  # first frame received to commit; 0 when there was no frame
+
+
+class CommitState(enum.Enum):
+    """The receiver's answer to a commit."""
+
+    COMMITTED = 1
+    INCOMPLETE = 2
+    UNKNOWN = 3  # no such transfer here: closed, failed or never opened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitResult:
+    """INCOMPLETE says what is missing or differs; the list is cut after `MAX_MISSING` regions."""
+
+    state: CommitState
+    missing: tuple[Region, ...] = ()
+
+
+MAX_MISSING = 32
+
+
+class KvSink(Protocol):
+    """Where a receiver puts verified payload.
+
+    Called from receiver threads, for disjoint regions of one transfer possibly at the same
+    time; bounds, length and checksum have been checked. Must not block on the token loop.
+    An exception fails the transfer.
+    """
+
+    def write(self, plane: str, layers: range, start_token: int, end_token: int, payload: memoryview) -> None:
+        """Copies [layers, tokens, heads, head_dim] bytes into the cache; `payload` is not valid after the return."""
+
+
+class Connector(Protocol):
+    """Opens senders; keeps what transfers to the same receiver share (connection, arena). Thread-safe."""
+
+    name: str
+
+    def connect(self, address: str, spec: TransferSpec) -> Sender:
+        """Attaches to the transfer that the receiver at host:port has opened.
+
+        Raises: PeerLostError (nobody there), AbortedError (the receiver does not know the
+        transfer), NotSupportedError (the connector does not work between these two).
+        """
+
+    def close(self) -> None:
+        """Drops connections and arenas; senders still open fail. Idempotent."""
+
+
+class Sender(Protocol):
+    """Pushes one transfer's frames to the receiver that opened it. One owner, one thread.
+
+    `put` returns when the payload has been copied or sent: the buffer belongs to the caller
+    again. It blocks while the bytes that the receiver has not acknowledged exceed the
+    connector's bound, so a slow receiver never makes the sender's memory grow. Silence
+    beyond the progress deadline is a failure, whatever TCP says.
+    """
+
+    connector: str
+
+    def put(self, region: Region, payload: Buffer) -> None:
+        """Sends one frame of at most `max_frame_bytes`.
+
+        Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
+        refuses the transfer: closed, failed or another's).
+        """
+
+    def keep_alive(self) -> None:
+        """Tells the receiver that the sender lives while it has nothing to send. Raises: as `put`."""
+
+    def commit(self) -> CommitResult:
+        """Waits for every acknowledgement, then asks whether the transfer is complete. Idempotent.
+
+        Raises: PeerLostError.
+        """
+
+    def cancel(self) -> DrainState:
+        """Gives the transfer up; also after a failure, and after a commit (then only frees). Idempotent.
+
+        DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
+        """
+
+    def interrupt(self) -> None:
+        """From any thread: a `put`, `keep_alive` or `commit` at hand, and every later one, raises AbortedError."""
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest payload of one `put`."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload put so far."""

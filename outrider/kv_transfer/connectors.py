@@ -1,0 +1,104 @@
+"""Makes connectors: `auto` takes the first way of carrying payload to which the receiver attaches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+
+from outrider.errors import NotSupportedError
+from outrider.kv_transfer.base import Connector, Sender, TransferSpec
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
+from outrider.kv_transfer.sender import Carrier, StreamSender
+from outrider.kv_transfer.sender_stream import SenderStream
+from outrider.service.channels import channel_credentials, channel_options
+from outrider.service.config import TlsConfig
+
+
+class CarrierSource(Protocol):
+    """One way of carrying payload, for any number of receivers. Thread-safe."""
+
+    name: str
+
+    def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
+        """None: the receiver cannot, or will not, attach to it. Raises: PeerLostError, AbortedError."""
+
+    def close(self) -> None: ...
+
+
+class StreamConnector:
+    """A `Connector` over one gRPC connection to each address, apart from every other channel's."""
+
+    def __init__(
+        self, name: str, sources: Sequence[CarrierSource], config: KvTransferConfig, *, tls: TlsConfig | None = None
+    ) -> None:
+        self.name = name
+        self._sources = tuple(sources)
+        self._config = config
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+
+    def connect(self, address: str, spec: TransferSpec) -> Sender:
+        stream = self._open_stream(address)
+        try:
+            for source in self._sources:
+                carrier = source.offer(stream, spec)
+                if carrier is not None:
+                    return StreamSender(spec, stream, carrier, reopen=lambda: self._open_stream(address))
+            names = ", ".join(source.name for source in self._sources)
+            raise NotSupportedError(f"KV receiver {address} cannot attach by {names}")
+        except Exception:
+            stream.close()
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
+        for source in self._sources:
+            source.close()
+
+    def _open_stream(self, address: str) -> SenderStream:
+        return SenderStream(
+            self._channel(address),
+            address=address,
+            window_bytes=self._config.window_bytes,
+            connect_seconds=self._config.connect_seconds,
+            progress_seconds=self._config.progress_seconds,
+        )
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = self._open_channel(address)
+            return channel
+
+    def _open_channel(self, address: str) -> grpc.Channel:
+        options = [
+            *channel_options(max_message_bytes=MAX_MESSAGE_BYTES, bulk=True),
+            ("grpc.http2.max_frame_size", (1 << 24) - 1),
+        ]
+        if self._tls is None or not self._tls.is_enabled:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, channel_credentials(self._tls), options=options)
+
+
+def make_connector(config: KvTransferConfig, *, tls: TlsConfig | None = None) -> Connector:
+    """The connector that the settings name: "auto", "shared_memory" or "grpc"."""
+    # Imported here so that a node that does not share memory needs nothing of it.
+    from outrider.kv_transfer.grpc_inline import InlineSource
+    from outrider.kv_transfer.shared_memory import ArenaSource
+
+    sources: dict[str, tuple[CarrierSource, ...]] = {
+        "grpc": (InlineSource(config.frame_bytes),),
+        "shared_memory": (ArenaSource(config),),
+        "auto": (ArenaSource(config), InlineSource(config.frame_bytes)),
+    }
+    return StreamConnector(config.connector, sources[config.connector], config, tls=tls)

@@ -1,0 +1,332 @@
+"""The receiver's side of the protocol, without any transport: transfers, their frames, their ends.
+
+Every connector ends here, so its rules hold for all of them:
+
+- a frame is looked up by its own header; another transfer's, another incarnation's, or
+  one of a transfer that has ended, is dropped and counted;
+- bounds, length and checksum are checked before a byte is written;
+- what has been written is never written again: an equal frame is a duplicate, another
+  one for the same cells is refused;
+- after `close` has returned DRAINED nothing is written any more.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from outrider.kv_transfer.base import (
+    CommitResult,
+    CommitState,
+    DrainState,
+    FrameHeader,
+    KvSink,
+    Region,
+    TransferSpec,
+    TransferStats,
+)
+from outrider.kv_transfer.coverage import Coverage
+from outrider.kv_transfer.manifest import Manifest, missing_regions
+from outrider.service.telemetry.logging import get_logger
+
+NUM_REMEMBERED_COMMITS = 4096
+"""Commits that are answered again after their transfer was closed."""
+
+log = get_logger("kv_transfer")
+
+
+class Disposition(enum.IntEnum):
+    """What became of a frame."""
+
+    WRITTEN = 1
+    DUPLICATE = 2  # equal to one that was written
+    STALE = 3  # another transfer's or incarnation's, or the transfer has ended
+    CORRUPT = 4  # truncated or altered
+    OUT_OF_BOUNDS = 5
+    CONFLICTING = 6  # other bytes, or another cut, for cells that were written
+    FAILED = 7  # the sink refused it; the transfer has failed
+
+
+class AttachState(enum.IntEnum):
+    """The answer to a sender that introduces itself."""
+
+    ATTACHED = 1
+    UNKNOWN = 2  # no such transfer, or it has failed
+    WRONG_INCARNATION = 3  # meant for an earlier process at this address
+    BUSY = 4  # another sender is attached
+    NOT_OFFERED = 5  # the receiver does not take payload by this connector
+
+
+class TransferState(enum.Enum):
+    OPEN = "open"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverCounters:
+    """Totals since the start. Frames by disposition, transfers by end."""
+
+    frames_written: int = 0
+    frames_duplicate: int = 0
+    frames_stale: int = 0
+    frames_corrupt: int = 0
+    frames_out_of_bounds: int = 0
+    frames_conflicting: int = 0
+    frames_failed: int = 0
+    bytes_written: int = 0
+    messages_malformed: int = 0
+    senders_refused: int = 0
+    transfers_completed: int = 0
+    transfers_failed: int = 0
+
+    @property
+    def frames_dropped(self) -> int:
+        """Everything that was neither written nor a harmless duplicate."""
+        return (
+            self.frames_stale
+            + self.frames_corrupt
+            + self.frames_out_of_bounds
+            + self.frames_conflicting
+            + self.frames_failed
+        )
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One transfer's state; `changed` guards everything below it."""
+
+    spec: TransferSpec
+    sink: KvSink
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    state: TransferState = TransferState.OPEN
+    connector: str | None = None  # of the attached sender
+    is_attached: bool = False
+    coverage: Coverage = field(init=False)
+    arrived: dict[Region, int] = field(default_factory=dict)  # region -> checksum
+    num_writing: int = 0
+    payload_bytes: int = 0
+    first_frame_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.coverage = Coverage(self.spec)
+
+    def wait_until_written(self, timeout_seconds: float | None) -> bool:
+        """With `changed` held: whether no write is in flight any more."""
+        return self.changed.wait_for(lambda: self.num_writing == 0, timeout_seconds)
+
+
+class TransferInbox:
+    """The transfers that one process expects. Thread-safe; callbacks run in the caller's thread, without locks."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: bytes,
+        on_complete: Callable[[bytes, TransferStats], None],
+        on_failed: Callable[[bytes, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.incarnation = incarnation
+        self._on_complete = on_complete
+        self._on_failed = on_failed
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the three below; never held while a transfer's lock is taken
+        self._transfers: dict[bytes, _Transfer] = {}
+        self._commits: OrderedDict[bytes, None] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+
+    # ---- the owner's side
+
+    def open(self, spec: TransferSpec, sink: KvSink) -> None:
+        """Expects a transfer. Its id must be new."""
+        assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
+        with self._lock:
+            assert spec.transfer_id not in self._transfers, "a transfer_id is used once"
+            self._transfers[spec.transfer_id] = _Transfer(spec, sink)
+
+    def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
+        """Forgets a transfer, whatever its state, and waits for the write in flight. Idempotent.
+
+        UNKNOWN: the sink has not returned in time; what it writes to must not be reused.
+        No callback for the transfer *starts* after the return, except that a commit which
+        was just being answered may still report itself complete.
+        """
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return DrainState.DRAINED
+        with transfer.changed:
+            if transfer.state is not TransferState.COMMITTED:
+                transfer.state = TransferState.CLOSED
+            is_drained = transfer.wait_until_written(timeout_seconds)
+        if not is_drained:
+            return DrainState.UNKNOWN
+        with self._lock:
+            self._transfers.pop(transfer_id, None)
+        return DrainState.DRAINED
+
+    def state(self, transfer_id: bytes) -> TransferState | None:
+        """None: not known here (any more)."""
+        transfer = self._find(transfer_id)
+        return None if transfer is None else transfer.state
+
+    def counters(self) -> ReceiverCounters:
+        with self._lock:
+            return ReceiverCounters(**self._counts)
+
+    # ---- the connectors' side
+
+    def attach(self, transfer_id: bytes, incarnation: bytes, *, connector: str) -> AttachState:
+        """A sender introduces itself. One at a time for each transfer."""
+        if incarnation != self.incarnation:
+            self.count("senders_refused")
+            return AttachState.WRONG_INCARNATION
+        transfer = self._find(transfer_id)
+        if transfer is None:
+            if self.was_committed(transfer_id):
+                return AttachState.ATTACHED  # to ask again for the commit's answer
+            self.count("senders_refused")
+            return AttachState.UNKNOWN
+        with transfer.changed:
+            if transfer.state is TransferState.COMMITTED:
+                return AttachState.ATTACHED
+            if transfer.state is TransferState.OPEN and not transfer.is_attached:
+                transfer.is_attached, transfer.connector = True, connector
+                return AttachState.ATTACHED
+            is_busy = transfer.state is TransferState.OPEN
+        self.count("senders_refused")
+        return AttachState.BUSY if is_busy else AttachState.UNKNOWN
+
+    def set_connector(self, transfer_id: bytes, connector: str) -> None:
+        """The attached sender has settled on another connector."""
+        transfer = self._find(transfer_id)
+        if transfer is not None:
+            with transfer.changed:
+                transfer.connector = connector
+
+    def accept(self, header: FrameHeader, payload: memoryview) -> Disposition:
+        """Checks a frame and writes it. `payload` may be changed by nobody during the call."""
+        disposition = self._accept(header, payload)
+        self.count(f"frames_{disposition.name.lower()}")
+        return disposition
+
+    def _accept(self, header: FrameHeader, payload: memoryview) -> Disposition:
+        transfer = self._find(header.transfer_id) if header.incarnation == self.incarnation else None
+        if transfer is None:
+            return Disposition.STALE
+        if not _fits(header, transfer):
+            return Disposition.OUT_OF_BOUNDS
+        if len(payload) != header.length or xxhash.xxh3_64_intdigest(payload) != header.checksum:
+            return Disposition.CORRUPT
+        region = header.region
+        with transfer.changed:
+            if transfer.state is not TransferState.OPEN:
+                return Disposition.STALE
+            if transfer.coverage.overlaps(region):
+                is_equal = transfer.arrived.get(region) == header.checksum
+                return Disposition.DUPLICATE if is_equal else Disposition.CONFLICTING
+            transfer.coverage.add(region)
+            transfer.arrived[region] = header.checksum
+            transfer.num_writing += 1
+            transfer.payload_bytes += header.length
+            if transfer.first_frame_at is None:
+                transfer.first_frame_at = self._clock()
+        return self._write(transfer, region, payload)
+
+    def _write(self, transfer: _Transfer, region: Region, payload: memoryview) -> Disposition:
+        try:
+            transfer.sink.write(region.plane, region.layers, region.start_token, region.end_token, payload)
+        except Exception as error:
+            log.exception("kv sink failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
+            self.fail(transfer.spec.transfer_id, f"the sink refused {region}: {error}")
+            return Disposition.FAILED
+        finally:
+            with transfer.changed:
+                transfer.num_writing -= 1
+                transfer.changed.notify_all()
+        self.count("bytes_written", len(payload))
+        return Disposition.WRITTEN
+
+    def commit(self, transfer_id: bytes, manifest: Manifest) -> CommitResult:
+        """COMMITTED once and for ever after, INCOMPLETE (the transfer stays open), or UNKNOWN."""
+        transfer = self._find(transfer_id)
+        if transfer is None:
+            state = CommitState.COMMITTED if self.was_committed(transfer_id) else CommitState.UNKNOWN
+            return CommitResult(state=state)
+        with transfer.changed:
+            transfer.wait_until_written(None)
+            if transfer.state is TransferState.COMMITTED:
+                return CommitResult(state=CommitState.COMMITTED)
+            if transfer.state is not TransferState.OPEN:
+                return CommitResult(state=CommitState.UNKNOWN)
+            missing = missing_regions(manifest, transfer.arrived, transfer.coverage)
+            if missing:
+                return CommitResult(state=CommitState.INCOMPLETE, missing=missing)
+            transfer.state = TransferState.COMMITTED
+            stats = self._stats(transfer)
+        with self._lock:
+            self._commits[transfer_id] = None
+            if len(self._commits) > NUM_REMEMBERED_COMMITS:
+                self._commits.popitem(last=False)
+            self._counts["transfers_completed"] += 1
+        self._on_complete(transfer_id, stats)
+        return CommitResult(state=CommitState.COMMITTED)
+
+    def _stats(self, transfer: _Transfer) -> TransferStats:
+        now = self._clock()
+        started = now if transfer.first_frame_at is None else transfer.first_frame_at
+        return TransferStats(
+            connector=transfer.connector or "", payload_bytes=transfer.payload_bytes, seconds=now - started
+        )
+
+    def fail(self, transfer_id: bytes, reason: str) -> None:
+        """The transfer cannot complete any more; reported once. Nothing happens after its end."""
+        transfer = self._find(transfer_id)
+        if transfer is None:
+            return
+        with transfer.changed:
+            if transfer.state is not TransferState.OPEN:
+                return
+            transfer.state = TransferState.FAILED
+        self.count("transfers_failed")
+        self._on_failed(transfer_id, reason)
+
+    def wait_until_drained(self, transfer_id: bytes, *, timeout_seconds: float) -> DrainState:
+        """Whether a transfer that has ended writes nothing any more."""
+        transfer = self._find(transfer_id)
+        if transfer is None:
+            return DrainState.DRAINED
+        with transfer.changed:
+            return DrainState.DRAINED if transfer.wait_until_written(timeout_seconds) else DrainState.UNKNOWN
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to one field of `ReceiverCounters`."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def _find(self, transfer_id: bytes) -> _Transfer | None:
+        with self._lock:
+            return self._transfers.get(transfer_id)
+
+    def was_committed(self, transfer_id: bytes) -> bool:
+        """Whether it was, of late; also after `close`."""
+        with self._lock:
+            return transfer_id in self._commits
+
+
+def _fits(header: FrameHeader, transfer: _Transfer) -> bool:
+    """Whether the region lies within the transfer, and the length is the region's."""
+    plane = transfer.spec.plane(header.region.plane)
+    return (
+        plane is not None
+        and transfer.coverage.is_inside(header.region)
+        and header.length == header.region.num_cells * plane.bytes_per_token_per_layer
+    )

@@ -1,0 +1,130 @@
+"""The decode node's KV ingest: a synchronous gRPC server on its own port and threads.
+
+Copying and hashing release the GIL and stay off the token loop. There is no protobuf:
+handlers take and return raw bytes (see `frames`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from outrider.errors import ConfigError
+from outrider.kv_transfer.arena import ARENA_DIRECTORY, ArenaReader
+from outrider.kv_transfer.base import DrainState, KvSink, TransferSpec, TransferStats
+from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
+from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
+from outrider.kv_transfer.receiver_stream import ReceiverStream
+from outrider.kv_transfer.watchdog import Watchdog
+from outrider.service.channels import server_credentials, server_options
+from outrider.service.config import ServerConfig, TlsConfig
+
+DEFAULT_CONNECTORS = ("shared_memory", "grpc")
+
+
+class KvReceiver:
+    """Receives transfers for one process.
+
+    Each attached sender holds one thread; `max_senders` more are refused. Callbacks come
+    from those threads and must be quick: hand the news to the owner's queue.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: bytes,
+        host: str,
+        port: int = 0,
+        connectors: Sequence[str] = DEFAULT_CONNECTORS,
+        on_complete: Callable[[bytes, TransferStats], None],
+        on_failed: Callable[[bytes, str], None],
+        progress_seconds: float = 10.0,
+        max_senders: int = 128,
+        arena_directory: str = ARENA_DIRECTORY,
+        tls: TlsConfig | None = None,
+    ) -> None:
+        """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often)."""
+        self._address = f"[{host}]" if ":" in host else host
+        self._wanted_port = port
+        self._connectors = frozenset(connectors)
+        self._progress_seconds = progress_seconds
+        self._max_senders = max_senders
+        self._tls = tls
+        self._inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
+        self._watchdog = Watchdog(name="kv-receiver-watchdog")
+        self._arenas = ArenaReader(arena_directory)
+        self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
+        self._server: grpc.Server | None = None
+
+    def start(self) -> int:
+        """Listens; the port. Raises: ConfigError when the address cannot be bound."""
+        executor = ThreadPoolExecutor(self._max_senders, thread_name_prefix="kv-receiver")
+        options = [
+            *server_options(ServerConfig(max_message_bytes=MAX_MESSAGE_BYTES)),
+            ("grpc.http2.max_frame_size", (1 << 24) - 1),
+        ]
+        server = grpc.server(executor, options=options, maximum_concurrent_rpcs=self._max_senders)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._push)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, {METHOD_NAME: handler})])
+        address = f"{self._address}:{self._wanted_port}"
+        try:
+            if self._tls is not None and self._tls.is_enabled:
+                port = server.add_secure_port(address, server_credentials(self._tls))
+            else:
+                port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"KV ingest cannot listen on {address}: choose another host or port") from error
+        server.start()
+        self._watchdog.start()
+        self._server = server
+        return port
+
+    def stop(self) -> None:
+        """Ends all streams and frees the port. Transfers that were open fail."""
+        if self._server is not None:
+            self._server.stop(grace=0).wait(timeout=5)
+            self._server = None
+        self._watchdog.stop()
+        self._arenas.close()
+
+    def open(self, spec: TransferSpec, sink: KvSink) -> None:
+        """Expects a transfer; before its grant is announced. Its id must be new."""
+        self._inbox.open(spec, sink)
+
+    def close(self, transfer_id: bytes) -> DrainState:
+        """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
+
+        UNKNOWN (a write does not end): keep the blocks, and call again.
+        """
+        state = self._inbox.close(transfer_id)
+        for stream in list(self._streams):
+            if stream.transfer_id == transfer_id:
+                stream.end_unless_committed()
+        return state
+
+    @property
+    def counters(self) -> ReceiverCounters:
+        return self._inbox.counters()
+
+    def _push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        stream = ReceiverStream(
+            inbox=self._inbox, arenas=self._arenas, connectors=self._connectors, cancel=context.cancel
+        )
+        guard = self._watchdog.watch(self._progress_seconds, stream.expire)
+        self._streams[stream] = None
+        # The callback comes when the peer is gone even while this thread is busy writing.
+        if not context.add_callback(stream.break_off):
+            stream.break_off()
+        try:
+            for message in requests:
+                guard.touch()
+                reply = stream.handle(message)
+                if reply is not None:
+                    yield reply
+                guard.touch()
+        finally:
+            guard.stop()
+            stream.break_off()
+            self._streams.pop(stream, None)

@@ -1,0 +1,128 @@
+"""The sender that both connectors share: they differ only in how a payload travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+from outrider.errors import AbortedError, NotSupportedError, PeerLostError
+from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.frames import Hello, Welcome
+from outrider.kv_transfer.inbox import AttachState
+from outrider.kv_transfer.manifest import ManifestEntry
+from outrider.kv_transfer.sender_stream import SenderStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class Carrier(Protocol):
+    """How payload travels along a stream."""
+
+    name: str
+    max_frame_bytes: int
+
+    def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
+        """Blocks for room. The payload is the caller's again at the return. Raises: PeerLostError, AbortedError."""
+
+    def abandon(self) -> None:
+        """The receiver was not drained: what it may still read is never written again."""
+
+
+class StreamSender:
+    """A `Sender` over one stream."""
+
+    def __init__(
+        self, spec: TransferSpec, stream: SenderStream, carrier: Carrier, *, reopen: Callable[[], SenderStream]
+    ) -> None:
+        """`reopen`: another stream to the same receiver, to ask for a commit's lost answer."""
+        self.connector = carrier.name
+        self._spec = spec
+        self._stream = stream
+        self._carrier = carrier
+        self._reopen = reopen
+        self._sent: list[ManifestEntry] = []
+        self._payload_bytes = 0
+        self._drain: DrainState | None = None
+
+    @property
+    def max_frame_bytes(self) -> int:
+        return self._carrier.max_frame_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._payload_bytes
+
+    def put(self, region: Region, payload: Buffer) -> None:
+        view = memoryview(payload).cast("B")
+        assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
+        checksum = xxhash.xxh3_64_intdigest(view)
+        header = FrameHeader(
+            transfer_id=self._spec.transfer_id,
+            incarnation=self._spec.incarnation,
+            region=region,
+            length=len(view),
+            checksum=checksum,
+        )
+        self._stream.raise_if_ended()
+        self._carrier.send(self._stream, header, view)
+        self._sent.append(ManifestEntry(region, checksum))
+        self._payload_bytes += len(view)
+
+    def keep_alive(self) -> None:
+        self._stream.keep_alive()
+
+    def commit(self) -> CommitResult:
+        self._stream.raise_if_ended()
+        manifest = tuple(self._sent)
+        try:
+            result = self._stream.commit(manifest)
+        except PeerLostError:
+            # The answer may be what was lost: a commit may be asked for any number of times.
+            self._give_up()
+            result = self._commit_again()
+        if result.state is CommitState.COMMITTED:
+            self._drain = DrainState.DRAINED
+            self._stream.close()
+        return result
+
+    def _commit_again(self) -> CommitResult:
+        stream = self._reopen()
+        try:
+            welcome = stream.hello(Hello(transfer_id=self._spec.transfer_id, incarnation=self._spec.incarnation))
+            raise_unless_attached(welcome, stream.address)
+            return stream.commit(tuple(self._sent))
+        finally:
+            stream.close()
+
+    def cancel(self) -> DrainState:
+        if self._drain is None:
+            self._drain = self._stream.cancel()
+            if self._drain is DrainState.UNKNOWN:
+                self._carrier.abandon()
+        return self._drain
+
+    def _give_up(self) -> None:
+        self._drain = DrainState.UNKNOWN
+        self._carrier.abandon()
+        self._stream.close()
+
+    def interrupt(self) -> None:
+        self._stream.interrupt()
+
+
+def raise_unless_attached(welcome: Welcome, address: str) -> None:
+    """Raises: AbortedError (no such transfer, or taken), PeerLostError (another process there), NotSupportedError."""
+    match welcome.state:
+        case AttachState.ATTACHED:
+            return
+        case AttachState.WRONG_INCARNATION:
+            raise PeerLostError(f"the process at {address} is not the one that granted the transfer", node=address)
+        case AttachState.NOT_OFFERED:
+            raise NotSupportedError(f"KV receiver {address} does not take this connector")
+        case AttachState.UNKNOWN:
+            raise AbortedError(f"KV receiver {address} does not expect this transfer")
+        case AttachState.BUSY:
+            raise AbortedError(f"KV receiver {address} has another sender for this transfer")

@@ -1,0 +1,214 @@
+"""The sender's end of one transfer's stream: what is unacknowledged, and waiting with deadlines."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from outrider.errors import AbortedError, OutriderError, PeerLostError
+from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader
+from outrider.kv_transfer.frames import (
+    METHOD,
+    Ack,
+    Cancelled,
+    Hello,
+    MalformedMessageError,
+    ReceiverMessage,
+    Welcome,
+    decode_receiver_message,
+    encode_alive,
+    encode_cancel,
+    encode_commit,
+    encode_hello,
+)
+from outrider.kv_transfer.inbox import Disposition
+from outrider.kv_transfer.manifest import Manifest
+
+MAX_UNACKNOWLEDGED_FRAMES = 256
+"""So that acknowledgements always fit into the stream's own window."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    num_bytes: int
+    release: Callable[[], None]  # the payload's memory
+
+
+class SenderStream:
+    """One gRPC call. One owner; its reader thread and `interrupt` are the only others.
+
+    Every wait ends by `progress_seconds` without a word from the receiver.
+    """
+
+    def __init__(
+        self, channel: grpc.Channel, *, address: str, window_bytes: int, connect_seconds: float, progress_seconds: float
+    ) -> None:
+        self.address = address
+        self._window_bytes = window_bytes
+        self._connect_seconds = connect_seconds
+        self._progress_seconds = progress_seconds
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight_bytes = 0
+        self._next_sequence = 0
+        self._last_heard = time.monotonic()
+        self._broken: OutriderError | None = None  # the call is over
+        self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
+        self._welcomes: list[Welcome] = []
+        self._answers: list[CommitResult] = []
+        self._drain: DrainState | None = None
+        push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
+        self._call = push(iter(self._outgoing.get, None))  # None ends it
+        threading.Thread(target=self._read, name="kv-sender-acks", daemon=True).start()
+
+    # ---- what the owner does
+
+    def hello(self, hello: Hello) -> Welcome:
+        """Raises: PeerLostError."""
+        self._welcomes.clear()
+        self._outgoing.put(encode_hello(hello))
+        self._wait(lambda: bool(self._welcomes), self._connect_seconds, "did not answer")
+        return self._welcomes[-1]
+
+    def wait_for_room(self, num_bytes: int) -> None:
+        """Until this much more may be unacknowledged. Raises: PeerLostError, AbortedError."""
+        self._wait(
+            lambda: (
+                self._in_flight_bytes == 0
+                or (
+                    self._in_flight_bytes + num_bytes <= self._window_bytes
+                    and len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES
+                )
+            ),
+            self._progress_seconds,
+            "acknowledges nothing",
+        )
+
+    def send(
+        self,
+        header: FrameHeader,
+        encode: Callable[[int, FrameHeader], bytes],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Queues one frame. `release` is called once, by whichever thread learns that its payload is not needed."""
+        with self._changed:
+            self._next_sequence += 1
+            sequence = self._next_sequence
+            self._in_flight[sequence] = _InFlight(header.length, release)
+            self._in_flight_bytes += header.length
+        self._outgoing.put(encode(sequence, header))
+
+    def keep_alive(self) -> None:
+        """Raises: PeerLostError, AbortedError when the stream has ended meanwhile."""
+        self.raise_if_ended()
+        self._outgoing.put(encode_alive())
+
+    def commit(self, manifest: Manifest) -> CommitResult:
+        """Frames and commit arrive in order: the answer acknowledges every frame.
+
+        Raises: PeerLostError, AbortedError.
+        """
+        self._answers.clear()
+        self._outgoing.put(encode_commit(manifest))
+        self._wait(lambda: bool(self._answers), self._progress_seconds, "does not answer the commit")
+        self._release_all()
+        return self._answers[-1]
+
+    def cancel(self) -> DrainState:
+        """DRAINED when the receiver says so in time. Ends the stream."""
+        self._outgoing.put(encode_cancel())
+        with self._changed:
+            self._last_heard = time.monotonic()
+            self._changed.wait_for(lambda: self._drain is not None or self._broken is not None, self._progress_seconds)
+            drain = self._drain or DrainState.UNKNOWN
+        if drain is DrainState.DRAINED:
+            self._release_all()
+        self.close()
+        return drain
+
+    def close(self) -> None:
+        """Ends the stream; idempotent."""
+        self._outgoing.put(None)
+        with self._changed:
+            is_settled = bool(self._answers) or self._drain is not None
+        if not is_settled:
+            self._call.cancel()
+
+    def interrupt(self) -> None:
+        """From any thread: what waits raises AbortedError."""
+        with self._changed:
+            self._refused = AbortedError(f"the KV transfer to {self.address} was cancelled")
+            self._changed.notify_all()
+
+    def raise_if_ended(self) -> None:
+        """Raises: PeerLostError, AbortedError."""
+        with self._changed:
+            error = self._refused or self._broken
+        if error is not None:
+            raise error
+
+    def _wait(self, is_done: Callable[[], bool], seconds: float, complaint: str) -> None:
+        with self._changed:
+            self._last_heard = time.monotonic()
+            while not is_done():
+                error = self._refused or self._broken
+                if error is not None:
+                    raise error
+                remaining = self._last_heard + seconds - time.monotonic()
+                if remaining <= 0:
+                    raise PeerLostError(f"KV receiver {self.address} {complaint} for {seconds:g} s", node=self.address)
+                self._changed.wait(remaining)
+
+    def _release_all(self) -> None:
+        with self._changed:
+            in_flight, self._in_flight, self._in_flight_bytes = list(self._in_flight.values()), {}, 0
+        for item in in_flight:
+            item.release()
+
+    # ---- the reader thread
+
+    def _read(self) -> None:
+        try:
+            for message in self._call:
+                self._take(decode_receiver_message(message))
+            error: OutriderError = PeerLostError(f"KV receiver {self.address} ended the stream", node=self.address)
+        except MalformedMessageError as malformed:
+            self._call.cancel()
+            error = PeerLostError(f"KV receiver {self.address}: {malformed.message}", node=self.address)
+        except grpc.RpcError as broken:
+            error = _lost(self.address, broken)
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
+        self._outgoing.put(None)  # lets gRPC's own thread go
+
+    def _take(self, message: ReceiverMessage) -> None:
+        acknowledged: _InFlight | None = None
+        with self._changed:
+            self._last_heard = time.monotonic()
+            match message:
+                case Ack():
+                    acknowledged = self._in_flight.pop(message.sequence, None)
+                    if acknowledged is not None:
+                        self._in_flight_bytes -= acknowledged.num_bytes
+                    if message.disposition is Disposition.STALE and self._refused is None:
+                        self._refused = AbortedError(f"KV receiver {self.address} has given the transfer up")
+                case Welcome():
+                    self._welcomes.append(message)
+                case CommitResult():
+                    self._answers.append(message)
+                case Cancelled():
+                    self._drain = message.drain
+            self._changed.notify_all()
+        if acknowledged is not None:
+            acknowledged.release()
+
+
+def _lost(address: str, error: grpc.RpcError) -> PeerLostError:
+    return PeerLostError(f"KV receiver {address}: {error.code().name}: {error.details()}", node=address)

@@ -1,0 +1,1 @@
+"""The prefill node: prompt → KV frames. READ FIRST: prefill_loop.py."""

@@ -1,0 +1,108 @@
+"""`python -m prefill_node`: everything is built here, by hand, in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from outrider.config import parse_role_arguments
+from outrider.model_hub.config import ModelConfig
+from outrider.service.config import TelemetryConfig
+from outrider.service.server import run_service
+from prefill_node.config import PrefillNodeConfig
+
+if TYPE_CHECKING:
+    from prefill_node.node import Build, Emit, PrefillParts
+
+ROLE = "prefill_node"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    sections = parse_role_arguments(
+        ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: PrefillNodeConfig}, argv
+    )
+    # After the arguments: --help and a bad setting must not wait for torch.
+    from prefill_node.node import PrefillNode
+
+    config: PrefillNodeConfig = sections[ROLE]
+    node = PrefillNode(
+        build=make_build(config, sections["model"]),
+        configured_name=config.server.name,
+        max_jobs=config.max_running + config.max_waiting,
+    )
+    return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
+
+
+def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
+    """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
+
+    def build(emit: Emit) -> PrefillParts:
+        import torch
+
+        from outrider.engine.attention import make_attention_backend
+        from outrider.engine.kv_cache.block_pool import BlockPool
+        from outrider.engine.kv_cache.paged_cache import PagedKVCache
+        from outrider.engine.model_runner import ModelRunner
+        from outrider.engine.scheduler import Scheduler
+        from outrider.kv_transfer.connectors import make_connector
+        from outrider.model_hub.load import load_model
+        from outrider.service.announce import announce_progress
+        from prefill_node.forward import PagedForward
+        from prefill_node.node import PrefillParts
+        from prefill_node.prefill_loop import PrefillLoop
+
+        model = load_model(model_config, progress=announce_progress)
+        kv_cache = PagedKVCache.sized_for(model.spec, config.kv_cache, device=model.device)
+        pool = BlockPool(
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            hash_seed=bytes.fromhex(model.info.fingerprint),
+            enable_prefix_cache=config.kv_cache.prefix_cache,
+        )
+        runner = ModelRunner(model, kv_cache, make_attention_backend(model_config.attention, model.device))
+        runner.warm_up()
+        scheduler = Scheduler(
+            pool,
+            max_running=config.max_running,
+            max_rows_per_step=config.max_rows_per_step,
+            reserve_blocks_per_running=0,  # prompts do not grow
+        )
+        connector = make_connector(config.kv_transfer, tls=config.server.tls)
+        loop = PrefillLoop(
+            pool=pool,
+            scheduler=scheduler,
+            kv_cache=kv_cache,
+            forward=PagedForward(kv_cache, runner),
+            connector=connector,
+            frame_bytes=config.kv_transfer.frame_bytes,
+            max_rows_per_step=config.max_rows_per_step,
+            keep_alive_seconds=config.kv_transfer.progress_seconds / 4,
+            emit=emit,
+        )
+        return PrefillParts(
+            pool=pool,
+            scheduler=scheduler,
+            loop=loop,
+            connector=connector,
+            model=model.info,
+            tokenizer_files=model.tokenizer_files,
+            description={
+                "model": model.info.name,
+                "fingerprint": model.info.fingerprint,
+                "dtype": model.info.dtype,
+                "device": str(model.device),
+                "attention_backend": runner.attention_name,
+                "threads": torch.get_num_threads(),
+                "numerics": model.info.numerics,
+                "kv_blocks": pool.num_blocks,
+                "kv_block_size": pool.block_size,
+                "connector": connector.name,
+            },
+        )
+
+    return build
+
+
+if __name__ == "__main__":
+    sys.exit(main())

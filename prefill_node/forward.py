@@ -1,0 +1,44 @@
+"""One forward pass of prompt chunks: the loop's only way into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.model_runner import ModelRunner
+
+
+class Forward(Protocol):
+    """Computes KV of rows into the cache."""
+
+    def __call__(
+        self,
+        block_copies: Sequence[tuple[int, int]],
+        rows: Sequence[SequenceRows],
+        *,
+        on_layer_done: Callable[[int], None],
+    ) -> None:
+        """`on_layer_done(layer)` follows each layer, rising, once its keys and values are in the cache."""
+
+
+class PagedForward:
+    """A `Forward` over a model runner."""
+
+    def __init__(self, kv_cache: PagedKVCache, runner: ModelRunner) -> None:
+        self._kv_cache = kv_cache
+        self._runner = runner
+
+    def __call__(
+        self,
+        block_copies: Sequence[tuple[int, int]],
+        rows: Sequence[SequenceRows],
+        *,
+        on_layer_done: Callable[[int], None],
+    ) -> None:
+        self._kv_cache.copy_blocks(block_copies)
+        batch = build_input_batch(rows, self._kv_cache.block_size)
+        self._runner.forward(batch, on_layer_done=on_layer_done)

@@ -1,0 +1,218 @@
+"""The prefill node as a service: the engine thread behind one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from outrider import __version__
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.scheduler import Scheduler
+from outrider.errors import InternalError
+from outrider.kv_transfer.base import Connector
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
+from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.metrics import EngineMetrics
+from outrider.session import PROTOCOL_VERSION
+from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
+from prefill_node.desk import JobDesk
+from prefill_node.jobs import Command, JobEnded, PrefillResult, Stop
+from prefill_node.prefill_loop import PrefillLoop
+from prefill_node.server import PrefillServicer, ServedModel
+from prefill_node.statistics import StepStats
+
+EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE
+FAREWELL_SECONDS = 0.5
+"""After the engine thread has failed: time for the answers to leave."""
+STOP_SECONDS = 5.0
+
+_log = get_logger("prefill_node")
+
+Emit = Callable[[Sequence[JobEnded], StepStats | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillParts:
+    """What the composition root has built; the loop is not running yet."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    loop: PrefillLoop
+    connector: Connector
+    model: ModelInfo
+    tokenizer_files: Mapping[str, bytes]
+    description: Mapping[str, Any]  # for the start-up line
+
+
+Build = Callable[[Emit], PrefillParts]
+"""Blocking: loads the model."""
+
+
+class PrefillNode:
+    """A Service (see `outrider.service.server`)."""
+
+    service_names: tuple[str, ...] = ("outrider.v1.PrefillService", NODE_SERVICE_NAME)
+
+    def __init__(
+        self,
+        *,
+        build: Build,
+        configured_name: str,
+        max_jobs: int,
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`exit_process` ends the process at once when the engine thread has failed."""
+        self._build = build
+        self._configured_name = configured_name
+        self._exit_process = exit_process
+        self._incarnation = make_incarnation()
+        self._name = configured_name or "prefill"
+        self._state = NodeState.STARTING
+        self._parts: PrefillParts | None = None
+        self._metrics: EngineMetrics | None = None
+        self._servicer = PrefillServicer()
+        self._desk = JobDesk(submit=self._submit, max_jobs=max_jobs)
+        self._thread: threading.Thread | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._servicer, server)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(
+            NodeServicer(self._info, self._report, lambda: self._parts.tokenizer_files if self._parts else None), server
+        )
+
+    async def start(self, address: str) -> None:
+        """Loads the model, starts the engine thread and takes requests."""
+        self._name = default_node_name("prefill_node", address, configured=self._configured_name)
+        self._event_loop = asyncio.get_running_loop()
+        parts = self._parts = await asyncio.to_thread(self._build, self._emit)
+        self._metrics = EngineMetrics(model_name=parts.model.name)
+        self._thread = threading.Thread(target=self._run_engine, name="prefill-loop", daemon=True)
+        self._thread.start()
+        max_tokens = min(parts.model.max_model_len, parts.pool.num_blocks * parts.pool.block_size)
+        self._servicer.serve(self._desk, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
+        self._state = NodeState.SERVING
+
+    async def drain(self, deadline_seconds: float) -> None:
+        """No new jobs; those in work end, or are given up at the deadline by `stop`."""
+        self._state = NodeState.DRAINING
+        self._desk.start_draining()
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._desk.wait_until_idle()
+        except TimeoutError:
+            _log.warning("drain deadline passed", num_jobs=self._desk.num_jobs)
+
+    async def stop(self) -> None:
+        parts = self._parts
+        if parts is None:
+            return
+        parts.loop.submit(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        await asyncio.to_thread(parts.connector.close)
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self._parts.description) if self._parts else {}
+
+    # ---- engine thread ⇄ event loop
+
+    def _submit(self, command: Command) -> None:
+        assert self._parts is not None
+        self._parts.loop.submit(command)
+
+    def _emit(self, ended: Sequence[JobEnded], stats: StepStats | None) -> None:
+        """Called from the engine thread."""
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._deliver, ended, stats)
+
+    def _deliver(self, ended: Sequence[JobEnded], stats: StepStats | None) -> None:
+        self._desk.deliver(ended)
+        metrics = self._metrics
+        assert metrics is not None
+        for end in ended:
+            if isinstance(end.result, PrefillResult):
+                _observe(metrics, end.result)
+        if stats is not None:
+            metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
+        metrics.set_load(self._load())
+
+    def _run_engine(self) -> None:
+        assert self._parts is not None
+        assert self._event_loop is not None
+        try:
+            self._parts.loop.run()
+        except Exception as error:  # noqa: BLE001 a bug of ours: whatever the state is now, nothing may be served from it
+            _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
+            self._event_loop.call_soon_threadsafe(self._say_farewell, error)
+
+    def _say_farewell(self, error: Exception) -> None:
+        """The supervisor starts another process; this one takes nothing more."""
+        assert self._event_loop is not None
+        self._state = NodeState.LOST
+        self._desk.start_draining()
+        self._desk.fail_all(InternalError(f"the engine thread failed: {error}"))
+        self._event_loop.call_later(FAREWELL_SECONDS, self._exit)
+
+    def _exit(self) -> None:
+        sys.stderr.flush()
+        self._exit_process(EXIT_ENGINE_FAILED)
+
+    # ---- who this is, and how it is doing
+
+    def _info(self) -> NodeInfo:
+        return NodeInfo(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=self._incarnation,
+            name=self._name,
+            role=NodeRole.PREFILL,
+            state=self._state,
+            version=__version__,
+            model=self._parts.model if self._parts else None,
+        )
+
+    def _report(self) -> NodeReport:
+        if self._parts is None:
+            return NodeReport(state=self._state, incarnation=self._incarnation)
+        at_hand = self._parts.loop.progress.step_at_hand()
+        return NodeReport(
+            state=self._state,
+            incarnation=self._incarnation,
+            step=at_hand.step,
+            expected_step_seconds=at_hand.expected_seconds,
+            step_age_seconds=at_hand.age_seconds,
+            load=self._load(),
+        )
+
+    def _load(self) -> NodeLoad:
+        assert self._parts is not None
+        parts = self._parts
+        return NodeLoad(
+            num_running=parts.scheduler.num_running,
+            num_waiting=parts.scheduler.num_waiting,
+            kv_blocks_total=parts.pool.num_blocks,
+            kv_blocks_free=parts.pool.num_free_blocks,
+            tokens_per_second=parts.loop.progress.tokens_per_second(),
+            num_outstanding_tokens=parts.loop.progress.num_outstanding_tokens,
+        )
+
+
+def _observe(metrics: EngineMetrics, result: PrefillResult) -> None:
+    num_prompt_tokens = result.num_cached_tokens + result.num_computed_tokens
+    metrics.add_tokens(num_prompt_tokens=num_prompt_tokens)
+    metrics.add_prefix_lookup(num_query_tokens=num_prompt_tokens, num_hit_tokens=result.num_cached_tokens)
+    metrics.observe_transfer(
+        connector=result.connector,
+        num_bytes=result.kv_bytes,
+        seconds=result.transfer_seconds,
+        exposed_seconds=result.exposed_seconds,
+    )

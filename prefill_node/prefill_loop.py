@@ -1,0 +1,347 @@
+"""READ FIRST. The prefill node's engine thread: schedule chunks → forward → push → finish.
+
+Every job computes what is not in the prefix cache, in chunks that share forward passes
+with other jobs. KV is offered to the job's push layer group by layer group while the
+forward still computes later layers; the push gathers and sends it meanwhile, and commits
+once all is there. There are no logits: every token is sampled on the decode node.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.engine.input_batch import SequenceRows
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.scheduler import EngineSequence, Scheduled, Scheduler, StepPlan
+from outrider.errors import PeerLostError
+from outrider.kv_transfer.base import TransferSpec
+from outrider.service.telemetry.logging import get_logger
+from prefill_node.forward import Forward
+from prefill_node.jobs import (
+    CancelJob,
+    Command,
+    JobEnded,
+    PrefillJob,
+    PrefillResult,
+    PushEnded,
+    PushOutcome,
+    Stop,
+)
+from prefill_node.push import KvPush, ReadableCache, slots_of
+from prefill_node.statistics import Progress, StepStats
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.block_pool import BlockPool
+    from outrider.engine.kv_cache.planes import PlaneSpec
+    from outrider.kv_transfer.base import Connector
+
+STOP_SECONDS = 2.0
+
+log = get_logger("prefill_node")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    """One job in work. Owned by the engine thread."""
+
+    job: PrefillJob
+    sequence: EngineSequence
+    push: KvPush | None = None  # since its admission
+    pinned: SequenceKV | None = None  # what the push may still read, once nothing is computed any more
+    is_cancelled: bool = False
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    compute_started_at: float | None = None
+    compute_ended_at: float | None = None
+
+
+class PrefillLoop:
+    """Owns scheduler, pool and cache; nothing else touches them, except that pushes read pinned blocks.
+
+    Commands come through one queue; ends of jobs leave by `emit`, called from this thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        kv_cache: ReadableCache,
+        forward: Forward,
+        connector: Connector,
+        frame_bytes: int,
+        max_rows_per_step: int,
+        keep_alive_seconds: float,
+        emit: Callable[[Sequence[JobEnded], StepStats | None], None],
+    ) -> None:
+        self.progress = Progress()
+        self._pool = pool
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._forward = forward
+        self._connector = connector
+        self._layers = LayerGroups.of(kv_cache.planes, num_tokens=max_rows_per_step, frame_bytes=frame_bytes)
+        self._keep_alive_seconds = keep_alive_seconds
+        self._emit = emit
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._tasks: dict[int, _Task] = {}
+        self._ended: list[JobEnded] = []
+        self._is_stopped = False
+
+    def submit(self, command: Command) -> None:
+        """From any thread."""
+        if isinstance(command, PrefillJob):
+            self.progress.set_outstanding(command.job_id, len(command.token_ids))
+        self._inbox.put(command)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Until `Stop`. What it raises is a bug of ours."""
+        while not self._is_stopped:
+            self.step()
+
+    def step(self) -> None:
+        """One iteration; waits for a command when there is nothing to compute."""
+        self._take_commands()
+        self._answer()  # jobs whose push has ended
+        plan = self._scheduler.plan(_no_drafts)
+        assert not plan.preempted, "a job has all its blocks from its admission on"
+        self._begin(plan)  # pushes start, with what the prefix cache holds
+        self._compute(plan)  # one forward; pushes go on with its layers
+        self._finish(plan)  # publish; jobs that are computed only wait for their push
+        if not plan.scheduled and not plan.admitted and not self._is_stopped:
+            self._handle(self._inbox.get())
+
+    def _answer(self) -> None:
+        if self._ended:
+            self._emit(tuple(self._ended), None)
+            self._ended.clear()
+
+    @property
+    def num_tasks(self) -> int:
+        """Jobs that hold blocks or wait for some."""
+        return len(self._tasks)
+
+    # ---- commands
+
+    def _take_commands(self) -> None:
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._handle(command)
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case PrefillJob():
+                self._add(command)
+            case CancelJob():
+                self._cancel(command.job_id)
+            case PushEnded():
+                self._end(command.job_id, command.outcome)
+            case Stop():
+                self._stop()
+
+    def _add(self, job: PrefillJob) -> None:
+        sequence = EngineSequence(
+            key=job.job_id,
+            token_ids=list(job.token_ids),
+            priority=job.priority,
+            arrival=job.job_id,
+            needs_logits=False,
+        )
+        self._tasks[job.job_id] = _Task(job=job, sequence=sequence)
+        self._scheduler.add(sequence)
+
+    def _cancel(self, job_id: int) -> None:
+        task = self._tasks.get(job_id)
+        if task is None:
+            return  # has ended meanwhile
+        task.is_cancelled = True
+        self._stop_computing(task)
+        if task.push is None:
+            self._forget(task)
+        else:
+            task.push.interrupt()  # PushEnded follows, and frees
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        pushes = [task.push for task in self._tasks.values() if task.push is not None]
+        for job_id in list(self._tasks):
+            self._ended.append(JobEnded(job_id, PeerLostError("the prefill node stops", reason="DRAINING")))
+            self._cancel(job_id)
+        self._answer()
+        deadline = time.monotonic() + STOP_SECONDS
+        for push in pushes:
+            push.join(max(deadline - time.monotonic(), 0.0))
+        while self._tasks and time.monotonic() < deadline:
+            try:
+                self._handle(self._inbox.get(timeout=max(deadline - time.monotonic(), 0.0)))
+            except queue.Empty:
+                log.warning("pushes did not end in time", num_tasks=len(self._tasks))
+
+    # ---- one step
+
+    def _begin(self, plan: StepPlan) -> None:
+        for sequence in plan.admitted:
+            task = self._tasks[sequence.key]
+            assert sequence.kv is not None
+            task.num_cached_tokens = sequence.num_cached_tokens
+            task.push = self._new_push(task, sequence.kv)
+            task.push.start()
+            task.push.offer(range(self._layers.num_layers), 0, task.num_cached_tokens)
+            self.progress.set_outstanding(sequence.key, sequence.num_uncomputed)
+            if sequence.num_uncomputed == 0:
+                self._end_compute(task)
+
+    def _new_push(self, task: _Task, kv: SequenceKV) -> KvPush:
+        job = task.job
+        num_tokens = len(job.token_ids)
+        return KvPush(
+            connector=self._connector,
+            kv_cache=self._kv_cache,
+            address=job.kv_address,
+            spec=TransferSpec(
+                transfer_id=job.transfer_id,
+                incarnation=job.decode_incarnation,
+                start_token=job.held_prefix_length,
+                end_token=num_tokens,
+                planes=self._kv_cache.planes,
+            ),
+            # Blocks were reserved for the whole prompt and begin after the shared ones: the table stays.
+            slots=slots_of(kv.block_ids, num_tokens, self._pool.block_size),
+            keep_alive_seconds=self._keep_alive_seconds,
+            on_ended=lambda outcome: self._inbox.put(PushEnded(job.job_id, outcome)),
+        )
+
+    def _compute(self, plan: StepPlan) -> None:
+        if not plan.scheduled:
+            return
+        self.progress.begin_step(plan.num_rows)
+        now = time.monotonic()
+        for item in plan.scheduled:
+            task = self._tasks[item.sequence.key]
+            if task.compute_started_at is None:
+                task.compute_started_at = now
+        rows = [_rows(item) for item in plan.scheduled]
+        self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._offer(plan, layer))
+        seconds = self.progress.end_step(plan.num_rows)
+        self._emit((), StepStats(num_rows=plan.num_rows, seconds=seconds))
+
+    def _offer(self, plan: StepPlan, layer: int) -> None:
+        """Called within the forward: the chunk's KV of one more layer is in the cache."""
+        layers = self._layers.ending_at(layer)
+        if layers is None:
+            return
+        for item in plan.scheduled:
+            push = self._tasks[item.sequence.key].push
+            assert push is not None
+            start = item.sequence.num_computed
+            push.offer(layers, start, start + item.num_rows)
+
+    def _finish(self, plan: StepPlan) -> None:
+        for item in plan.scheduled:
+            sequence, task = item.sequence, self._tasks[item.sequence.key]
+            assert sequence.kv is not None
+            sequence.kv.advance(sequence.num_computed + item.num_rows)
+            sequence.kv.publish(sequence.token_ids)
+            task.num_computed_tokens += item.num_rows
+            self.progress.set_outstanding(sequence.key, sequence.num_uncomputed)
+            if sequence.num_uncomputed == 0:
+                self._end_compute(task)
+
+    def _end_compute(self, task: _Task) -> None:
+        assert task.push is not None
+        task.compute_ended_at = time.monotonic()
+        self._stop_computing(task)
+        task.push.finish()
+
+    # ---- the end of a job
+
+    def _stop_computing(self, task: _Task) -> None:
+        """Takes a job out of the batch; what its push may still read stays pinned. Idempotent."""
+        kv = task.sequence.kv
+        if kv is not None and task.push is not None and task.pinned is None:
+            task.pinned = kv.fork()
+        self._scheduler.remove(task.sequence)
+        self.progress.set_outstanding(task.job.job_id, 0)
+
+    def _end(self, job_id: int, outcome: PushOutcome) -> None:
+        """The push reads nothing any more: unpin, and answer."""
+        task = self._tasks.get(job_id)
+        assert task is not None, "a task stays until its push has ended"
+        self._stop_computing(task)
+        self._forget(task)
+        if not task.is_cancelled:
+            self._ended.append(JobEnded(job_id, outcome.error or _result(task, outcome)))
+
+    def _forget(self, task: _Task) -> None:
+        if task.pinned is not None:
+            task.pinned.free()
+        del self._tasks[task.job.job_id]
+        self.progress.set_outstanding(task.job.job_id, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Which layers of a chunk are pushed together: as many as fill a frame."""
+
+    num_layers: int
+    group_size: int
+
+    @classmethod
+    def of(cls, planes: Sequence[PlaneSpec], *, num_tokens: int, frame_bytes: int) -> LayerGroups:
+        """Groups for chunks of `num_tokens` tokens. All planes have the same layers."""
+        num_layers = planes[0].num_layers
+        assert all(plane.num_layers == num_layers for plane in planes)
+        largest = max(plane.bytes_per_token_per_layer for plane in planes)
+        return cls(num_layers, min(max(frame_bytes // (largest * num_tokens), 1), num_layers))
+
+    def ending_at(self, layer: int) -> range | None:
+        """The group that is complete with this layer; None within one."""
+        is_last = layer == self.num_layers - 1
+        if (layer + 1) % self.group_size and not is_last:
+            return None
+        return range(layer - layer % self.group_size, layer + 1)
+
+
+def _rows(item: Scheduled) -> SequenceRows:
+    sequence = item.sequence
+    assert sequence.kv is not None
+    start = sequence.num_computed
+    return SequenceRows(
+        token_ids=sequence.token_ids[start : start + item.num_rows],
+        start_position=start,
+        block_ids=sequence.kv.block_ids,
+        num_logits=0,
+    )
+
+
+def _result(task: _Task, outcome: PushOutcome) -> PrefillResult:
+    assert outcome.committed_at is not None
+    assert task.compute_ended_at is not None
+    first_frame_at = outcome.first_frame_at if outcome.first_frame_at is not None else outcome.committed_at
+    exposed_from = task.compute_ended_at
+    if outcome.first_frame_at is not None:
+        exposed_from = max(exposed_from, outcome.first_frame_at)
+    started_at = task.compute_started_at
+    return PrefillResult(
+        num_cached_tokens=task.num_cached_tokens,
+        num_computed_tokens=task.num_computed_tokens,
+        compute_seconds=0.0 if started_at is None else task.compute_ended_at - started_at,
+        connector=outcome.connector,
+        kv_bytes=outcome.kv_bytes,
+        transfer_seconds=outcome.committed_at - first_frame_at,
+        exposed_seconds=max(outcome.committed_at - exposed_from, 0.0),
+    )
+
+
+def _no_drafts(_sequence: EngineSequence) -> int:
+    return 0

@@ -1,0 +1,223 @@
+"""One transfer's push, in a thread of its own: reads, hashes and sends KV while the forward goes on.
+
+The engine thread only says which layers and tokens are in the cache by now; the rows are
+gathered here, when they can be sent. Their blocks stay pinned until the push has ended,
+so a slow decode node costs no memory and never makes the engine wait.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.errors import AbortedError, InternalError, OutriderError
+from outrider.kv_transfer.base import CommitResult, CommitState, Connector, Region, Sender, TransferSpec
+from outrider.service.telemetry.logging import get_logger
+from prefill_node.jobs import PushOutcome
+
+log = get_logger("prefill_node")
+
+
+class ReadableCache(Protocol):
+    """What is needed of a PagedKVCache."""
+
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]: ...
+
+    def read(self, plane: str, layers: range, slots: Tensor) -> np.ndarray:
+        """KV of `slots` ([num_tokens] int64) in `layers`, as contiguous uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Available:
+    """KV of these layers and tokens is in the cache and will not change."""
+
+    layers: range
+    start_token: int
+    end_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Everything has been offered, or the push is interrupted."""
+
+
+class KvPush:
+    """Pushes one transfer. `offer`, `finish` and `interrupt` never block; `on_ended` is called exactly once.
+
+    `on_ended` comes from the push's thread, or from `interrupt`; after it no KV is read.
+    """
+
+    def __init__(
+        self,
+        *,
+        connector: Connector,
+        kv_cache: ReadableCache,
+        address: str,
+        spec: TransferSpec,
+        slots: Tensor,  # [spec.end_token] int64, of the prompt's tokens from position 0
+        keep_alive_seconds: float,
+        on_ended: Callable[[PushOutcome], None],
+    ) -> None:
+        self._connector = connector
+        self._kv_cache = kv_cache
+        self._address = address
+        self._spec = spec
+        self._slots = slots
+        self._keep_alive_seconds = keep_alive_seconds
+        self._on_ended = on_ended
+        self._items: queue.SimpleQueue[_Available | _End] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._sender: Sender | None = None
+        self._is_interrupted = False
+        self._has_ended = False
+        self._first_frame_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def offer(self, layers: range, start_token: int, end_token: int) -> None:
+        """KV of these is in the cache. What lies before the transfer's first token is left out."""
+        start_token = max(start_token, self._spec.start_token)
+        if start_token < end_token:
+            self._items.put(_Available(layers, start_token, end_token))
+
+    def finish(self) -> None:
+        """Everything has been offered: commit."""
+        self._items.put(_End())
+
+    def interrupt(self) -> None:
+        """Gives the transfer up, soon. Idempotent."""
+        with self._lock:
+            self._is_interrupted = True
+            sender = self._sender
+        self._items.put(_End())
+        if sender is None:
+            # Still connecting: nothing has been read, and nothing will be.
+            self._end(PushOutcome(error=AbortedError("the push was cancelled")))
+        else:
+            sender.interrupt()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Whether the thread has ended."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # ---- the push's thread
+
+    def _run(self) -> None:
+        try:
+            sender = self._connector.connect(self._address, self._spec)
+        except Exception as error:  # noqa: BLE001 the border of the thread
+            self._end(PushOutcome(error=_as_ours(error)))
+            return
+        with self._lock:
+            self._sender = sender
+            is_interrupted = self._is_interrupted
+        if is_interrupted:
+            self._end(PushOutcome(error=AbortedError("the push was cancelled")))
+        else:
+            self._end(self._push(sender))
+        sender.cancel()  # the peer may be gone: nothing waits for this any more
+
+    def _push(self, sender: Sender) -> PushOutcome:
+        error: OutriderError | None = None
+        committed_at: float | None = None
+        try:
+            for item in self._available(sender):
+                self._send(sender, item)
+            _raise_unless_committed(sender.commit())
+            committed_at = time.monotonic()
+        except Exception as failure:  # noqa: BLE001 the border of the thread
+            error = _as_ours(failure)
+        return PushOutcome(
+            connector=sender.connector,
+            kv_bytes=sender.payload_bytes,
+            first_frame_at=self._first_frame_at,
+            committed_at=committed_at,
+            error=error,
+        )
+
+    def _available(self, sender: Sender) -> Iterator[_Available]:
+        """What is offered, until the end; shows the receiver meanwhile that this process lives."""
+        while True:
+            try:
+                item = self._items.get(timeout=self._keep_alive_seconds)
+            except queue.Empty:
+                sender.keep_alive()
+                continue
+            if isinstance(item, _End):
+                return
+            yield item
+
+    def _send(self, sender: Sender, item: _Available) -> None:
+        for plane in self._spec.planes:
+            for region in cut_frames(
+                plane, item.layers, item.start_token, item.end_token, max_frame_bytes=sender.max_frame_bytes
+            ):
+                slots = self._slots[region.start_token : region.end_token]
+                payload = self._kv_cache.read(plane.name, region.layers, slots)
+                if self._first_frame_at is None:
+                    self._first_frame_at = time.monotonic()
+                sender.put(region, payload.data)
+
+    def _end(self, outcome: PushOutcome) -> None:
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_ended = True
+        self._on_ended(outcome)
+
+
+def cut_frames(
+    plane: PlaneSpec, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
+) -> Iterator[Region]:
+    """Cuts layers × tokens into frames: by tokens, and by layers only when one token of all is too large."""
+    per_layer = plane.bytes_per_token_per_layer
+    assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
+    num_layers = min(len(layers), max_frame_bytes // per_layer)
+    num_tokens = max_frame_bytes // (num_layers * per_layer)
+    for first_layer in range(layers.start, layers.stop, num_layers):
+        for first_token in range(start_token, end_token, num_tokens):
+            yield Region(
+                plane=plane.name,
+                start_layer=first_layer,
+                end_layer=min(first_layer + num_layers, layers.stop),
+                start_token=first_token,
+                end_token=min(first_token + num_tokens, end_token),
+            )
+
+
+def slots_of(block_ids: list[int], num_tokens: int, block_size: int) -> Tensor:
+    """Cache slots of tokens [0, num_tokens).
+
+    Returns:
+        [num_tokens] int64
+    """
+    positions = torch.arange(num_tokens)
+    return torch.tensor(block_ids, dtype=torch.int64)[positions // block_size] * block_size + positions % block_size
+
+
+def _raise_unless_committed(result: CommitResult) -> None:
+    if result.state is CommitState.INCOMPLETE:
+        missing = "; ".join(str(region) for region in result.missing[:4])
+        raise AbortedError(f"the decode node misses KV of {missing}", reason="TRANSFER_INCOMPLETE")
+    if result.state is CommitState.UNKNOWN:
+        raise AbortedError("the decode node has given the transfer up", reason="TRANSFER_UNKNOWN")
+
+
+def _as_ours(error: Exception) -> OutriderError:
+    if isinstance(error, OutriderError):
+        return error
+    log.error("push failed", error=str(error), exc_info=error)
+    return InternalError(f"push failed: {error}")

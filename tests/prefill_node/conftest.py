@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from outrider.engine.fakes import ScriptedEngine, ScriptedKVCache
+from outrider.engine.scheduler import Scheduler
+from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.in_memory import InMemoryConnector
+from outrider.kv_transfer.inbox import TransferInbox
+from prefill_node.jobs import PrefillJob, Stop
+from prefill_node.prefill_loop import PrefillLoop
+
+BLOCK_SIZE = 4
+ADDRESS = "decode:1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@dataclass
+class DecodeSide:
+    """A decode node's ingest: one scripted cache, blocks given out in order."""
+
+    incarnation: bytes = field(default_factory=lambda: os.urandom(16))
+    cache: ScriptedKVCache = field(
+        default_factory=lambda: ScriptedKVCache(num_blocks=1024, block_size=BLOCK_SIZE)
+    )
+    completed: dict = field(default_factory=dict)
+    failed: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.inbox = TransferInbox(
+            incarnation=self.incarnation,
+            on_complete=self.completed.__setitem__,
+            on_failed=self.failed.__setitem__,
+        )
+        self._next_block = itertools.count()
+        self.gate = threading.Event()  # writes wait for it
+        self.gate.set()
+        self.regions = []
+
+    def expect(self, token_ids, *, held=0):
+        """Opens a transfer; its id and block table."""
+        blocks = [next(self._next_block) for _ in range(-(-len(token_ids) // BLOCK_SIZE))]
+        spec = TransferSpec(
+            transfer_id=os.urandom(16),
+            incarnation=self.incarnation,
+            start_token=held,
+            end_token=len(token_ids),
+            planes=self.cache.planes,
+        )
+        self.inbox.open(spec, BlockSink(self, blocks))
+        return spec.transfer_id, blocks
+
+
+@dataclass
+class BlockSink:
+    side: DecodeSide
+    blocks: list
+
+    def write(self, plane, layers, start_token, end_token, payload):
+        assert self.side.gate.wait(20)
+        self.side.regions.append((plane, layers, start_token, end_token))
+        slots = [
+            self.blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
+            for token in range(start_token, end_token)
+        ]
+        self.side.cache.write(plane, layers, slots, payload)
+
+
+class Rig:
+    """A prefill loop on a scripted engine, in its thread, and the decode side that it pushes to."""
+
+    def __init__(self, *, num_blocks=64, max_running=8, max_rows_per_step=8, frame_bytes=4096, connector=None):
+        self.engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+        self.decode = DecodeSide()
+        self.ended = {}
+        self.changed = threading.Condition()
+        self.before_layer = lambda layer: None
+        self.chunks = []  # of each forward: (start, rows) of each sequence
+        self.computed = []  # the first token of every chunk
+        self.loop = PrefillLoop(
+            pool=self.engine.pool,
+            scheduler=Scheduler(
+                self.engine.pool,
+                max_running=max_running,
+                max_rows_per_step=max_rows_per_step,
+                reserve_blocks_per_running=0,
+            ),
+            kv_cache=self.engine.kv_cache,
+            forward=self.forward,
+            connector=connector or InMemoryConnector({ADDRESS: self.decode.inbox}),
+            frame_bytes=frame_bytes,
+            max_rows_per_step=max_rows_per_step,
+            keep_alive_seconds=0.05,
+            emit=self.emit,
+        )
+        self._ids = itertools.count(1)
+        self.thread = threading.Thread(target=self.loop.run)
+
+    def forward(self, block_copies, rows, *, on_layer_done):
+        self.computed += [row.token_ids[0] for row in rows]
+        self.chunks.append([(row.start_position, len(row.token_ids)) for row in rows])
+        self.engine.kv_cache.copy_blocks(block_copies)
+
+        def layer_done(layer):
+            self.before_layer(layer)
+            on_layer_done(layer)
+
+        self.engine.runner.forward(rows, on_layer_done=layer_done)
+
+    def emit(self, ended, stats):
+        with self.changed:
+            self.ended.update({end.job_id: end.result for end in ended})
+            self.changed.notify_all()
+
+    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None):
+        blocks = None
+        if transfer_id is None:
+            transfer_id, blocks = self.decode.expect(token_ids, held=held)
+        job = PrefillJob(
+            job_id=next(self._ids),
+            request_id="r",
+            transfer_id=transfer_id,
+            token_ids=tuple(token_ids),
+            kv_address=ADDRESS,
+            decode_incarnation=self.decode.incarnation,
+            held_prefix_length=held,
+            priority=priority,
+        )
+        self.loop.submit(job)
+        return job, blocks
+
+    def result(self, job, timeout=10):
+        with self.changed:
+            assert self.changed.wait_for(lambda: job.job_id in self.ended, timeout), "the job did not end"
+            return self.ended[job.job_id]
+
+    def prefill(self, token_ids, **options):
+        job, blocks = self.submit(token_ids, **options)
+        return self.result(job), blocks
+
+    def start(self):
+        self.thread.start()
+        return self
+
+    def stop(self):
+        self.decode.gate.set()
+        self.loop.submit(Stop())
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+    def wait_until_idle(self, timeout=10):
+        """Until the loop holds no job: a stop is the only way to be sure that it has seen everything."""
+        self.stop()
+        assert self.loop.num_tasks == 0
+        self.engine.pool.check_integrity([])
+
+
+@pytest.fixture
+def make_rig():
+    rigs = []
+
+    def make(**options):
+        rigs.append(Rig(**options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        if rig.thread.is_alive():
+            rig.stop()
+
+
+@pytest.fixture
+def rig(make_rig):
+    return make_rig().start()

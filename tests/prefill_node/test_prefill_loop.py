@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.errors import AbortedError, PeerLostError
+from outrider.kv_transfer.in_memory import InMemoryConnector
+from prefill_node.jobs import CancelJob, PrefillResult
+from prefill_node.prefill_loop import LayerGroups
+from prefill_node.push import cut_frames
+
+
+def prompt(length, *, first=100):
+    return list(range(first, first + length))
+
+
+def test_a_prompt_arrives_whole_on_the_decode_node(rig):
+    tokens = prompt(37)
+    result, blocks = rig.prefill(tokens)
+    assert rig.decode.cache.context(blocks, 37) == tokens
+    assert (result.num_cached_tokens, result.num_computed_tokens) == (0, 37)
+    assert result.connector == "in_memory"
+    assert result.kv_bytes == 37 * 2 * 2 * 4  # tokens × planes × layers × float32
+    assert result.compute_seconds > 0
+    assert result.transfer_seconds > 0
+    assert 0 <= result.exposed_seconds <= result.transfer_seconds
+    rig.wait_until_idle()
+
+
+def test_long_prompts_are_computed_in_chunks(rig):
+    rig.prefill(prompt(20))
+    assert rig.chunks == [[(0, 8)], [(8, 8)], [(16, 4)]]
+
+
+def test_several_prompts_share_a_forward(make_rig):
+    rig = make_rig(max_rows_per_step=32)
+    jobs = [rig.submit(prompt(7, first=100 * (n + 1))) for n in range(3)]
+    rig.start()
+    for n, (job, blocks) in enumerate(jobs):
+        assert isinstance(rig.result(job), PrefillResult)
+        assert rig.decode.cache.context(blocks, 7) == prompt(7, first=100 * (n + 1))
+    assert rig.chunks[0] == [(0, 7), (0, 7), (0, 7)]
+
+
+def test_the_higher_priority_goes_first(make_rig):
+    rig = make_rig(max_running=1)
+    low, _ = rig.submit(prompt(8, first=100))
+    high, _ = rig.submit(prompt(8, first=500), priority=3)
+    rig.start()
+    rig.result(low)
+    rig.result(high)
+    assert rig.computed[:2] == [500, 100]
+
+
+def test_what_the_node_has_cached_is_pushed_without_being_computed(rig):
+    tokens = prompt(30)
+    rig.prefill(tokens)
+    rig.chunks.clear()
+    result, blocks = rig.prefill(tokens)
+    assert (result.num_cached_tokens, result.num_computed_tokens) == (28, 2)
+    assert rig.chunks == [[(28, 2)]]
+    assert rig.decode.cache.context(blocks, 30) == tokens
+
+
+def test_a_prompt_that_is_cached_whole_is_pushed_at_once(rig):
+    tokens = prompt(32)
+    rig.prefill(tokens)
+    rig.chunks.clear()
+    result, blocks = rig.prefill(tokens)
+    assert (result.num_cached_tokens, result.num_computed_tokens) == (32, 0)
+    assert result.compute_seconds == 0
+    assert rig.chunks == []
+    assert rig.decode.cache.context(blocks, 32) == tokens
+
+
+def test_many_prompts_cached_whole_do_not_stall_the_loop(make_rig):
+    rig = make_rig(max_running=2).start()
+    tokens = prompt(8)
+    rig.prefill(tokens)
+    jobs = [rig.submit(tokens)[0] for _ in range(9)]
+    assert all(rig.result(job).num_cached_tokens == 8 for job in jobs)
+
+
+@pytest.mark.parametrize("held", [4, 8, 10, 29])
+def test_the_held_prefix_is_computed_but_not_pushed(rig, held):
+    result, _ = rig.prefill(prompt(30), held=held)
+    assert result.num_computed_tokens == 30
+    assert result.kv_bytes == (30 - held) * 16
+    assert min(start for _, _, start, _ in rig.decode.regions) == held
+
+
+@pytest.mark.parametrize("held", [4, 27, 28, 29])
+def test_of_the_cached_prefix_only_what_is_not_held_is_pushed(rig, held):
+    rig.prefill(prompt(30))
+    rig.decode.regions.clear()
+    result, _ = rig.prefill(prompt(30), held=held)
+    assert result.num_cached_tokens == 28
+    assert result.kv_bytes == (30 - held) * 16
+
+
+def test_a_prompt_that_is_held_whole_only_commits(rig):
+    result, _ = rig.prefill(prompt(12), held=12)
+    assert result.kv_bytes == 0
+    assert result.transfer_seconds == 0
+
+
+def test_the_first_layers_arrive_while_later_ones_are_computed(make_rig):
+    rig = make_rig(frame_bytes=32)  # one layer of a chunk of eight
+    arrived_by_layer_one = threading.Event()
+
+    def before_layer(layer):
+        if layer == 1 and wait_for(lambda: any(region[1] == range(1) for region in rig.decode.regions)):
+            arrived_by_layer_one.set()
+
+    rig.before_layer = before_layer
+    rig.start()
+    rig.prefill(prompt(8))
+    assert arrived_by_layer_one.is_set()
+
+
+def wait_for(condition, timeout=5):
+    """Polls another thread's state."""
+    event = threading.Event()
+    for _ in range(int(timeout / 0.005)):
+        if condition():
+            return True
+        event.wait(0.005)
+    return condition()
+
+
+def test_a_slow_decode_node_does_not_hold_up_other_prompts(make_rig):
+    rig = make_rig(num_blocks=64)
+    slow = rig.decode
+    rig.start()
+    slow.gate.clear()
+    stuck, _ = rig.submit(prompt(16, first=1))
+    assert wait_for(lambda: rig.loop.progress.num_outstanding_tokens == 0)  # computed, though nothing was taken
+    slow.gate.set()
+    assert isinstance(rig.result(stuck), PrefillResult)
+
+
+def test_blocks_of_a_push_stay_pinned_until_it_ends(make_rig):
+    rig = make_rig(num_blocks=8).start()
+    rig.decode.gate.clear()
+    first, first_blocks = rig.submit(prompt(32, first=1))  # the whole pool
+    assert wait_for(lambda: rig.loop.progress.num_outstanding_tokens == 0)
+    second, second_blocks = rig.submit(prompt(32, first=500))
+    assert rig.engine.pool.num_free_blocks == 0
+    rig.decode.gate.set()
+    rig.result(first)
+    rig.result(second)
+    assert rig.decode.cache.context(first_blocks, 32) == prompt(32, first=1)
+    assert rig.decode.cache.context(second_blocks, 32) == prompt(32, first=500)
+    rig.wait_until_idle()
+
+
+def test_cancelling_a_waiting_job_forgets_it(make_rig):
+    rig = make_rig(max_running=1)
+    first, _ = rig.submit(prompt(8))
+    second, _ = rig.submit(prompt(8, first=500))
+    rig.loop.submit(CancelJob(second.job_id))
+    rig.start()
+    rig.result(first)
+    rig.wait_until_idle()
+    assert second.job_id not in rig.ended
+    assert rig.loop.progress.num_outstanding_tokens == 0
+
+
+def test_cancelling_a_job_in_computation_stops_it_and_frees_everything(make_rig):
+    rig = make_rig()
+    job, _ = rig.submit(prompt(64))
+    rig.before_layer = lambda layer: rig.loop.submit(CancelJob(job.job_id)) if len(rig.chunks) == 2 else None
+    rig.start()
+    assert wait_for(lambda: rig.decode.failed.get(job.transfer_id) == "cancelled by the sender")
+    rig.wait_until_idle()
+    assert len(rig.chunks) == 2
+    assert job.job_id not in rig.ended
+
+
+def test_cancelling_a_job_whose_push_is_stuck_frees_everything(make_rig):
+    rig = make_rig().start()
+    rig.decode.gate.clear()
+    job, _ = rig.submit(prompt(16))
+    assert wait_for(lambda: rig.loop.progress.num_outstanding_tokens == 0)
+    rig.loop.submit(CancelJob(job.job_id))
+    rig.decode.gate.set()
+    rig.wait_until_idle()
+
+
+def test_a_transfer_that_the_decode_node_does_not_expect_fails_the_job(rig):
+    job, _ = rig.submit(prompt(24), transfer_id=b"x" * 16)
+    assert isinstance(rig.result(job), AbortedError)
+    rig.wait_until_idle()
+
+
+def test_a_decode_node_that_closes_the_transfer_stops_the_job(make_rig):
+    rig = make_rig()
+    job, _ = rig.submit(prompt(80))
+    rig.before_layer = lambda layer: rig.decode.inbox.close(job.transfer_id)
+    rig.start()
+    assert isinstance(rig.result(job), AbortedError)
+    rig.wait_until_idle()
+    assert rig.decode.completed == {}
+
+
+def test_nobody_at_the_kv_address_fails_the_job(make_rig):
+    rig = make_rig(connector=InMemoryConnector({})).start()
+    job, _ = rig.submit(prompt(24))
+    assert isinstance(rig.result(job), PeerLostError)
+    rig.wait_until_idle()
+
+
+def test_a_failed_push_leaves_a_prefix_cache_that_makes_the_retry_cheap(make_rig):
+    rig = make_rig().start()
+    job, _ = rig.submit(prompt(24), transfer_id=b"x" * 16)
+    rig.result(job)
+    result, blocks = rig.prefill(prompt(24))
+    assert result.num_cached_tokens + result.num_computed_tokens == 24
+    assert rig.decode.cache.context(blocks, 24) == prompt(24)
+
+
+def test_stopping_answers_every_job(make_rig):
+    rig = make_rig().start()
+    rig.decode.gate.clear()
+    jobs = [rig.submit(prompt(16, first=100 * (n + 1)))[0] for n in range(3)]
+    threading.Timer(0.1, rig.decode.gate.set).start()
+    rig.stop()
+    for job in jobs:
+        assert isinstance(rig.result(job), PeerLostError | PrefillResult)
+    assert rig.loop.num_tasks == 0
+
+
+def test_a_storm_of_prompts_and_cancels_leaks_no_block(make_rig):
+    rig = make_rig(num_blocks=24, max_running=4, max_rows_per_step=16).start()
+    kept = []
+    for n in range(60):
+        length = 5 + (n * 7) % 40
+        job, blocks = rig.submit(prompt(length, first=10 * (n % 5)))
+        if n % 3 == 1:
+            rig.loop.submit(CancelJob(job.job_id))
+        else:
+            kept.append((job, blocks))
+    for job, blocks in kept:
+        assert isinstance(rig.result(job), PrefillResult)
+        assert rig.decode.cache.context(blocks, len(job.token_ids)) == list(job.token_ids)
+    rig.wait_until_idle()
+
+
+def test_layers_are_grouped_until_they_fill_a_frame():
+    planes = (PlaneSpec("k", 30, 3, 64, "float32"), PlaneSpec("v", 30, 3, 64, "float32"))
+    groups = LayerGroups.of(planes, num_tokens=256, frame_bytes=2 << 20)
+    ends = [groups.ending_at(layer) for layer in range(30)]
+    assert [group for group in ends if group is not None] == [range(10), range(10, 20), range(20, 30)]
+    uneven = LayerGroups(num_layers=5, group_size=2)
+    assert [uneven.ending_at(layer) for layer in range(5)] == [None, range(2), None, range(2, 4), range(4, 5)]
+
+
+def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():
+    plane = PlaneSpec("k", 7, 2, 8, "float32")
+    for max_frame_bytes in (64, 200, 450, 1000, 1 << 20):
+        cells = []
+        for region in cut_frames(plane, range(1, 6), 3, 40, max_frame_bytes=max_frame_bytes):
+            assert region.num_cells * plane.bytes_per_token_per_layer <= max_frame_bytes
+            cells += [(layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)]
+        assert sorted(cells) == [(layer, token) for layer in range(1, 6) for token in range(3, 40)]

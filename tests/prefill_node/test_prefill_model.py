@@ -1,0 +1,143 @@
+"""A tiny model, real connectors: what arrives is what a decode node would have computed itself."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+
+import pytest
+import torch
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.scheduler import Scheduler
+from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.receiver import KvReceiver
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.model_hub.tiny import make_tiny_model
+from prefill_node.forward import PagedForward
+from prefill_node.jobs import PrefillJob, PrefillResult, Stop
+from prefill_node.prefill_loop import PrefillLoop
+from prefill_node.push import slots_of
+
+INCARNATION = b"d" * 16
+BLOCK_SIZE = 16
+DECODE_BLOCK_SIZE = 8  # block sizes may differ on both sides
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(ModelConfig(id=str(make_tiny_model(tmp_path_factory.mktemp("tiny")))))
+
+
+def fresh_runner(model, *, block_size):
+    cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size)
+    return cache, ModelRunner(model, cache, make_attention_backend("auto", model.device))
+
+
+class BlockSink:
+    def __init__(self, cache, blocks):
+        self.cache, self.blocks = cache, blocks
+
+    def write(self, plane, layers, start_token, end_token, payload):
+        slots = slots_of(self.blocks, end_token, self.cache.block_size)[start_token:]
+        self.cache.write(plane, layers, slots, payload)
+
+
+@pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])
+def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
+    tokens = [3 + (7 * n) % 290 for n in range(150)]
+    held = 21
+    decode_cache, _ = fresh_runner(model, block_size=DECODE_BLOCK_SIZE)
+    blocks = list(range(5, 5 + 19))
+    news: queue.SimpleQueue = queue.SimpleQueue()
+    receiver = KvReceiver(
+        incarnation=INCARNATION,
+        host="127.0.0.1",
+        on_complete=lambda transfer_id, stats: news.put(stats),
+        on_failed=lambda transfer_id, reason: news.put(reason),
+    )
+    port = receiver.start()
+
+    cache, runner = fresh_runner(model, block_size=BLOCK_SIZE)
+    pool = BlockPool(num_blocks=64, block_size=BLOCK_SIZE, hash_seed=b"seed")
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    connector = make_connector(KvTransferConfig(connector=connector_name, frame_bytes=8192, arena_bytes=1 << 20))
+    loop = PrefillLoop(
+        pool=pool,
+        scheduler=Scheduler(pool, max_running=4, max_rows_per_step=64, reserve_blocks_per_running=0),
+        kv_cache=cache,
+        forward=PagedForward(cache, runner),
+        connector=connector,
+        frame_bytes=8192,
+        max_rows_per_step=64,
+        keep_alive_seconds=1.0,
+        emit=lambda ends, stats: [ended.put(end.result) for end in ends],
+    )
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        for attempt in (1, 2):  # the second is pushed from the prefix cache
+            transfer_id = os.urandom(16)
+            receiver.open(
+                TransferSpec(
+                    transfer_id=transfer_id,
+                    incarnation=INCARNATION,
+                    start_token=held,
+                    end_token=150,
+                    planes=model.spec.planes,
+                ),
+                BlockSink(decode_cache, blocks),
+            )
+            loop.submit(
+                PrefillJob(
+                    job_id=attempt,
+                    request_id="r",
+                    transfer_id=transfer_id,
+                    token_ids=tuple(tokens),
+                    kv_address=f"127.0.0.1:{port}",
+                    decode_incarnation=INCARNATION,
+                    held_prefix_length=held,
+                )
+            )
+            result = ended.get(timeout=30)
+            assert isinstance(result, PrefillResult), result
+            assert result.num_cached_tokens == (0 if attempt == 1 else 144)
+            assert result.connector == news.get(timeout=5).connector == connector_name
+            assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks)
+            wipe(decode_cache)
+            receiver.close(transfer_id)
+    finally:
+        loop.submit(Stop())
+        thread.join(10)
+        connector.close()
+        receiver.stop()
+    pool.check_integrity([])
+
+
+def assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks):
+    cache, runner = fresh_runner(model, block_size=BLOCK_SIZE)
+    own_blocks = list(range(10))
+    runner.forward(build_input_batch([SequenceRows(tokens, 0, own_blocks, 0)], BLOCK_SIZE))
+    layers = range(model.spec.num_layers)
+    for plane in ("k", "v"):
+        wanted = cache.read(plane, layers, slots_of(own_blocks, len(tokens), BLOCK_SIZE)[held:])
+        arrived = decode_cache.read(plane, layers, slots_of(blocks, len(tokens), DECODE_BLOCK_SIZE)[held:])
+        torch.testing.assert_close(
+            torch.from_numpy(arrived).view(torch.float32), torch.from_numpy(wanted).view(torch.float32)
+        )
+
+
+def wipe(cache):
+    """So that the second push has something to prove."""
+    slots = torch.arange(cache.num_blocks * cache.block_size)
+    for plane in cache.planes:
+        layers = range(plane.num_layers)
+        cache.write(plane.name, layers, slots, bytes(len(cache.read(plane.name, layers, slots))))

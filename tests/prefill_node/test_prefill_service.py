@@ -1,0 +1,282 @@
+"""The node over gRPC, on a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import REGISTRY
+
+from outrider.errors import InvalidRequestError, MismatchError
+from outrider.node import ModelInfo, NodeRole, NodeState
+from outrider.service.status import from_rpc_error
+from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from outrider.wire.node import info_from_proto, report_from_proto
+from prefill_node.node import EXIT_ENGINE_FAILED, PrefillNode, PrefillParts
+from prefill_node.server import ServedModel, job_from_proto
+
+FINGERPRINT = "ab" * 32
+MODEL = ModelInfo(
+    name="scripted",
+    vocab_size=1000,
+    max_model_len=200,
+    eos_token_ids=(2,),
+    dtype="float32",
+    fingerprint=FINGERPRINT,
+    vocabulary_fingerprint="cd" * 32,
+)
+SERVED = ServedModel(node_name="prefill@test", info=MODEL, max_tokens=150)
+
+
+class Serving:
+    """One node behind a real server."""
+
+    def __init__(self, rig, *, max_jobs=8):
+        self.rig = rig
+        self.exit_status = asyncio.get_running_loop().create_future()
+        self.node = PrefillNode(
+            build=self.build, configured_name="p", max_jobs=max_jobs, exit_process=self.exit_status.set_result
+        )
+        self.server = grpc.aio.server()
+
+    def build(self, emit):
+        self.rig.loop._emit = emit
+        return PrefillParts(
+            pool=self.rig.engine.pool,
+            scheduler=self.rig.loop._scheduler,
+            loop=self.rig.loop,
+            connector=self.rig.loop._connector,
+            model=MODEL,
+            tokenizer_files={"tokenizer.json": b"{}"},
+            description={"model": "scripted"},
+        )
+
+    async def __aenter__(self):
+        self.node.add_to(self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        self.stub = prefill_pb2_grpc.PrefillServiceStub(self.channel)
+        self.nodes = node_pb2_grpc.NodeServiceStub(self.channel)
+        return self
+
+    async def start(self):
+        await self.node.start("127.0.0.1:1")
+        return self
+
+    async def __aexit__(self, *_error):
+        self.rig.decode.gate.set()
+        await self.channel.close()
+        await self.server.stop(0)
+        await self.node.stop()
+
+    def request(self, tokens, *, held=0, **changes):
+        transfer_id, self.blocks = self.rig.decode.expect(tokens, held=held)
+        return prefill_pb2.PrefillRequest(
+            **{
+                "sequence_group_id": os.urandom(16),
+                "transfer_id": transfer_id,
+                "request_id": "r",
+                "token_ids": tokens,
+                "kv_address": "decode:1",
+                "decode_incarnation": self.rig.decode.incarnation,
+                "held_prefix_length": held,
+                "fingerprint": FINGERPRINT,
+                **changes,
+            }
+        )
+
+    async def report(self):
+        call = self.nodes.Watch(node_pb2.WatchNodeRequest())
+        try:
+            return report_from_proto(await call.read())
+        finally:
+            call.cancel()
+
+
+@pytest.fixture(autouse=True)
+def fresh_metrics():
+    """Metrics live in one registry for each process; each test starts a node."""
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        tokens = list(range(100, 130))
+        request = serving.request(tokens, held=4)
+        response = await serving.stub.Prefill(request, timeout=10)
+        assert serving.rig.decode.completed[request.transfer_id].payload_bytes == response.kv_bytes == 26 * 16
+        assert (response.num_cached_tokens, response.num_computed_tokens) == (0, 30)
+        assert response.connector == "in_memory"
+        assert response.compute_microseconds > 0
+        assert response.exposed_microseconds <= response.transfer_microseconds
+
+
+async def test_a_node_that_still_loads_says_so(make_rig):
+    async with Serving(make_rig()) as serving:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert info_from_proto(await serving.nodes.GetNode(node_pb2.GetNodeRequest())).model is None
+
+
+async def test_another_fingerprint_is_refused_by_naming_both(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.Prefill(serving.request([1, 2], fingerprint="ff" * 32), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert FINGERPRINT in caught.value.details()
+        assert "ff" * 32 in caught.value.details()
+
+
+async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        serving.rig.decode.gate.clear()
+        request = serving.request(list(range(40)))
+        call = serving.stub.Prefill(request)
+        await until(lambda: serving.rig.engine.pool.num_free_blocks < 64)
+        call.cancel()
+        serving.rig.decode.gate.set()
+        await until(lambda: serving.rig.loop.num_tasks == 0)
+        assert serving.node._desk.num_jobs == 0
+        serving.rig.engine.pool.check_integrity([])
+        assert request.transfer_id not in serving.rig.decode.completed
+
+
+async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        serving.rig.decode.gate.clear()
+        running = serving.stub.Prefill(serving.request(list(range(12))))
+        await until(lambda: serving.node._desk.num_jobs == 1)
+        draining = asyncio.create_task(serving.node.drain(10))
+        await until(lambda: serving.node._state is NodeState.DRAINING)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.Prefill(serving.request([1, 2]), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert from_rpc_error(caught.value).reason == "DRAINING"
+        assert not draining.done()
+        serving.rig.decode.gate.set()
+        assert (await running).num_computed_tokens == 12
+        await asyncio.wait_for(draining, 10)
+
+
+async def test_a_full_queue_refuses_at_once(make_rig):
+    async with Serving(make_rig(), max_jobs=1) as serving:
+        await serving.start()
+        serving.rig.decode.gate.clear()
+        first = serving.stub.Prefill(serving.request(list(range(12))))
+        await until(lambda: serving.node._desk.num_jobs == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.Prefill(serving.request([1, 2]), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_rpc_error(caught.value).retry_after_seconds > 0
+        serving.rig.decode.gate.set()
+        await first
+
+
+async def test_the_report_counts_outstanding_tokens_and_steps(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        idle = await serving.report()
+        assert (idle.state, idle.step, idle.expected_step_seconds) == (NodeState.SERVING, 0, 0)
+        assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64
+        await serving.stub.Prefill(serving.request(list(range(20))), timeout=10)
+        busy = asyncio.Event()
+        resume = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def before_layer(layer):
+            if layer == 0 and not busy.is_set():
+                loop.call_soon_threadsafe(busy.set)
+                asyncio.run_coroutine_threadsafe(waited(resume), loop).result(10)
+
+        serving.rig.before_layer = before_layer
+        running = serving.stub.Prefill(serving.request(list(range(500, 530))))
+        await asyncio.wait_for(busy.wait(), 10)
+        report = await serving.report()
+        assert report.load.num_outstanding_tokens == 30
+        assert report.load.num_running == 1
+        assert report.step == 4
+        assert report.expected_step_seconds > 0
+        assert report.step_age_seconds > 0
+        resume.set_result(None)
+        await running
+        done = await serving.report()
+        assert done.load.num_outstanding_tokens == 0
+        assert done.load.tokens_per_second > 0
+
+
+async def test_the_node_says_who_it_is(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        info = info_from_proto(await serving.nodes.GetNode(node_pb2.GetNodeRequest()))
+        assert (info.name, info.role, info.state, info.model) == ("p", NodeRole.PREFILL, NodeState.SERVING, MODEL)
+
+
+async def test_an_engine_failure_answers_internal_and_ends_the_process(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+
+        def break_down(layer):
+            raise RuntimeError("the scripted engine breaks down")
+
+        serving.rig.before_layer = break_down
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert await asyncio.wait_for(serving.exit_status, 5) == EXIT_ENGINE_FAILED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("transfer_id", b"short"),
+        ("decode_incarnation", b""),
+        ("token_ids", []),
+        ("token_ids", [1] * 151),
+        ("token_ids", [1000]),
+        ("kv_address", ""),
+        ("kv_address", "host:port"),
+        ("held_prefix_length", 4),
+    ],
+)
+def test_bad_fields_are_named(field, value):
+    good = {
+        "transfer_id": b"t" * 16,
+        "decode_incarnation": b"i" * 16,
+        "token_ids": [1, 2, 3],
+        "kv_address": "127.0.0.1:9",
+        "fingerprint": FINGERPRINT,
+    }
+    assert job_from_proto(prefill_pb2.PrefillRequest(**good), SERVED).token_ids == (1, 2, 3)
+    with pytest.raises(InvalidRequestError) as caught:
+        job_from_proto(prefill_pb2.PrefillRequest(**{**good, field: value}), SERVED)
+    assert caught.value.field == field
+
+
+def test_no_fingerprint_is_another_fingerprint():
+    with pytest.raises(MismatchError):
+        job_from_proto(prefill_pb2.PrefillRequest(token_ids=[1]), SERVED)
+
+
+async def waited(future):
+    await future
+
+
+async def until(condition, timeout=10):
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)
