@@ -1,0 +1,149 @@
+"""`python -m decode_node`: everything is built here, by hand, in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from decode_node.config import DecodeNodeConfig
+from outrider.config import parse_role_arguments
+from outrider.model_hub.config import ModelConfig
+from outrider.service.config import TelemetryConfig
+from outrider.service.server import run_service
+from outrider.session import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from decode_node.node import DecodeParts, Emit
+
+ROLE = "decode_node"
+
+
+def main(argv: list[str] | None = None) -> int:
+    sections = parse_role_arguments(
+        ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: DecodeNodeConfig}, argv
+    )
+    # After the arguments: --help and a bad setting must not wait for torch.
+    from decode_node.node import DecodeNode
+
+    config: DecodeNodeConfig = sections[ROLE]
+    node = DecodeNode(build=make_build(config, sections["model"]), configured_name=config.server.name)
+    return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
+
+
+def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[[bytes, str, Emit], DecodeParts]:
+    """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
+
+    def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
+        import torch
+
+        from decode_node.admission import Admission
+        from decode_node.commands import TransferCompleted, TransferFailed
+        from decode_node.decode_loop import DecodeLoop
+        from decode_node.draft_gathering import DraftGatherer
+        from decode_node.drafts import DraftClient, NoDrafts
+        from decode_node.group_desk import GroupDesk
+        from decode_node.ingest import Ingest
+        from decode_node.node import DecodeParts
+        from outrider.engine.attention import make_attention_backend
+        from outrider.engine.engine import Engine
+        from outrider.engine.kv_cache.block_pool import BlockPool
+        from outrider.engine.kv_cache.paged_cache import PagedKVCache
+        from outrider.engine.model_runner import ModelRunner
+        from outrider.engine.sampler import Sampler
+        from outrider.engine.scheduler import Scheduler
+        from outrider.model_hub.load import load_model
+        from outrider.service.announce import announce_progress
+        from outrider.speculation.draft_policy import DraftPolicy
+        from outrider.speculation.draft_stream import DraftHello
+        from outrider.speculation.proposers.ngram import NgramProposer
+
+        model = load_model(model_config, progress=announce_progress)
+        info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
+        kv_cache = PagedKVCache.sized_for(model.spec, config.kv_cache, device=model.device)
+        pool = BlockPool(
+            num_blocks=kv_cache.num_blocks,
+            block_size=kv_cache.block_size,
+            hash_seed=bytes.fromhex(info.fingerprint),
+            enable_prefix_cache=config.kv_cache.prefix_cache,
+        )
+        runner = ModelRunner(model, kv_cache, make_attention_backend(model_config.attention, model.device))
+        runner.warm_up()
+        scheduler = Scheduler(
+            pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
+        )
+        sampler = Sampler(vocab_size=info.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
+        engine = Engine(pool, scheduler, kv_cache, runner, sampler)
+        client = (
+            DraftClient(
+                config.draft_targets,
+                DraftHello(
+                    protocol_version=PROTOCOL_VERSION,
+                    incarnation=incarnation,
+                    name=name,
+                    vocab_size=info.vocab_size,
+                    vocabulary_fingerprint=info.vocabulary_fingerprint,
+                    max_model_len=info.max_model_len,
+                ),
+            )
+            if config.draft_targets
+            else NoDrafts()
+        )
+        drafts = DraftGatherer(
+            client=client,
+            fallback=NgramProposer() if config.local_fallback == "ngram" else None,
+            policy=DraftPolicy(num_speculative_tokens=config.num_speculative_tokens),
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_wait_seconds=config.draft_wait_seconds,
+        )
+        ingest = Ingest(
+            kv_cache=kv_cache,
+            incarnation=incarnation,
+            host=config.kv_host or config.server.host,
+            port=config.kv_port,
+            connectors=config.connectors,
+            advertise_address=config.server.advertise_address,
+            on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
+            on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
+        )
+        desk = GroupDesk(
+            engine=engine,
+            drafts=drafts,
+            ingest=ingest,
+            admission=Admission(
+                pool,
+                max_running_sequences=config.max_running_sequences,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+            ),
+            max_local_prefill_tokens=config.max_local_prefill_tokens,
+        )
+        loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, emit=emit)
+        return DecodeParts(
+            engine=engine,
+            loop=loop,
+            desk=desk,
+            ingest=ingest,
+            drafts=client,
+            model=info,
+            tokenizer_files=model.tokenizer_files,
+            description={
+                "model": info.name,
+                "fingerprint": info.fingerprint,
+                "dtype": info.dtype,
+                "device": str(model.device),
+                "attention_backend": runner.attention_name,
+                "threads": torch.get_num_threads(),
+                "numerics": info.numerics,
+                "kv_blocks": pool.num_blocks,
+                "kv_block_size": pool.block_size,
+                "draft_targets": list(config.draft_targets),
+            },
+        )
+
+    return build
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Who gets room on this node: an answer at once, never a queue (the router holds that)."""
+
+from __future__ import annotations
+
+from decode_node.groups import GroupTable
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.session import OpenSequenceGroup, RejectReason
+
+INITIAL_MEAN_OUTPUT_TOKENS = 128.0
+MEAN_OUTPUT_WEIGHT = 0.05  # of the newest finished sample in the running mean
+
+
+class Admission:
+    """Decides by blocks: the prompt's, the expected growth, and one kept back for each running sequence.
+
+    Growth is expected by the running mean of output lengths (each bounded by its
+    max_tokens), so that a pool is neither left idle for outputs that never come nor
+    filled to the point where preemption is the rule.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:
+        self._pool = pool
+        self._max_running = max_running_sequences
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
+
+    def observe_finished(self, num_generated: int) -> None:
+        self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
+
+    def why_invalid(  # noqa: PLR0911 a list of reasons
+        self, opened: OpenSequenceGroup
+    ) -> tuple[RejectReason, str] | None:
+        """Reasons that no waiting changes; a router that validates never sees them."""
+        sampling = opened.sampling
+        num_prompt = len(opened.prompt_token_ids)
+        if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
+            return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
+        if opened.generated_token_ids and sampling.n != 1:
+            return RejectReason.INVALID, "generated tokens go with one sample only"
+        if len(opened.generated_token_ids) >= sampling.max_tokens:
+            return RejectReason.INVALID, "max_tokens are generated already"
+        if max(*opened.prompt_token_ids, *opened.generated_token_ids, 0) >= self._vocab_size:
+            return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
+        longest = num_prompt + sampling.max_tokens
+        if longest > self._max_model_len:
+            return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
+        if sampling.n > self._max_running:
+            return RejectReason.TOO_LARGE, f"{sampling.n} samples are more than {self._max_running} running sequences"
+        needed = self._blocks(num_prompt) + sampling.n * (self._blocks(longest) - num_prompt // self._pool.block_size)
+        if needed > self._pool.num_blocks:
+            return RejectReason.TOO_LARGE, f"{needed} KV blocks are needed, the node has {self._pool.num_blocks}"
+        return None
+
+    def has_room(self, opened: OpenSequenceGroup, *, num_new_blocks: int, groups: GroupTable) -> bool:
+        """`num_new_blocks`: what the prompt needs beyond the cached prefix. An empty node always has room."""
+        if len(groups) == 0:
+            return True
+        num_sequences = groups.num_sequences
+        if num_sequences + opened.sampling.n > self._max_running:
+            return False
+        mean = self._mean_output_tokens
+        growth = sum(
+            self._blocks(int(max(1.0, min(sample.num_tokens_left, mean - sample.num_generated))))
+            for sample in groups.samples()
+        )
+        growth += sum(
+            group.num_unstarted_samples * self._growth_of(group.opened) for group in groups if group.is_waiting_for_kv
+        )
+        growth += opened.sampling.n * self._growth_of(opened)
+        return num_new_blocks + growth + num_sequences <= self._pool.num_free_blocks
+
+    def _growth_of(self, opened: OpenSequenceGroup) -> int:
+        return max(1, self._blocks(int(min(opened.sampling.max_tokens, self._mean_output_tokens))))
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)

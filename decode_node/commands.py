@@ -1,0 +1,63 @@
+"""What crosses into the engine thread: frozen values, one class for each thing that can happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.kv_transfer.base import TransferStats
+from outrider.session import CancelSequenceGroup, OpenSequenceGroup, SequenceGroupEvent
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOpened:
+    """A router asks for room. `kv_host`: under which host this node was reached."""
+
+    session_id: int
+    group: OpenSequenceGroup
+    kv_host: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCancelled:
+    session_id: int
+    cancel: CancelSequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnded:
+    """The lease is over: everything of this session is freed."""
+
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCompleted:
+    transfer_id: bytes
+    stats: TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    transfer_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """No new groups from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainExpired:
+    """What still runs is given up."""
+
+
+Command = GroupOpened | GroupCancelled | SessionEnded | TransferCompleted | TransferFailed | DrainStarted | DrainExpired
+
+
+@dataclass(frozen=True, slots=True)
+class AddressedEvent:
+    """An event, and the session that it goes to."""
+
+    session_id: int
+    event: SequenceGroupEvent

@@ -1,0 +1,42 @@
+"""Settings of the decode node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.config import setting
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.service.config import ServerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeNodeConfig:
+    """Section `decode_node`."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    kv_port: int = setting(0, at_least=0, at_most=65535, help="Port of the KV ingest; 0 lets the system choose.")
+    kv_host: str = setting("", help="Interface of the KV ingest; empty: the server's.")
+    connectors: tuple[str, ...] = setting(
+        ("shared_memory", "grpc"), choices=("shared_memory", "grpc"), help="KV connectors offered, best first."
+    )
+    transfer_timeout_seconds: float = setting(
+        60.0, above=0, help="A KV transfer that takes longer is given up and its blocks are freed."
+    )
+    draft_targets: tuple[str, ...] = setting((), help="host:port of the draft nodes; none: no remote drafts.")
+    num_speculative_tokens: int = setting(
+        5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
+    )
+    local_fallback: str = setting(
+        "ngram", choices=("ngram", "none"), help="Proposes where no draft node has: prompt lookup, or nothing."
+    )
+    draft_wait_seconds: float = setting(
+        0.002, at_least=0, at_most=0.1, help="The longest a step waits for drafts (never over 20 % of a step)."
+    )
+    max_running_sequences: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
+    max_rows_per_step: int = setting(
+        512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."
+    )
+    max_local_prefill_tokens: int = setting(
+        32, at_least=1, help="A prompt remainder up to this length is computed here instead of transferred."
+    )

@@ -1,0 +1,260 @@
+"""READ FIRST: the decode node's story.
+
+A router opens a sequence group; the node reserves blocks and grants. A prefill node
+fills them, or the node computes a short remainder itself. From then on every sample is
+a sequence in the running batch: each step verifies the draft tokens at hand for all of
+them in one forward pass, commits what the target model agrees with plus one token of
+its own, and reports.
+
+Which tokens come out depends on the target model, the prompt, the parameters and the
+seed. Drafts decide only how many of them come out of one step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from decode_node.commands import (
+    AddressedEvent,
+    Command,
+    DrainExpired,
+    DrainStarted,
+    GroupCancelled,
+    GroupOpened,
+    SessionEnded,
+    TransferCompleted,
+    TransferFailed,
+)
+from decode_node.draft_gathering import DraftGatherer, Drafts
+from decode_node.group_desk import GroupDesk
+from decode_node.groups import Sample
+from decode_node.statistics import StepProgress, StepStats
+from decode_node.verdict import Verdict, judge
+from outrider.engine.engine import Engine
+from outrider.engine.input_batch import SequenceRows
+from outrider.engine.sampler import SampledRows, SampleRows
+from outrider.engine.scheduler import Scheduled, StepPlan
+from outrider.session import SampleDone, SampleTokens
+
+IDLE_WAIT_SECONDS = 0.2
+
+
+class DecodeLoop:
+    """The engine thread: owns the running batch and the block pool; nothing else touches either.
+
+    Two queues are its border: `submit` puts frozen commands in (from any thread), `emit`
+    (called from the engine thread, must not block) takes frozen events out.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        drafts: DraftGatherer,
+        desk: GroupDesk,
+        emit: Callable[[Sequence[AddressedEvent], StepStats | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._drafts = drafts
+        self._desk = desk
+        self._emit = emit
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self.progress = StepProgress(clock)
+
+    def submit(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def stop(self) -> None:
+        """The thread ends after the step at hand; what it held is freed."""
+        self._stopping.set()
+        self._inbox.put(DrainStarted())  # wakes an idle thread
+
+    def run(self) -> None:
+        """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
+        while not self._stopping.is_set():
+            self.turn()
+        self._desk.free_all()
+
+    def turn(self) -> None:
+        """Commands, then a step if there is work, then what both have to tell."""
+        self._handle_commands(wait=not self._engine.scheduler.has_work)
+        stats = self.step() if self._engine.scheduler.has_work else None
+        events = self._desk.take_events()
+        if events or stats:
+            self._emit(events, stats)
+
+    def step(self) -> StepStats | None:
+        """One forward pass of the target model over every planned sequence, and what follows from it.
+
+        None where nothing could be planned (every block is held by transfers under way).
+        """
+        started = self._clock()
+        drafts = self._drafts.gather(self._desk.samples_at_decode_row())  # what is here; waits within its budget
+        plan = self._engine.scheduler.plan(lambda sequence: len(drafts.of(sequence.key)))
+        if not plan.scheduled:
+            self._wait_for_blocks()
+            return None
+        planned = self._clock()
+        self.progress.begin(plan.num_rows)
+        verifying = [item for item in plan.scheduled if item.reaches_end]
+        logits = self._engine.forward(plan.block_copies, [_rows(item, drafts) for item in plan.scheduled])
+        for item in plan.scheduled:
+            if not item.reaches_end and item.sequence.kv is not None:
+                item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
+        forwarded = self._clock()
+        sampled = self._engine.sampler.sample(logits, [self._sample_rows(item, drafts) for item in verifying])
+        verdicts = self._commit(verifying, drafts, sampled)
+        self.progress.end()
+        finished = self._clock()
+        self._drafts.observe_step(
+            seconds=finished - planned,
+            num_rows=plan.num_rows,
+            num_sequences=len(plan.scheduled),
+            num_prefill_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
+        )
+        return _stats(plan, verdicts, draft=planned - started, forward=forwarded - planned, total=finished - started)
+
+    # --- commands -------------------------------------------------------------------------
+
+    def _handle_commands(self, *, wait: bool) -> None:
+        """Everything that is in the inbox; with `wait` also the first thing that comes."""
+        if wait:
+            try:
+                self._handle(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
+            except queue.Empty:
+                return
+        while True:
+            try:
+                self._handle(self._inbox.get_nowait())
+            except queue.Empty:
+                return
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case GroupOpened():
+                self._desk.open(command)
+            case GroupCancelled():
+                self._desk.cancel(command)
+            case TransferCompleted():
+                self._desk.transfer_completed(command)
+            case TransferFailed():
+                self._desk.transfer_failed(command)
+            case SessionEnded():
+                self._desk.end_session(command.session_id)
+            case DrainStarted():
+                self._desk.refuse_new_groups()
+            case DrainExpired():
+                self._desk.give_up_all("the node is draining")
+
+    def _wait_for_blocks(self) -> None:
+        """Nothing fits until a transfer ends or is given up: a command will say so."""
+        try:
+            self._handle(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
+        except queue.Empty:
+            return
+
+    # --- verify and commit ----------------------------------------------------------------
+
+    def _sample_rows(self, item: Scheduled, drafts: Drafts) -> SampleRows:
+        sequence = item.sequence
+        return SampleRows(
+            state=self._desk.sample_of(sequence).sampling,
+            position=len(sequence.token_ids),
+            draft_token_ids=drafts.of(sequence.key)[: item.num_draft_tokens],
+        )
+
+    def _commit(self, verifying: Sequence[Scheduled], drafts: Drafts, sampled: SampledRows) -> list[Verdict]:
+        """Judges, frees rejected slots, reports, ends what is finished; in this order for each sample."""
+        verdicts: list[Verdict] = []
+        going_on: list[tuple[Sample, tuple[int, ...]]] = []
+        row = 0
+        for item in verifying:
+            sample = self._desk.sample_of(item.sequence)
+            draft = drafts.of(item.sequence.key)[: item.num_draft_tokens]
+            rows = slice(row, row + len(draft) + 1)
+            row = rows.stop
+            verdict = judge(
+                draft_token_ids=draft,
+                target_token_ids=sampled.token_ids[rows],
+                logprobs=sampled.logprobs[rows],
+                stop_token_ids=sample.stop_token_ids,
+                num_tokens_left=sample.num_tokens_left,
+            )
+            verdicts.append(verdict)
+            self._apply(sample, verdict, drafts)
+            if verdict.finish_reason is None:
+                going_on.append((sample, verdict.token_ids))
+        self._drafts.announce(going_on)
+        return verdicts
+
+    def _apply(self, sample: Sample, verdict: Verdict, drafts: Drafts) -> None:
+        sequence, group_id = sample.sequence, sample.group.opened.sequence_group_id
+        assert sequence.kv is not None
+        start_position = len(sequence.token_ids)
+        sequence.token_ids.extend(verdict.token_ids)
+        # Rejected slots are free again before anybody hears of the step. The newest
+        # token has no KV yet: it is the first row of the next step.
+        sequence.kv.truncate(len(sequence.token_ids) - 1)
+        sequence.kv.publish(sequence.token_ids)
+        self._engine.sampler.commit(sample.sampling, verdict.token_ids)
+        if verdict.num_draft_tokens:
+            self._drafts.observe_verdict(sample, verdict)
+        counts = verdict.counts(wanting=sample.sequence_id in drafts.wanting, hit=sample.sequence_id in drafts.hits)
+        self._desk.report(
+            sample.group,
+            SampleTokens(
+                sequence_group_id=group_id,
+                sample=sample.index,
+                start_position=start_position,
+                token_ids=verdict.token_ids,
+                logprobs=verdict.logprobs,
+                speculation=counts,
+            ),
+        )
+        if verdict.finish_reason is not None:
+            self._desk.report(
+                sample.group,
+                SampleDone(
+                    sequence_group_id=group_id,
+                    sample=sample.index,
+                    reason=verdict.finish_reason,
+                    stop_token_id=verdict.stop_token_id,
+                ),
+            )
+            self._desk.finish(sample)
+
+
+def _rows(item: Scheduled, drafts: Drafts) -> SequenceRows:
+    """What one sequence feeds: tokens without KV, then its draft tokens."""
+    sequence = item.sequence
+    assert sequence.kv is not None
+    start = sequence.num_computed
+    known = sequence.token_ids[start : start + item.num_rows]
+    draft = drafts.of(sequence.key)[: item.num_draft_tokens]
+    return SequenceRows(
+        token_ids=[*known, *draft],
+        start_position=start,
+        block_ids=sequence.kv.block_ids,
+        num_logits=1 + len(draft) if item.reaches_end else 0,
+    )
+
+
+def _stats(plan: StepPlan, verdicts: Sequence[Verdict], *, draft: float, forward: float, total: float) -> StepStats:
+    return StepStats(
+        seconds=total,
+        draft_seconds=draft,
+        forward_seconds=forward,
+        num_rows=plan.num_rows,
+        num_sequences=len(plan.scheduled),
+        num_preempted=len(plan.preempted),
+        num_generated_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
+        num_drafts=sum(1 for verdict in verdicts if verdict.num_draft_tokens),
+        num_draft_tokens=sum(verdict.num_draft_tokens for verdict in verdicts),
+        num_accepted_draft_tokens=sum(verdict.num_accepted for verdict in verdicts),
+    )

@@ -1,0 +1,117 @@
+"""The drafts of one step: from a draft node where they are here, else from the local fallback, else none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartInfo
+from decode_node.groups import Sample
+from decode_node.verdict import Verdict
+from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.proposers.base import ProposalRequest, Proposer
+
+WAIT_SHARE_OF_STEP = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft tokens by sequence id, which of the sequences wanted some, and which found a remote one waiting."""
+
+    token_ids_by_sequence: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    wanting: frozenset[int] = frozenset()
+    hits: frozenset[int] = frozenset()
+
+    def of(self, sequence_id: int) -> tuple[int, ...]:
+        return self.token_ids_by_sequence.get(sequence_id, ())
+
+
+class DraftGatherer:
+    """Joins policy (how many), draft client (from afar) and fallback (from here). Engine thread only.
+
+    No step waits for the network past its budget: min(`max_wait_seconds`, 20 % of the
+    last step).
+    """
+
+    def __init__(
+        self,
+        *,
+        client: DraftClient | NoDrafts,
+        fallback: Proposer | None,
+        policy: DraftPolicy,
+        num_speculative_tokens: int,
+        max_wait_seconds: float,
+    ) -> None:
+        self._client = client
+        self._fallback = fallback
+        self._policy = policy
+        self._num_speculative_tokens = num_speculative_tokens
+        self._max_wait_seconds = max_wait_seconds
+        self._last_step_seconds = 0.0
+
+    def open(self, sample: Sample) -> None:
+        """From here on the sequence is announced; a draft node warms its cache while the prompt is prefilled."""
+        if self._maximum(sample) == 0:
+            return
+        opened = sample.group.opened
+        self._client.open(
+            sample.sequence_id,
+            SequenceStartInfo(
+                params=opened.sampling,
+                sample=sample.index,
+                prompt_token_ids=opened.prompt_token_ids,
+                generated_token_ids=opened.generated_token_ids,
+                stop_token_ids=opened.stop_token_ids,
+            ),
+        )
+
+    def close(self, sample: Sample) -> None:
+        self._client.close(sample.sequence_id)
+        self._policy.forget(sample.sequence_id)
+        if self._fallback is not None:
+            self._fallback.forget(sample.sequence_id)
+
+    def gather(self, samples: Sequence[Sample]) -> Drafts:
+        """Drafts for the samples whose next row is a decode row. Waits within its budget only."""
+        wants: list[DraftWant] = []
+        for sample in samples:
+            num_wanted = self._num_wanted(sample)
+            if num_wanted > 0:
+                wants.append(DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted))
+        if not wants:
+            return Drafts()
+        wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
+        taken = self._client.take(wants, wait_seconds=wait_seconds)
+        token_ids = dict(taken.token_ids)
+        missing = [want for want in wants if not token_ids.get(want.sequence_id)]
+        if missing and self._fallback is not None:
+            requests = [ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted) for want in missing]
+            for want, proposal in zip(missing, self._fallback.propose(requests), strict=True):
+                token_ids[want.sequence_id] = proposal.token_ids[: want.num_wanted]
+        return Drafts(token_ids, frozenset(want.sequence_id for want in wants), frozenset(taken.hits))
+
+    def observe_verdict(self, sample: Sample, verdict: Verdict) -> None:
+        self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted)
+
+    def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prefill_rows: int) -> None:
+        self._last_step_seconds = seconds
+        self._policy.observe_step(seconds, num_rows, num_sequences, num_prefill_rows=num_prefill_rows)
+
+    def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
+        """Tells the draft nodes what was committed, and how much is wanted next."""
+        updates = [
+            (sample.sequence_id, token_ids, self._num_wanted(sample))
+            for sample, token_ids in committed
+            if self._maximum(sample) > 0
+        ]
+        if updates:
+            self._client.update(updates)
+
+    def _num_wanted(self, sample: Sample) -> int:
+        """The step's last token needs no draft: a sample with one token left wants none."""
+        maximum = min(self._maximum(sample), sample.num_tokens_left - 1)
+        return self._policy.num_draft_tokens(sample.sequence_id, maximum=maximum) if maximum > 0 else 0
+
+    def _maximum(self, sample: Sample) -> int:
+        asked = sample.group.opened.num_speculative_tokens
+        return self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)

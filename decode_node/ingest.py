@@ -1,0 +1,88 @@
+"""KV that arrives from prefill nodes, written into the blocks that were reserved for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.kv_transfer.base import TransferSpec, TransferStats
+from outrider.kv_transfer.receiver import KvReceiver
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+
+
+class ReservedBlocks:
+    """A KvSink over one group's reserved blocks. Called from receiver threads.
+
+    Safe beside running forwards: reserved blocks are in no running sequence's block
+    table, and the receiver has drained its writes before they are freed.
+    """
+
+    def __init__(self, kv_cache: PagedKVCache, block_ids: Sequence[int]) -> None:
+        self._kv_cache = kv_cache
+        self._block_ids = torch.tensor(block_ids, dtype=torch.int64)  # [num_blocks]
+
+    def write(self, plane: str, layers: range, start_token: int, end_token: int, payload: memoryview) -> None:
+        block_size = self._kv_cache.block_size
+        positions = torch.arange(start_token, end_token)  # [num_tokens]
+        slots = self._block_ids[positions // block_size] * block_size + positions % block_size
+        self._kv_cache.write(plane, layers, slots, payload)
+
+
+class Ingest:
+    """Opens and closes transfers on the receiver; knows this node's KV address."""
+
+    def __init__(
+        self,
+        *,
+        kv_cache: PagedKVCache,
+        incarnation: bytes,
+        host: str,
+        port: int,
+        connectors: Sequence[str],
+        advertise_address: str,
+        on_complete: Callable[[bytes, TransferStats], None],
+        on_failed: Callable[[bytes, str], None],
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._incarnation = incarnation
+        self._advertise_address = advertise_address
+        self.receiver = KvReceiver(
+            incarnation=incarnation,
+            host=host,
+            port=port,
+            connectors=tuple(connectors),
+            on_complete=on_complete,
+            on_failed=on_failed,
+        )
+        self._port = 0
+
+    def start(self) -> None:
+        self._port = self.receiver.start()
+
+    def stop(self) -> None:
+        self.receiver.stop()
+
+    def address(self, reached_host: str) -> str:
+        """host:port that a prefill node dials; the host is the advertised one, else the one the router used."""
+        host = self._advertise_address.rpartition(":")[0] or self._advertise_address or reached_host
+        return f"{host}:{self._port}"
+
+    def open(self, transfer_id: bytes, block_ids: Sequence[int], *, start_token: int, end_token: int) -> None:
+        self.receiver.open(
+            TransferSpec(
+                transfer_id=transfer_id,
+                incarnation=self._incarnation,
+                start_token=start_token,
+                end_token=end_token,
+                planes=self._kv_cache.planes,
+            ),
+            ReservedBlocks(self._kv_cache, block_ids),
+        )
+
+    def close(self, transfer_id: bytes) -> None:
+        """When it returns, no byte of this transfer is written any more."""
+        self.receiver.close(transfer_id)

@@ -1,0 +1,60 @@
+"""The decode node's counts, taken at step boundaries and from parts that keep totals of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decode_node.commands import AddressedEvent
+from decode_node.drafts import DraftClientStatus
+from decode_node.statistics import StepStats
+from outrider.kv_transfer.inbox import ReceiverCounters
+from outrider.node import NodeLoad
+from outrider.service.telemetry.metrics import EngineMetrics
+from outrider.session import Granted, KvReady, SampleTokens
+
+FRAMES_DROPPED = ("stale", "corrupt", "out_of_bounds", "conflicting", "failed")
+
+
+class DecodeMetrics:
+    """Event loop only."""
+
+    def __init__(self, model_name: str) -> None:
+        self._engine = EngineMetrics(model_name=model_name)
+        self._counters = ReceiverCounters()
+        self._num_quarantined = 0
+        self._num_stale_answers = 0
+
+    def observe(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+        """One turn of the engine thread."""
+        for addressed in events:
+            match addressed.event:
+                case SampleTokens() as tokens:
+                    self._engine.add_speculation(tokens.speculation)
+                case Granted() as granted:
+                    self._engine.add_tokens(num_prompt_tokens=granted.num_tokens_to_compute)
+                case KvReady() as ready:
+                    self._engine.observe_transfer(
+                        connector=ready.connector, num_bytes=ready.kv_bytes, seconds=ready.transfer_seconds
+                    )
+                case _:
+                    continue
+        if stats is not None:
+            self._engine.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
+            self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)
+            self._engine.add_preemptions(stats.num_preempted)
+
+    def sync(self, *, load: NodeLoad, received: ReceiverCounters, drafts: DraftClientStatus) -> None:
+        """What others count in totals, and gauges. Called now and then."""
+        self._engine.set_load(load)
+        for reason in FRAMES_DROPPED:
+            name = f"frames_{reason}"
+            num_new = getattr(received, name) - getattr(self._counters, name)
+            if num_new:
+                self._engine.add_dropped_frames(reason, num_new)
+        self._counters = received
+        for target in drafts.targets:
+            self._engine.set_breaker(target.target, is_open=target.is_breaker_open)
+        self._engine.add_refused_proposals("quarantined", drafts.counters.num_quarantined - self._num_quarantined)
+        self._engine.add_refused_proposals("stale", drafts.counters.num_stale_answers - self._num_stale_answers)
+        self._num_quarantined = drafts.counters.num_quarantined
+        self._num_stale_answers = drafts.counters.num_stale_answers

@@ -1,0 +1,210 @@
+"""The decode node as a service: two threads' worth of work behind one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc.aio
+
+from decode_node.commands import AddressedEvent, DrainExpired, DrainStarted
+from decode_node.decode_loop import DecodeLoop
+from decode_node.drafts import DraftClient, NoDrafts
+from decode_node.group_desk import GroupDesk
+from decode_node.ingest import Ingest
+from decode_node.metrics import DecodeMetrics
+from decode_node.server import DecodeServicer
+from decode_node.sessions import Sessions
+from decode_node.statistics import RecentRates, StepStats
+from outrider import __version__
+from outrider.engine.engine import Engine
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
+from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.telemetry.logging import get_logger
+from outrider.session import PROTOCOL_VERSION
+from outrider.v1 import node_pb2_grpc, session_pb2_grpc
+
+DRAIN_POLL_SECONDS = 0.02
+METRICS_SECONDS = 1.0
+EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE
+
+_log = get_logger("decode_node")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeParts:
+    """What the composition root has built; the loop is not running yet."""
+
+    engine: Engine
+    loop: DecodeLoop
+    desk: GroupDesk
+    ingest: Ingest
+    drafts: DraftClient | NoDrafts
+    model: ModelInfo
+    tokenizer_files: Mapping[str, bytes]
+    description: Mapping[str, object]  # for the start-up line
+
+
+Emit = Callable[[Sequence[AddressedEvent], StepStats | None], None]
+Build = Callable[[bytes, str, Emit], DecodeParts]
+"""(incarnation, node name, emit) → parts. Blocking: loads the model."""
+
+
+class DecodeNode:
+    """A Service (see `outrider.service.server`)."""
+
+    service_names: tuple[str, ...] = ("outrider.v1.DecodeService", NODE_SERVICE_NAME)
+
+    def __init__(self, *, build: Build, configured_name: str) -> None:
+        self._build = build
+        self._configured_name = configured_name
+        self._incarnation = make_incarnation()
+        self._name = configured_name or "decode"
+        self._state = NodeState.STARTING
+        self._parts: DecodeParts | None = None
+        self._metrics: DecodeMetrics | None = None
+        self._metrics_task: asyncio.Task[None] | None = None
+        self._rates = RecentRates()
+        self._servicer = DecodeServicer()
+        self._thread: threading.Thread | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._sessions = Sessions(submit=self._submit, info=self._info, report=self._report)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        session_pb2_grpc.add_DecodeServiceServicer_to_server(self._servicer, server)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(
+            NodeServicer(self._info, self._report, lambda: self._parts.tokenizer_files if self._parts else None), server
+        )
+
+    async def start(self, address: str) -> None:
+        """Loads the model, then opens the KV ingest, the draft streams and the sessions."""
+        self._name = default_node_name("decode_node", address, configured=self._configured_name)
+        self._event_loop = asyncio.get_running_loop()
+        parts = await asyncio.to_thread(self._build, self._incarnation, self._name, self._emit)
+        self._parts = parts
+        self._metrics = DecodeMetrics(parts.model.name)
+        parts.ingest.start()
+        await parts.drafts.start()
+        self._thread = threading.Thread(target=self._run_engine, name="decode-loop", daemon=True)
+        self._thread.start()
+        self._metrics_task = asyncio.create_task(self._sync_metrics(), name="metrics")
+        self._servicer.sessions = self._sessions
+        self._state = NodeState.SERVING
+
+    async def drain(self, deadline_seconds: float) -> None:
+        """No new groups; what runs ends or is given up at the deadline; its last events are sent."""
+        self._state = NodeState.DRAINING
+        parts = self._parts
+        if parts is None:
+            return
+        self._submit(DrainStarted())
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._until_idle(parts)
+        except TimeoutError:
+            _log.warning("drain deadline passed", num_groups=parts.desk.num_groups)
+            self._submit(DrainExpired())
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._until_idle(parts)
+            except TimeoutError:
+                _log.error("groups were not given up in time", num_groups=parts.desk.num_groups)
+
+    async def stop(self) -> None:
+        parts = self._parts
+        if parts is None:
+            return
+        if self._metrics_task is not None:
+            self._metrics_task.cancel()
+        parts.loop.stop()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 5.0)
+        await parts.drafts.stop()
+        await asyncio.to_thread(parts.ingest.stop)
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self._parts.description) if self._parts else {}
+
+    async def _until_idle(self, parts: DecodeParts) -> None:
+        # Polled: the engine thread's table must not know about event loops.
+        while parts.desk.num_groups or self._sessions.has_unsent_events:  # noqa: ASYNC110 see above
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    # --- engine thread ⇄ event loop -------------------------------------------------------
+
+    def _submit(self, command: Any) -> None:
+        if self._parts is not None:
+            self._parts.loop.submit(command)
+
+    def _emit(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+        """Called from the engine thread."""
+        assert self._event_loop is not None
+        self._event_loop.call_soon_threadsafe(self._deliver, events, stats)
+
+    def _deliver(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+        self._sessions.deliver(events)
+        if stats is not None:
+            self._rates.add(stats)
+        if self._metrics is not None:
+            self._metrics.observe(events, stats)
+
+    async def _sync_metrics(self) -> None:
+        while self._parts is not None and self._metrics is not None:
+            self._metrics.sync(
+                load=self._load(),
+                received=self._parts.ingest.receiver.counters,
+                drafts=self._parts.drafts.status(),
+            )
+            await asyncio.sleep(METRICS_SECONDS)
+
+    def _run_engine(self) -> None:
+        assert self._parts is not None
+        try:
+            self._parts.loop.run()
+        except Exception:  # noqa: BLE001 a bug of ours: whatever the state is now, it must not be served from
+            _log.exception("the engine thread failed; the process ends")
+            os._exit(EXIT_ENGINE_FAILED)
+
+    # --- who this is, and how it is doing -------------------------------------------------
+
+    def _info(self) -> NodeInfo:
+        return NodeInfo(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=self._incarnation,
+            name=self._name,
+            role=NodeRole.DECODE,
+            state=self._state,
+            version=__version__,
+            model=self._parts.model if self._parts else None,
+        )
+
+    def _report(self) -> NodeReport:
+        report = NodeReport(state=self._state, incarnation=self._incarnation)
+        if self._parts is None:
+            return report
+        progress = self._parts.loop.progress
+        at_hand = progress.at_hand
+        return replace(
+            report,
+            step=at_hand.step,
+            expected_step_seconds=at_hand.expected_seconds,
+            step_age_seconds=progress.age_seconds(),
+            load=self._load(),
+        )
+
+    def _load(self) -> NodeLoad:
+        assert self._parts is not None
+        engine = self._parts.engine
+        return NodeLoad(
+            num_running=engine.scheduler.num_running,
+            num_waiting=self._parts.desk.num_waiting,
+            kv_blocks_total=engine.pool.num_blocks,
+            kv_blocks_free=engine.pool.num_free_blocks,
+            tokens_per_second=self._rates.tokens_per_second(),
+            mean_acceptance_length=self._rates.mean_acceptance_length(),
+        )

@@ -1,0 +1,162 @@
+"""Router sessions: one stream for each router, and the stream is the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from decode_node.commands import AddressedEvent, Command, GroupCancelled, GroupOpened, SessionEnded
+from outrider.errors import InvalidRequestError, MismatchError
+from outrider.node import NodeInfo, NodeReport
+from outrider.service.telemetry.logging import get_logger
+from outrider.session import PROTOCOL_VERSION, OpenSequenceGroup, SampleTokens, SequenceGroupEvent
+from outrider.v1 import session_pb2
+from outrider.wire.session import command_from_proto, report_message_to_proto
+
+REPORT_SECONDS = 0.2  # a router hears from this node at least this often
+HELLO_SECONDS = 10.0
+
+_log = get_logger("session")
+
+
+@dataclass(slots=True)
+class RouterSession:
+    """One router's stream, seen from the event loop."""
+
+    session_id: int
+    router: str
+    events: list[SequenceGroupEvent] = field(default_factory=list)  # not yet written
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sessions:
+    """All of them. Event loop only.
+
+    Commands go to the engine thread through `submit`; its events come back through
+    `deliver`. A report is built when the stream is writable, from all that happened
+    since the last one: a slow router gets fewer, larger messages and never holds the
+    engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        submit: Callable[[Command], None],
+        info: Callable[[], NodeInfo],
+        report: Callable[[], NodeReport],
+    ) -> None:
+        self._submit = submit
+        self._info = info
+        self._report = report
+        self._sessions: dict[int, RouterSession] = {}
+        self._session_ids = itertools.count(1)
+
+    def deliver(self, events: Iterable[AddressedEvent]) -> None:
+        woken: set[int] = set()
+        for addressed in events:
+            session = self._sessions.get(addressed.session_id)
+            if session is not None:
+                session.events.append(addressed.event)
+                woken.add(addressed.session_id)
+        for session_id in woken:
+            self._sessions[session_id].wake.set()
+
+    @property
+    def has_unsent_events(self) -> bool:
+        return any(session.events for session in self._sessions.values())
+
+    async def serve(
+        self, commands: AsyncIterator[session_pb2.SessionCommand]
+    ) -> AsyncGenerator[session_pb2.SessionReport, None]:
+        """One session, from hello to the end of the stream, however it ends.
+
+        Raises: MismatchError for another protocol version or model, InvalidRequestError
+        for a message that breaks the protocol.
+        """
+        hello = await self._read_hello(commands)
+        session = RouterSession(next(self._session_ids), hello.name or "router")
+        kv_host = hello.reached_at.rpartition(":")[0].removeprefix("ipv4:").removeprefix("dns:///") or "127.0.0.1"
+        self._sessions[session.session_id] = session
+        _log.info("session opened", router=session.router, session=session.session_id)
+        reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
+        reader.add_done_callback(lambda _: session.wake.set())
+        try:
+            yield report_message_to_proto(self._report(), (), hello=self._info())
+            while not reader.done():
+                yield await self._next_report(session)
+            reader.result()  # raises what the reader found wrong
+        finally:
+            reader.cancel()
+            del self._sessions[session.session_id]
+            self._submit(SessionEnded(session.session_id))
+            _log.info("session ended", router=session.router, session=session.session_id)
+
+    async def _read_hello(self, commands: AsyncIterator[session_pb2.SessionCommand]) -> session_pb2.SessionHello:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                first = await anext(commands)
+        except (StopAsyncIteration, TimeoutError) as error:
+            raise InvalidRequestError("a session begins with a hello", field="hello") from error
+        if first.WhichOneof("command") != "hello":
+            raise InvalidRequestError("a session begins with a hello", field="hello")
+        hello, info = first.hello, self._info()
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise MismatchError(
+                f"router {hello.name} speaks protocol {hello.protocol_version}, "
+                f"decode node {info.name} speaks {PROTOCOL_VERSION}"
+            )
+        mine = info.model.fingerprint if info.model else ""
+        if hello.fingerprint and hello.fingerprint != mine:
+            raise MismatchError(
+                f"router {hello.name} serves the model with fingerprint {hello.fingerprint}, "
+                f"decode node {info.name} has {mine}"
+            )
+        return hello
+
+    async def _read_commands(
+        self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
+    ) -> None:
+        async for proto in commands:
+            command = command_from_proto(proto)
+            if isinstance(command, OpenSequenceGroup):
+                self._submit(GroupOpened(session.session_id, command, kv_host))
+            else:
+                self._submit(GroupCancelled(session.session_id, command))
+
+    async def _next_report(self, session: RouterSession) -> session_pb2.SessionReport:
+        """Waits for something to say, at most `REPORT_SECONDS`."""
+        try:
+            async with asyncio.timeout(REPORT_SECONDS):
+                await session.wake.wait()
+        except TimeoutError:
+            pass  # nothing happened: the report itself says that this node lives
+        session.wake.clear()
+        events, session.events = session.events, []
+        return report_message_to_proto(self._report(), merge_tokens(events))
+
+
+def merge_tokens(events: list[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
+    """Consecutive SampleTokens of one sample become one; the order of everything else stays."""
+    merged: list[SequenceGroupEvent] = []
+    newest: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in merged of its tokens
+    for event in events:
+        if not isinstance(event, SampleTokens):
+            merged.append(event)
+            continue
+        key = (event.sequence_group_id, event.sample)
+        index = newest.get(key)
+        if index is None:
+            newest[key] = len(merged)
+            merged.append(event)
+            continue
+        earlier = merged[index]
+        assert isinstance(earlier, SampleTokens)
+        merged[index] = replace(
+            earlier,
+            token_ids=earlier.token_ids + event.token_ids,
+            logprobs=earlier.logprobs + event.logprobs,
+            speculation=earlier.speculation + event.speculation,
+        )
+    return merged

@@ -1,0 +1,63 @@
+"""What one verification decided for one sample: accept, then stop where the request says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.request import FinishReason, TokenLogprobs
+from outrider.session import SpeculationCounts
+from outrider.speculation.acceptance import accept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The tokens that are committed by this step, in order, and why the sample ends with them, if it does."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]  # empty, or one for each token
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    num_draft_tokens: int
+    num_accepted: int  # draft tokens that equal the target's choice, those behind a stop included
+
+    def counts(self, *, wanting: bool, hit: bool) -> SpeculationCounts:
+        drafted = self.num_draft_tokens > 0
+        return SpeculationCounts(
+            num_spec_steps=int(drafted),
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted,
+            acceptance_histogram=(0,) * self.num_accepted + (1,) if drafted else (),
+            num_wanting_steps=int(wanting),
+            num_hit_steps=int(hit),
+        )
+
+
+def judge(
+    *,
+    draft_token_ids: Sequence[int],
+    target_token_ids: Sequence[int],  # [num_draft_tokens + 1]: the target's choice after each
+    logprobs: Sequence[TokenLogprobs | None],  # [num_draft_tokens + 1]
+    stop_token_ids: frozenset[int],
+    num_tokens_left: int,  # of max_tokens, at least 1
+) -> Verdict:
+    """The longest agreeing prefix and one token more, cut after the first token that ends the sample.
+
+    On one token STOP wins over LENGTH.
+    """
+    agreed = accept(draft_token_ids, target_token_ids)
+    token_ids = tuple(agreed[:num_tokens_left])
+    reason = FinishReason.LENGTH if len(token_ids) == num_tokens_left else None
+    stop_token_id = None
+    for index, token_id in enumerate(token_ids):
+        if token_id in stop_token_ids:
+            token_ids, reason, stop_token_id = token_ids[: index + 1], FinishReason.STOP, token_id
+            break
+    return Verdict(
+        token_ids=token_ids,
+        logprobs=tuple(value for value in logprobs[: len(token_ids)] if value is not None),
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        num_draft_tokens=len(draft_token_ids),
+        num_accepted=len(agreed) - 1,
+    )
