@@ -1,0 +1,85 @@
+"""What a client gets, as values: the events of one answer, in the contract's order and words.
+
+One Started, then for each sample its Deltas and one Finished (samples interleaved), then
+one Summary. The proto mirror is `router.proto`; `outrider.wire.router` converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.request import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    num_prompt_tokens: int
+    seed: int
+    model: str
+    router: str  # address that Abort must reach
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Everything new of one sample since the client's last one."""
+
+    sample: int
+    start_position: int  # of token_ids[0], or of the next token when there is none
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    sample: int
+    reason: FinishReason
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferMetrics:
+    connector: str = ""  # empty: nothing had to move
+    num_bytes: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationMetrics:
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    draft_acceptance_rate: float = 0.0
+    mean_acceptance_length: float = 0.0
+    acceptance_histogram: tuple[int, ...] = ()
+    look_ahead_hit_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    queue_seconds: float
+    ttft_seconds: float
+    e2e_seconds: float
+    prefill_seconds: float = 0.0
+    kv_transfer: KvTransferMetrics = field(default_factory=KvTransferMetrics)
+    speculative_decoding: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    attempts: int = 1
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    usage: Usage
+    metrics: RequestMetrics
+
+
+AnswerEvent = Started | Delta | Finished | Summary

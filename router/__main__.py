@@ -1,0 +1,26 @@
+"""`python -m router`: the composition root."""
+
+from __future__ import annotations
+
+import sys
+
+from outrider.config import parse_role_arguments
+from outrider.service.config import TelemetryConfig
+from outrider.service.server import run_service
+from router.config import RouterConfig
+from router.service import RouterService
+
+
+def main() -> int:
+    sections = parse_role_arguments("router", {"router": RouterConfig, "telemetry": TelemetryConfig})
+    config: RouterConfig = sections["router"]
+    telemetry: TelemetryConfig = sections["telemetry"]
+    for name in ("prefill_targets", "decode_targets"):
+        if not getattr(config, name):
+            sys.stderr.write(f"router: router.{name} is empty; name at least one host:port\n")
+            return 2
+    return run_service(RouterService(config), server=config.server, telemetry=telemetry, role="router")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

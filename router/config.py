@@ -1,0 +1,44 @@
+"""The router's settings: where the nodes are, and how much may wait. Everything else comes from the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.config import setting
+from outrider.service.config import ServerConfig, TlsConfig
+
+DEFAULT_PORT = 50051
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """A target is host:port; a name that resolves to several addresses is several nodes."""
+
+    prefill_targets: tuple[str, ...] = setting((), help="Prefill nodes, host:port.")
+    decode_targets: tuple[str, ...] = setting((), help="Decode nodes, host:port.")
+    draft_targets: tuple[str, ...] = setting((), help="Draft nodes, host:port; watched only, decode nodes dial them.")
+    max_waiting: int = setting(256, at_least=0, at_most=1_000_000, help="Requests in the queue; beyond: RESOURCE_EXHAUSTED.")
+    max_waiting_tokens: int = setting(
+        262_144, at_least=0, at_most=1 << 40, help="Prompt tokens in the queue; beyond: RESOURCE_EXHAUSTED."
+    )
+    prefill_outstanding_tokens: int = setting(
+        1024, at_least=1, at_most=1 << 30, help="Uncached prompt tokens under way on one prefill node (four chunks)."
+    )
+    journal_bytes: int = setting(
+        256 << 20, at_least=1 << 16, at_most=1 << 44, help="Memory for running answers; beyond: RESOURCE_EXHAUSTED."
+    )
+    liveness_timeout_seconds: float = setting(
+        2.0, at_least=1.0, at_most=600.0, help="A node whose progress stops for this long is lost."
+    )
+    kv_ready_timeout_seconds: float = setting(
+        10.0, at_least=1.0, at_most=600.0, help="From the end of a prefill to the decode node's word that KV is complete."
+    )
+    no_node_timeout_seconds: float = setting(
+        15.0, at_least=0.0, at_most=3600.0, help="How long requests wait while no decode or no prefill node serves."
+    )
+    resolve_interval_seconds: float = setting(
+        5.0, at_least=0.1, at_most=3600.0, help="How often targets are looked up again."
+    )
+    tokenizer_threads: int = setting(2, at_least=1, at_most=64, help="Threads that encode prompts.")
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=DEFAULT_PORT))
+    node_tls: TlsConfig = field(default_factory=TlsConfig)

@@ -1,0 +1,109 @@
+"""Token ids to text, one token at a time, whatever way the tokens arrive."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "�"
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the window method looks back to: enough for any tokenizer's joining of words."""
+MAX_PENDING_TOKENS = 16
+"""So many tokens that still give no whole character are broken or have no text: they are let go."""
+
+
+class Detokenizer(Protocol):
+    """One sample's decoder. Appending token by token gives what decoding all at once gives."""
+
+    @property
+    def is_mid_character(self) -> bool:
+        """Whether bytes of an incomplete character are held back."""
+
+    def append(self, token_id: int) -> str:
+        """The text that is complete with this token."""
+
+    def finish(self) -> str:
+        """What is held back, broken bytes as U+FFFD."""
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers: each token is its bytes, so one token costs one table look-up.
+
+    `token_bytes[id]` is what the token adds; ids beyond the table add nothing.
+    """
+
+    __slots__ = ("_decoder", "_token_bytes")
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def is_mid_character(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def append(self, token_id: int) -> str:
+        if token_id >= len(self._token_bytes):
+            return ""
+        return self._decoder.decode(self._token_bytes[token_id])
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)  # noqa: FBT003 the codec's own signature
+
+
+class WindowDetokenizer:
+    """For every other tokenizer: decodes a short window and takes what it adds.
+
+    The window is the tokens whose text was emitted last, then those that are held back;
+    both decodings start at the same token, so what a decoder does at the start (such as
+    dropping a leading space) cancels out. (The method of text-generation-inference and vLLM.)
+    `context` are the tokens before the answer.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._token_ids = list(context[-CONTEXT_TOKENS:])
+        self._num_emitted = len(self._token_ids)  # of the window
+        self._emitted_text = decode(self._token_ids)
+        self._is_mid_character = False
+
+    @property
+    def is_mid_character(self) -> bool:
+        return self._is_mid_character
+
+    def append(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._decode(self._token_ids)
+        has_text = len(text) > len(self._emitted_text)
+        self._is_mid_character = has_text and text.endswith(REPLACEMENT)
+        if (has_text and not self._is_mid_character) or self._num_pending >= MAX_PENDING_TOKENS:
+            return self._emit(text)
+        return ""
+
+    def finish(self) -> str:
+        return self._emit(self._decode(self._token_ids)) if self._num_pending else ""
+
+    @property
+    def _num_pending(self) -> int:
+        return len(self._token_ids) - self._num_emitted
+
+    def _emit(self, text: str) -> str:
+        added = text[len(self._emitted_text) :]
+        self._token_ids = self._token_ids[self._num_emitted :]
+        self._num_emitted = len(self._token_ids)
+        self._emitted_text = self._decode(self._token_ids)
+        self._is_mid_character = False
+        return added
+
+
+class NoText:
+    """For answers whose text nobody looks at."""
+
+    is_mid_character = False
+
+    def append(self, token_id: int) -> str:  # noqa: ARG002 the protocol's signature
+        return ""
+
+    def finish(self) -> str:
+        return ""

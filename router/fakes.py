@@ -1,0 +1,490 @@
+"""Nodes without engines, for tests: the whole wire contract in one process, in milliseconds.
+
+A fake decode node answers the session as a real one does, with a scripted target instead of
+a model; a fake prefill node "pushes KV" by telling the decode node that it is complete.
+Both count what they hold, so that a test can see that nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import tokenizers
+
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.request import FinishReason, TokenLogprobs
+from outrider.service.node_service import NodeServicer
+from outrider.session import (
+    PROTOCOL_VERSION,
+    CancelSequenceGroup,
+    Granted,
+    KvReady,
+    OpenSequenceGroup,
+    Rejected,
+    RejectReason,
+    SampleDone,
+    SampleTokens,
+    SequenceGroupEvent,
+    SequenceGroupFailed,
+    SpeculationCounts,
+)
+from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from outrider.wire.session import command_from_proto, report_message_to_proto
+
+BLOCK_TOKENS = 16
+KV_BYTES_PER_TOKEN = 64
+FAKE_TRANSFER_SECONDS = 0.001
+EOS_TOKEN_ID = 256
+VOCAB_SIZE = 264  # 256 bytes, three special tokens, one added plain one, padding
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}\n"
+    "    {% if message['role'] not in ['system', 'user', 'assistant'] %}\n"
+    "        {{ raise_exception('unknown role ' + message['role']) }}\n"
+    "    {% endif %}\n"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' -}}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}\n"
+    "{{ '<|start|>assistant\n' -}}\n"
+    "{% endif %}\n"
+)
+
+Script = Callable[[OpenSequenceGroup, int], Sequence[int]]
+"""The target: a sample's tokens from the answer's start, as many as may be needed."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def fake_tokenizer_files() -> dict[str, bytes]:
+    """Byte-level: token id = byte; 256 end of text, 257 <|start|>, 258 <|end|> special, 259 an added plain word."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    by_byte = {_character_of(byte): byte for byte in range(256)}
+    assert sorted(by_byte) == alphabet, "the alphabet is GPT-2's"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=by_byte, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|start|>", "<|end|>"])
+    tokenizer.add_tokens(["plain added"])
+    config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def _character_of(byte: int) -> str:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + sum(1 for other in range(byte) if other not in printable))
+
+
+def fake_model_info(**changes: Any) -> ModelInfo:
+    values: dict[str, Any] = {
+        "name": "fake-model",
+        "vocab_size": VOCAB_SIZE,
+        "max_model_len": 512,
+        "eos_token_ids": (EOS_TOKEN_ID,),
+        "dtype": "float32",
+        "fingerprint": "f" * 64,
+        "vocabulary_fingerprint": "a" * 64,
+        "proposer": "ngram",
+        "num_speculative_tokens": 4,
+    }
+    return ModelInfo(**values | changes)
+
+
+def letters(opened: OpenSequenceGroup, sample: int) -> Sequence[int]:
+    """The default script: lower-case letters that depend on seed, sample and place."""
+    start = opened.sampling.seed % 26 + sample
+    return [97 + (start + 7 * place) % 26 for place in range(opened.sampling.max_tokens)]
+
+
+class FakeNode:
+    """A node's server and identity. `freeze` is SIGSTOP: connections stay, nothing moves."""
+
+    def __init__(self, role: NodeRole, *, name: str, model: ModelInfo | None = None) -> None:
+        self.role = role
+        self.name = name
+        self.model = model if model is not None else fake_model_info()
+        self.state = NodeState.SERVING
+        self.incarnation = os.urandom(16)
+        self.step = 0
+        self.address = ""
+        self._server: grpc.aio.Server | None = None
+        self._moves = asyncio.Event()
+        self._moves.set()
+
+    async def start(self, port: int = 0) -> str:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        node_pb2_grpc.add_NodeServiceServicer_to_server(_FakeNodeServicer(self), self._server)
+        self.add_to(self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+        return self.address
+
+    async def stop(self) -> None:
+        """As kill -9: every stream breaks."""
+        if self._server is not None:
+            await self._server.stop(None)
+
+    def freeze(self) -> None:
+        self._moves.clear()
+
+    def thaw(self) -> None:
+        self._moves.set()
+
+    async def moves(self) -> None:
+        """Returns unless the node is frozen."""
+        await self._moves.wait()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds what the role has besides NodeService."""
+
+    def info(self) -> NodeInfo:
+        return NodeInfo(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=self.incarnation,
+            name=self.name,
+            role=self.role,
+            state=self.state,
+            version="fake",
+            model=self.model if self.state is not NodeState.STARTING else None,
+        )
+
+    def load(self) -> NodeLoad:
+        return NodeLoad()
+
+    def report(self) -> NodeReport:
+        return NodeReport(state=self.state, incarnation=self.incarnation, step=self.step, load=self.load())
+
+
+class _FakeNodeServicer(NodeServicer):
+    def __init__(self, node: FakeNode) -> None:
+        super().__init__(node.info, node.report, fake_tokenizer_files)
+        self._node = node
+
+    async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:  # noqa: N802
+        await self._node.moves()
+        return await super().GetNode(request, context)
+
+    async def Watch(  # noqa: N802
+        self, request: node_pb2.WatchNodeRequest, context: Context
+    ) -> AsyncIterator[node_pb2.NodeReport]:
+        async for report in super().Watch(request, context):
+            await self._node.moves()
+            yield report
+
+
+@dataclass(slots=True, eq=False)
+class FakeGroup:
+    """One sequence group on a fake decode node."""
+
+    opened: OpenSequenceGroup
+    num_blocks: int
+    tokens: dict[int, Sequence[int]]  # by running sample: its script
+    num_sent: dict[int, int]  # by running sample
+    is_ready: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _FakeSession:
+    groups: dict[bytes, FakeGroup] = field(default_factory=dict)
+    events: list[SequenceGroupEvent] = field(default_factory=list)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def say(self, event: SequenceGroupEvent) -> None:
+        self.events.append(event)
+        self.wake.set()
+
+
+class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
+    """Attributes may be changed while it runs; they apply to what comes next."""
+
+    def __init__(self, *, name: str = "decode-0", model: ModelInfo | None = None, script: Script = letters) -> None:
+        super().__init__(NodeRole.DECODE, name=name, model=model)
+        self.script = script
+        self.tokens_per_step = 1
+        self.step_seconds = 0.0
+        self.num_blocks = 1024
+        self.max_running = 64
+        self.max_local_prefill_tokens = 0  # beyond the last prompt token
+        self.held_prefix_length = 0
+        self.answers_opens = True
+        self.accepted_drafts_per_step: int | None = None  # None: nothing is drafted
+        self.opened: list[OpenSequenceGroup] = []  # every Open, in order
+        self.cancelled: list[CancelSequenceGroup] = []
+        self._sessions: set[_FakeSession] = set()
+
+    @property
+    def groups(self) -> list[FakeGroup]:
+        return [group for session in self._sessions for group in session.groups.values()]
+
+    @property
+    def num_blocks_used(self) -> int:
+        return sum(group.num_blocks for group in self.groups)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        session_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(
+            num_running=sum(len(group.tokens) for group in self.groups),
+            kv_blocks_total=self.num_blocks,
+            kv_blocks_free=self.num_blocks - self.num_blocks_used,
+        )
+
+    def complete_transfer(self, transfer_id: bytes, num_tokens: int) -> bool:
+        """The prefill node's push has been committed. False: nobody waits for it."""
+        for session in self._sessions:
+            for group in session.groups.values():
+                if group.opened.transfer_id == transfer_id and not group.is_ready:
+                    self._make_ready(session, group, "fake", num_tokens * KV_BYTES_PER_TOKEN)
+                    return True
+        return False
+
+    def fail_groups(self, *, code: int, message: str) -> None:
+        """Gives every group up."""
+        for session in self._sessions:
+            for group_id in list(session.groups):
+                del session.groups[group_id]
+                session.say(SequenceGroupFailed(sequence_group_id=group_id, code=code, message=message))
+
+    async def break_sessions(self) -> None:
+        """Every session ends, as when the network breaks; the node lives on."""
+        for session in self._sessions:
+            session.groups.clear()
+            session.wake.set()
+        self._sessions.clear()
+
+    async def Session(  # noqa: N802 named by the proto
+        self, requests: AsyncIterator[session_pb2.SessionCommand], context: Context
+    ) -> AsyncIterator[session_pb2.SessionReport]:
+        hello = (await anext(aiter(requests))).hello
+        if hello.fingerprint != self.model.fingerprint:
+            message = f"{self.name} serves {self.model.fingerprint}, {hello.name} {hello.fingerprint}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
+        session = _FakeSession()
+        self._sessions.add(session)
+        reader = asyncio.ensure_future(self._read(requests, session))
+        try:
+            yield report_message_to_proto(self.report(), (), hello=self.info())
+            while session in self._sessions and not reader.done():
+                await self._wait_for_work(session)
+                await self.moves()
+                self._step(session)
+                events, session.events = session.events, []
+                yield report_message_to_proto(self.report(), events)
+        finally:
+            reader.cancel()
+            session.groups.clear()
+            self._sessions.discard(session)
+
+    async def _wait_for_work(self, session: _FakeSession) -> None:
+        if any(group.is_ready for group in session.groups.values()):
+            await asyncio.sleep(self.step_seconds)
+            return
+        session.wake.clear()
+        if not session.events:
+            try:
+                async with asyncio.timeout(0.05):
+                    await session.wake.wait()
+            except TimeoutError:
+                return
+
+    async def _read(self, requests: AsyncIterator[session_pb2.SessionCommand], session: _FakeSession) -> None:
+        async for proto in requests:
+            await self.moves()
+            command = command_from_proto(proto)
+            if isinstance(command, OpenSequenceGroup):
+                self.opened.append(command)
+                if self.answers_opens:
+                    self._open(session, command)
+            else:
+                self.cancelled.append(command)
+                self._cancel(session, command)
+            session.wake.set()
+
+    def _open(self, session: _FakeSession, opened: OpenSequenceGroup) -> None:
+        known = opened.prompt_token_ids + opened.generated_token_ids
+        group_id = opened.sequence_group_id
+        num_blocks = -(-len(known) // BLOCK_TOKENS) + opened.sampling.n
+        load = self.load()
+        if num_blocks > self.num_blocks:
+            session.say(
+                Rejected(sequence_group_id=group_id, reason=RejectReason.TOO_LARGE, message="more than the whole pool")
+            )
+            return
+        if num_blocks > load.kv_blocks_free or load.num_running + opened.sampling.n > self.max_running:
+            session.say(Rejected(sequence_group_id=group_id, reason=RejectReason.NO_ROOM, message="no room"))
+            return
+        samples = range(opened.sampling.n)
+        group = FakeGroup(
+            opened=opened,
+            num_blocks=num_blocks,
+            tokens={sample: self.script(opened, sample) for sample in samples},
+            num_sent=dict.fromkeys(samples, len(opened.generated_token_ids)),
+        )
+        session.groups[group_id] = group
+        held = min(self.held_prefix_length, len(known) - 1)
+        is_local = len(known) - 1 - held <= self.max_local_prefill_tokens
+        session.say(
+            Granted(
+                sequence_group_id=group_id,
+                transfer_id=opened.transfer_id,
+                kv_address="" if is_local else self.address,
+                held_prefix_length=held,
+                num_tokens_to_compute=len(known) - held if is_local else 1,
+            )
+        )
+        if is_local:
+            self._make_ready(session, group, "", 0)
+
+    def _make_ready(self, session: _FakeSession, group: FakeGroup, connector: str, num_bytes: int) -> None:
+        group.is_ready = True
+        session.say(
+            KvReady(
+                sequence_group_id=group.opened.sequence_group_id,
+                transfer_id=group.opened.transfer_id,
+                connector=connector,
+                kv_bytes=num_bytes,
+                transfer_seconds=FAKE_TRANSFER_SECONDS if connector else 0.0,
+            )
+        )
+
+    def _cancel(self, session: _FakeSession, command: CancelSequenceGroup) -> None:
+        group = session.groups.get(command.sequence_group_id)
+        if group is None:
+            return
+        for sample in command.samples or list(group.tokens):
+            group.tokens.pop(sample, None)
+        if not group.tokens:
+            del session.groups[command.sequence_group_id]
+
+    def _step(self, session: _FakeSession) -> None:
+        """One engine iteration: the next tokens of every running sample."""
+        ready = [group for group in session.groups.values() if group.is_ready]
+        self.step += bool(ready)
+        for group in ready:
+            for sample in list(group.tokens):
+                self._advance(session, group, sample)
+            if not group.tokens:
+                del session.groups[group.opened.sequence_group_id]
+
+    def _advance(self, session: _FakeSession, group: FakeGroup, sample: int) -> None:
+        opened, sent = group.opened, group.num_sent[sample]
+        end: tuple[FinishReason, int | None] | None = None
+        token_ids: list[int] = []
+        for token_id in group.tokens[sample][sent : sent + self.tokens_per_step]:
+            token_ids.append(token_id)
+            num_generated = sent + len(token_ids)
+            if token_id in opened.stop_token_ids and num_generated > opened.sampling.min_tokens:
+                end = (FinishReason.STOP, token_id)
+            elif num_generated >= opened.sampling.max_tokens:
+                end = (FinishReason.LENGTH, None)
+            if end is not None:
+                break
+        group.num_sent[sample] = sent + len(token_ids)
+        if token_ids:
+            session.say(
+                SampleTokens(
+                    sequence_group_id=opened.sequence_group_id,
+                    sample=sample,
+                    start_position=len(opened.prompt_token_ids) + sent,
+                    token_ids=tuple(token_ids),
+                    logprobs=self._logprobs(opened, token_ids),
+                    speculation=self._speculation(),
+                )
+            )
+        if end is not None:
+            del group.tokens[sample]
+            done = SampleDone(
+                sequence_group_id=opened.sequence_group_id, sample=sample, reason=end[0], stop_token_id=end[1]
+            )
+            session.say(done)
+
+    def _logprobs(self, opened: OpenSequenceGroup, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        if opened.logprobs is None:
+            return ()
+        top = tuple((place, -1.0 - place) for place in range(opened.logprobs.num_top))
+        return tuple(TokenLogprobs(token_id, -token_id / 8, 1 + token_id, top) for token_id in token_ids)
+
+    def _speculation(self) -> SpeculationCounts:
+        accepted = self.accepted_drafts_per_step
+        if accepted is None:
+            return SpeculationCounts()
+        return SpeculationCounts(
+            num_spec_steps=1,
+            num_draft_tokens=4,
+            num_accepted_draft_tokens=accepted,
+            acceptance_histogram=(*(0 for _ in range(accepted)), 1),
+            num_wanting_steps=1,
+            num_hit_steps=1,
+        )
+
+
+class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
+    """Knows the decode nodes that it may push to."""
+
+    def __init__(
+        self, decode_nodes: Sequence[FakeDecodeNode], *, name: str = "prefill-0", model: ModelInfo | None = None
+    ) -> None:
+        super().__init__(NodeRole.PREFILL, name=name, model=model)
+        self._decode_nodes = tuple(decode_nodes)
+        self.prefill_seconds = 0.0
+        self.num_cached_tokens = 0
+        self.fails_with: grpc.StatusCode | None = None
+        self.pushes = True  # False: answers without having pushed anything
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.num_active = 0
+        self.num_outstanding_tokens = 0
+        self.most_outstanding_tokens = 0
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(num_running=self.num_active, num_outstanding_tokens=self.num_outstanding_tokens)
+
+    async def Prefill(  # noqa: N802 named by the proto
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> prefill_pb2.PrefillResponse:
+        self.requests.append(request)
+        num_tokens = len(request.token_ids)
+        self.num_active += 1
+        self.num_outstanding_tokens += num_tokens
+        self.most_outstanding_tokens = max(self.most_outstanding_tokens, self.num_outstanding_tokens)
+        try:
+            await self.moves()
+            await asyncio.sleep(self.prefill_seconds)
+            await self.moves()
+            if self.fails_with is not None:
+                await context.abort(self.fails_with, "scripted failure")
+            if self.pushes:
+                self._push(request)
+        finally:
+            self.num_active -= 1
+            self.num_outstanding_tokens -= num_tokens
+        num_cached = min(self.num_cached_tokens, num_tokens)
+        return prefill_pb2.PrefillResponse(
+            num_cached_tokens=num_cached,
+            num_computed_tokens=num_tokens - num_cached,
+            compute_microseconds=round(self.prefill_seconds * 1e6) + 1000,
+            connector="fake",
+            kv_bytes=(num_tokens - request.held_prefix_length) * KV_BYTES_PER_TOKEN,
+            transfer_microseconds=2000,
+            exposed_microseconds=500,
+        )
+
+    def _push(self, request: prefill_pb2.PrefillRequest) -> None:
+        for node in self._decode_nodes:
+            if node.address == request.kv_address and node.incarnation == request.decode_incarnation:
+                node.complete_transfer(request.transfer_id, len(request.token_ids) - request.held_prefix_length)

@@ -1,0 +1,50 @@
+"""A public request to a complete one: checked, encoded, defaults filled in."""
+
+from __future__ import annotations
+
+import secrets
+
+from outrider.request import Request
+from outrider.v1 import router_pb2
+from outrider.wire.router import chat_from_proto, request_from_proto, skips_special_tokens
+from router.cluster_view import ServedModel
+from router.tokenizer import Tokenizer
+from router.validation import check_lengths
+
+SEED_LIMIT = 1 << 53
+"""Drawn seeds are exact in every language's floating-point numbers."""
+
+
+async def read_request(proto: router_pb2.GenerateRequest, served: ServedModel, *, request_id: str) -> Request:
+    """The request that nodes will see. `proto` has passed `check_request`.
+
+    Raises: InvalidRequestError when the prompt does not fit.
+    """
+    tokenizer = served.tokenizer
+    token_ids = await encode_prompt(proto, tokenizer)
+    max_tokens = check_lengths(proto, len(token_ids), served.info)
+    prompt_text = ""
+    if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
+        skip = skips_special_tokens(proto.output)
+        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip)
+    seed = proto.sampling.seed if proto.sampling.HasField("seed") else secrets.randbelow(SEED_LIMIT)
+    return request_from_proto(
+        proto,
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        prompt_text=prompt_text,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+
+
+async def encode_prompt(
+    proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, tokenizer: Tokenizer
+) -> list[int]:
+    """Raises: InvalidRequestError when the chat template refuses the messages."""
+    if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
+        return list(proto.token_ids.ids)
+    if proto.HasField("chat"):
+        messages, add_generation_prompt = chat_from_proto(proto.chat)
+        return await tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+    return await tokenizer.encode_text(proto.text)

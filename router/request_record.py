@@ -1,0 +1,106 @@
+"""What is measured about one request: the Summary's figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.answer import KvTransferMetrics, RequestMetrics, SpeculationMetrics, Summary, Usage
+from outrider.request import Request
+from outrider.session import KvReady, SpeculationCounts
+from outrider.v1 import prefill_pb2
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Filled in as the request goes its way; times are monotonic seconds of this machine."""
+
+    request: Request
+    arrived_at: float
+    clock: Callable[[], float] = time.monotonic
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    nodes: list[str] = field(default_factory=list)
+    num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
+    kv_ready: KvReady | None = None
+    prefill: prefill_pb2.PrefillResponse | None = None
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+    def use_node(self, name: str) -> None:
+        if name not in self.nodes:
+            self.nodes.append(name)
+
+    def mark_admitted(self) -> None:
+        self.admitted_at = self.clock()
+
+    def mark_end(self) -> None:
+        """The end of the last sample; the first call counts."""
+        if self.ended_at is None:
+            self.ended_at = self.clock()
+
+    @property
+    def queue_seconds(self) -> float:
+        return self._since_arrival(self.admitted_at)
+
+    def summary(self, *, num_generated_tokens: int) -> Summary:
+        prefill = self.prefill
+        return Summary(
+            usage=Usage(
+                num_prompt_tokens=len(self.request.prompt_token_ids),
+                num_cached_tokens=self._num_cached_tokens(),
+                num_generated_tokens=num_generated_tokens,
+            ),
+            metrics=RequestMetrics(
+                queue_seconds=self.queue_seconds,
+                ttft_seconds=self._since_arrival(self.first_token_at),
+                e2e_seconds=self._since_arrival(self.ended_at),
+                prefill_seconds=0.0 if prefill is None else prefill.compute_microseconds / 1e6,
+                kv_transfer=self._kv_transfer(),
+                speculative_decoding=speculation_metrics(self.speculation),
+                nodes=tuple(self.nodes),
+            ),
+        )
+
+    def _since_arrival(self, at: float | None) -> float:
+        """0 for what never happened."""
+        return 0.0 if at is None else max(at - self.arrived_at, 0.0)
+
+    def _num_cached_tokens(self) -> int:
+        """Prompt tokens for which no node ran a forward pass."""
+        if self.num_tokens_to_compute is None or (self.kv_ready is None and self.first_token_at is None):
+            return 0  # the prompt was never completed
+        num_known = len(self.request.prompt_token_ids) + len(self.request.generated_token_ids)
+        num_computed = self.num_tokens_to_compute
+        if self.prefill is not None:
+            num_computed += self.prefill.num_computed_tokens
+        return max(min(num_known - num_computed, len(self.request.prompt_token_ids)), 0)
+
+    def _kv_transfer(self) -> KvTransferMetrics:
+        ready, prefill = self.kv_ready, self.prefill
+        if ready is None or not ready.connector:
+            return KvTransferMetrics()
+        seconds = ready.transfer_seconds if prefill is None else prefill.transfer_microseconds / 1e6
+        exposed = 0.0 if prefill is None else prefill.exposed_microseconds / 1e6
+        return KvTransferMetrics(
+            connector=ready.connector,
+            num_bytes=ready.kv_bytes,
+            seconds=seconds,
+            exposed_seconds=min(exposed, seconds),
+        )
+
+
+def speculation_metrics(counts: SpeculationCounts) -> SpeculationMetrics:
+    """All zero when nothing was drafted."""
+    if counts.num_draft_tokens == 0:
+        return SpeculationMetrics()
+    return SpeculationMetrics(
+        num_spec_steps=counts.num_spec_steps,
+        num_draft_tokens=counts.num_draft_tokens,
+        num_accepted_draft_tokens=counts.num_accepted_draft_tokens,
+        draft_acceptance_rate=counts.num_accepted_draft_tokens / counts.num_draft_tokens,
+        mean_acceptance_length=1.0 + counts.num_accepted_draft_tokens / max(counts.num_spec_steps, 1),
+        acceptance_histogram=counts.acceptance_histogram,
+        look_ahead_hit_rate=counts.num_hit_steps / counts.num_wanting_steps if counts.num_wanting_steps else 0.0,
+    )

@@ -1,0 +1,37 @@
+"""Targets to addresses: a name that resolves to several addresses is several nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+
+Resolver = Callable[[str], Awaitable[list[str]]]
+"""Target → addresses that can be dialled. Raises: OSError when the name is not known (yet)."""
+
+
+async def resolve_with_dns(target: str) -> list[str]:
+    """ "host:port" → one "ip:port" for each address, IPv4 where there is any (both families reach the same node).
+
+    Addresses, and targets in another scheme ("unix:/path"), stay as they are.
+    """
+    host, colon, port = target.rpartition(":")
+    host = host.strip("[]")
+    if not colon or not port.isdigit() or _is_address(host):
+        return [target]
+    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    by_family: dict[int, list[str]] = {}
+    for family, _, _, _, address in found:
+        by_family.setdefault(family, []).append(str(address[0]))
+    if socket.AF_INET in by_family:
+        return sorted({f"{ip}:{port}" for ip in by_family[socket.AF_INET]})
+    return sorted({f"[{ip}]:{port}" for ips in by_family.values() for ip in ips})
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""The router's servicer: proto in, domain call, proto out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider import __version__
+from outrider.answer import AnswerEvent
+from outrider.errors import InvalidRequestError, NotSupportedError, PeerLostError
+from outrider.service.status import rpc_errors
+from outrider.v1 import router_pb2, router_pb2_grpc
+from outrider.wire.router import (
+    complete_to_proto,
+    event_to_proto,
+    model_to_proto,
+    node_status_to_proto,
+    num_samples,
+    skips_special_tokens,
+)
+from router.cluster_view import ClusterView
+from router.intake import encode_prompt, read_request
+from router.request_flow import FlowServices, RequestFlow
+from router.request_record import RequestRecord
+from router.running_requests import RunningRequests
+from router.validation import check_chat, check_request, check_token_ids
+
+SERVICE_NAME = "outrider.v1.RouterService"
+DEFAULT_WATCH_SECONDS = 1.0
+LEAST_WATCH_SECONDS = 0.1
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """`services` gives what requests use; it raises PeerLostError until the router serves."""
+
+    def __init__(self, cluster: ClusterView, services: Callable[[], FlowServices]) -> None:
+        self._cluster = cluster
+        self._services = services
+        self.running = RunningRequests()
+        self.is_draining = False
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+        async with rpc_errors(context):
+            request_id = request.request_id or str(uuid.uuid4())
+            async with aclosing(self._answer(request, request_id)) as batches:
+                async for events in batches:
+                    for event in events:
+                        await context.write(event_to_proto(event, request_id=request_id))
+
+    async def Complete(  # noqa: N802
+        self, request: router_pb2.GenerateRequest, context: Context
+    ) -> router_pb2.CompleteResponse:
+        response = router_pb2.CompleteResponse()
+        async with rpc_errors(context):
+            request_id = request.request_id or str(uuid.uuid4())
+            async with aclosing(self._answer(request, request_id)) as batches:
+                answer = [event async for events in batches for event in events]
+            response = complete_to_proto(answer, request_id=request_id, num_samples=num_samples(request.sampling))
+        return response
+
+    async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: ARG002, N802
+        async with rpc_errors(context):
+            raise NotSupportedError(
+                "Resume is not supported by this version; send the request again with generated_token_ids"
+            )
+
+    async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: ARG002, N802
+        return router_pb2.AbortResponse(aborted=self.running.abort(request.request_id))
+
+    async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
+        response = router_pb2.TokenizeResponse()
+        async with rpc_errors(context):
+            kind = request.WhichOneof("input")
+            if kind is None:
+                raise InvalidRequestError("one of text and chat is needed", field="input")
+            if kind == "chat":
+                check_chat(request.chat)
+            response.token_ids.extend(await encode_prompt(request, self._cluster.model().tokenizer))
+        return response
+
+    async def Detokenize(  # noqa: N802
+        self, request: router_pb2.DetokenizeRequest, context: Context
+    ) -> router_pb2.DetokenizeResponse:
+        response = router_pb2.DetokenizeResponse()
+        async with rpc_errors(context):
+            served = self._cluster.model()
+            check_token_ids(request.token_ids, served.info, field="token_ids")
+            response.text = await served.tokenizer.decode(
+                request.token_ids, skip_special_tokens=skips_special_tokens(request)
+            )
+        return response
+
+    async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: ARG002, N802
+        response = router_pb2.GetModelResponse()
+        async with rpc_errors(context):
+            proposer, num_speculative_tokens = self._cluster.proposer()
+            response = model_to_proto(
+                self._cluster.model().info,
+                proposer=proposer,
+                num_speculative_tokens=num_speculative_tokens,
+                version=__version__,
+            )
+        return response
+
+    async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
+        async with rpc_errors(context):
+            interval = DEFAULT_WATCH_SECONDS
+            if request.HasField("interval"):
+                interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
+            while True:
+                await context.write(self._cluster_status())
+                await asyncio.sleep(interval)
+
+    async def _answer(
+        self, proto: router_pb2.GenerateRequest, request_id: str
+    ) -> AsyncIterator[list[AnswerEvent]]:
+        """Check → name → encode → flow. Raises: OutriderError."""
+        arrived_at = time.monotonic()
+        if self.is_draining:
+            raise PeerLostError("the router is draining", reason="DRAINING")
+        services, served = self._services(), self._cluster.model()
+        check_request(proto, served.info)
+        with self.running.enter(request_id) as running:
+            request = await read_request(proto, served, request_id=request_id)
+            flow = RequestFlow(RequestRecord(request, arrived_at), served, services)
+            running.attach(flow.abort)
+            async with aclosing(flow.run()) as batches:
+                async for events in batches:
+                    yield events
+
+    def _cluster_status(self) -> router_pb2.WatchClusterResponse:
+        response = router_pb2.WatchClusterResponse(
+            nodes=[
+                node_status_to_proto(
+                    name=status.name, role=status.role, state=status.state, target=status.target, report=status.report
+                )
+                for status in self._cluster.statuses()
+            ]
+        )
+        try:
+            services = self._services()
+        except PeerLostError:  # no node serves yet: nothing runs, nothing waits
+            return response
+        response.num_requests_running = services.placement.num_placed
+        response.num_requests_waiting = services.admission.num_waiting
+        return response

@@ -1,0 +1,122 @@
+"""The router as a service: builds its parts, waits for nodes, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc.aio
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from outrider.errors import PeerLostError
+from outrider.node import NodeRole
+from outrider.service.telemetry.metrics import RouterMetrics
+from outrider.v1 import router_pb2_grpc
+from router.admission import Admission
+from router.cluster_view import ClusterView
+from router.config import RouterConfig
+from router.journal import JournalBudget
+from router.placement import Placement
+from router.request_flow import FlowServices
+from router.resolver import Resolver, resolve_with_dns
+from router.server import SERVICE_NAME, RouterServicer
+from router.sessions import RouterIdentity
+
+_INCARNATION_BYTES = 16
+
+
+class RouterService:
+    """Implements `outrider.service.server.Service`. SERVING once a prefill and a decode node serve."""
+
+    service_names: tuple[str, ...] = (SERVICE_NAME,)
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        resolver: Resolver = resolve_with_dns,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        identity = RouterIdentity(
+            name=config.server.name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES)
+        )
+        self.cluster = ClusterView(config, identity, resolver=resolver, on_lost=self._on_lost)
+        self.services: FlowServices | None = None  # None: no node has served yet
+        self.servicer = RouterServicer(self.cluster, self._services_now)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
+
+    async def start(self, address: str) -> None:
+        """Waits for the nodes."""
+        self.cluster.start()
+        await self.cluster.wait_until_serving()
+        served = self.cluster.model()
+        config = self._config
+        placement = Placement(self.cluster, prefill_outstanding_tokens=config.prefill_outstanding_tokens)
+        admission = Admission(
+            placement,
+            max_waiting=config.max_waiting,
+            max_waiting_tokens=config.max_waiting_tokens,
+            no_node_timeout_seconds=config.no_node_timeout_seconds,
+        )
+        placement.when_room(admission.pump)
+        self.services = FlowServices(
+            config=config,
+            admission=admission,
+            placement=placement,
+            journals=JournalBudget(config.journal_bytes),
+            metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
+            router_address=config.server.advertise_address or address,
+        )
+        self.cluster.on_change(_pump_and_count(self.services))
+
+    async def drain(self, deadline_seconds: float) -> None:
+        """No new request; returns when the running ones have ended or the deadline has passed."""
+        self.servicer.is_draining = True
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self.servicer.running.wait_until_none()
+        except TimeoutError:
+            return
+
+    async def stop(self) -> None:
+        await self.cluster.stop()
+
+    def describe(self) -> Mapping[str, Any]:
+        info = self.cluster.model().info
+        proposer, num_speculative_tokens = self.cluster.proposer()
+        return {
+            "model": info.name,
+            "fingerprint": info.fingerprint,
+            "dtype": info.dtype,
+            "max_model_len": info.max_model_len,
+            "proposer": proposer,
+            "num_speculative_tokens": num_speculative_tokens,
+            "nodes": [status.name for status in self.cluster.statuses()],
+        }
+
+    def _services_now(self) -> FlowServices:
+        if self.services is None:
+            raise PeerLostError("the router waits for nodes", reason="NO_NODE")
+        return self.services
+
+    def _on_lost(self, role: NodeRole) -> None:
+        if self.services is not None:
+            self.services.metrics.add_lost_node(role.name.lower())
+
+
+def _pump_and_count(services: FlowServices) -> Callable[[], None]:
+    """What happens after every report: whoever waits gets what has become free."""
+
+    def on_change() -> None:
+        services.admission.pump()
+        services.metrics.set_load(
+            num_running=services.placement.num_placed, num_waiting=services.admission.num_waiting
+        )
+
+    return on_change

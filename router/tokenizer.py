@@ -1,0 +1,121 @@
+"""Text to token ids and back, with the files that the nodes serve. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import tokenizers
+
+from outrider.errors import InvalidRequestError, ModelError
+from router.chat_template import ChatTemplate, load_chat_template
+from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+T = TypeVar("T")
+
+
+class Tokenizer:
+    """The served model's tokenizer.
+
+    Encoding and whole decodings run in threads of their own, off the event loop (the
+    library releases the interpreter meanwhile); `detokenizer` is for the loop.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], *, num_threads: int = 2) -> None:
+        """Raises: ModelError for files that are not a tokenizer. Takes about 0.2 s: call it in a thread."""
+        if "tokenizer.json" not in files:
+            raise ModelError("the node's tokenizer has no tokenizer.json", reason="NO_TOKENIZER")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            description = json.loads(files["tokenizer.json"])
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"tokenizer.json cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template: ChatTemplate | None = load_chat_template(files)
+        self._is_byte_level = _is_byte_level(description.get("decoder"))
+        self._token_bytes = {True: _token_bytes(self._tokenizer, skip_special_tokens=True)} if self._is_byte_level else {}
+        if self._is_byte_level:
+            self._token_bytes[False] = _token_bytes(self._tokenizer, skip_special_tokens=False)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    async def encode_text(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such."""
+        return await self._in_thread(lambda: self._encode(text, add_special_tokens=True))
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        """The chat template's rendering, nothing added.
+
+        Raises: InvalidRequestError when the model has no template or its template refuses the messages.
+        """
+        template = self._template
+        if template is None:
+            raise InvalidRequestError("the model has no chat template; send text", field="chat", reason="CHAT_TEMPLATE")
+
+        def encode() -> list[int]:
+            text = template.render(messages, add_generation_prompt=add_generation_prompt)
+            return self._encode(text, add_special_tokens=False)
+
+        return await self._in_thread(encode)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return await self._in_thread(lambda: self._decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
+        """A decoder for one sample. `context`: the tokens before it."""
+        if self._is_byte_level:
+            return ByteDetokenizer(self._token_bytes[skip_special_tokens])
+        return WindowDetokenizer(
+            lambda token_ids: self._decode(token_ids, skip_special_tokens=skip_special_tokens), context
+        )
+
+    def close(self) -> None:
+        """Ends the threads; a second call does nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    """Whether decoding is nothing but GPT-2's bytes-as-characters alphabet."""
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> list[bytes]:
+    """What each id adds to the text, as ByteLevel's decoder has it: ids without a token add nothing."""
+    by_id = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
+    added = tokenizer.get_added_tokens_decoder()
+    by_id |= {token_id: token.content for token_id, token in added.items()}
+    table = [b""] * (max(by_id, default=-1) + 1)
+    byte_of = _byte_alphabet()
+    for token_id, token in by_id.items():
+        if skip_special_tokens and token_id in added and added[token_id].special:
+            continue
+        try:
+            table[token_id] = bytes([byte_of[character] for character in token])
+        except KeyError:  # an added token, in plain text
+            table[token_id] = token.encode()
+    return table
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, turned around."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(hidden)})
+    return alphabet

@@ -1,0 +1,205 @@
+"""A cluster of fake nodes, a router before it, and a client, all in this process, over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from prometheus_client import CollectorRegistry
+
+from outrider.service.channels import open_channel, server_options
+from outrider.service.config import ServerConfig
+from outrider.v1 import router_pb2, router_pb2_grpc
+from router.config import RouterConfig
+from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
+from router.service import RouterService
+
+
+async def eventually(condition: Callable[[], bool], *, seconds: float = 5.0, what: str = "") -> None:
+    """Returns once the condition holds; fails when it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {seconds} s: {what or condition}"
+        await asyncio.sleep(0.005)
+
+
+class Answer:
+    """A whole stream, folded by sample."""
+
+    def __init__(self, messages: list[router_pb2.GenerateResponse]) -> None:
+        self.messages = messages
+        kinds = [message.WhichOneof("event") for message in messages]
+        assert kinds[0] == "started", kinds
+        assert kinds[-1] == "summary", kinds
+        assert kinds.count("started") == kinds.count("summary") == 1
+        self.started = messages[0].started
+        self.summary = messages[-1].summary
+        self.request_id = messages[0].request_id
+        self.deltas: dict[int, list[router_pb2.Delta]] = {}
+        self.finished: dict[int, router_pb2.Finished] = {}
+        for message in messages[1:-1]:
+            if message.HasField("delta"):
+                assert message.delta.sample not in self.finished, "nothing follows a sample's end"
+                self.deltas.setdefault(message.delta.sample, []).append(message.delta)
+            else:
+                assert message.finished.sample not in self.finished, "one end for each sample"
+                self.finished[message.finished.sample] = message.finished
+        for deltas in self.deltas.values():
+            position = deltas[0].start_position
+            for delta in deltas:
+                assert delta.start_position == position, "no gap, no overlap"
+                position += len(delta.token_ids)
+
+    def text(self, sample: int = 0) -> str:
+        return "".join(delta.text for delta in self.deltas.get(sample, []))
+
+    def token_ids(self, sample: int = 0) -> list[int]:
+        return [token_id for delta in self.deltas.get(sample, []) for token_id in delta.token_ids]
+
+
+@dataclasses.dataclass
+class Failure:
+    """A status with its details unpacked."""
+
+    code: grpc.StatusCode
+    message: str
+    field: str = ""
+    reason: str = ""
+    retry_seconds: float | None = None
+
+
+def failure_of(error: grpc.aio.AioRpcError) -> Failure:
+    failure = Failure(error.code(), error.details() or "")
+    status = status_pb2.Status()
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            status.ParseFromString(value)
+    for detail in status.details:
+        bad_request, info, retry = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request):
+            failure.field = bad_request.field_violations[0].field
+        elif detail.Unpack(info):
+            assert info.domain == "outrider"
+            failure.reason = info.reason
+        elif detail.Unpack(retry):
+            failure.retry_seconds = retry.retry_delay.ToMilliseconds() / 1000
+    return failure
+
+
+class Cluster:
+    """`await cluster.start(...)`; attributes of the fake nodes may be changed before and after."""
+
+    def __init__(self) -> None:
+        self.decode = FakeDecodeNode()
+        self.prefill = FakePrefillNode([self.decode])
+        self.nodes: list[FakeNode] = [self.decode, self.prefill]
+        self.service: RouterService
+        self.stub: router_pb2_grpc.RouterServiceStub
+        self.stack = contextlib.AsyncExitStack()
+        self.registry = CollectorRegistry()
+
+    async def start(self, *, resolver: Any = None, **config: Any) -> Cluster:
+        for node in self.nodes:
+            if not node.address:
+                await node.start()
+            self.stack.push_async_callback(node.stop)
+        by_role = {role: tuple(n.address for n in self.nodes if n.role.name == role) for role in ("PREFILL", "DECODE", "DRAFT")}
+        values: dict[str, Any] = {
+            "prefill_targets": by_role["PREFILL"],
+            "decode_targets": by_role["DECODE"],
+            "draft_targets": by_role["DRAFT"],
+            "server": ServerConfig(port=0, advertise_address="router.test:50051"),
+            "liveness_timeout_seconds": 1.0,
+        }
+        extra = {} if resolver is None else {"resolver": resolver}
+        self.service = RouterService(RouterConfig(**values | config), registry=self.registry, **extra)
+        server = grpc.aio.server(options=server_options(ServerConfig()))
+        self.service.add_to(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self.stack.push_async_callback(server.stop, None)
+        self.stack.push_async_callback(self.service.stop)
+        self.address = f"127.0.0.1:{port}"
+        self.channel = open_channel(self.address)
+        self.stack.push_async_callback(self.channel.close)
+        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
+        return self
+
+    async def serve(self, **config: Any) -> Cluster:
+        await self.start(**config)
+        async with asyncio.timeout(10):
+            await self.service.start(self.address)
+        return self
+
+    eventually = staticmethod(eventually)
+    failure_of = staticmethod(failure_of)
+
+    @staticmethod
+    def request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
+        return make_request(text, **fields)
+
+    @staticmethod
+    def sampling(**fields: Any) -> router_pb2.SamplingParams:
+        return router_pb2.SamplingParams(**{"seed": 0, "max_tokens": 8} | fields)
+
+    @staticmethod
+    def says(text: str | bytes) -> Callable[[Any, int], list[int]]:
+        """A script that writes this, byte by byte, then ends."""
+        data = text.encode() if isinstance(text, str) else text
+        return lambda _opened, _sample: [*data, 256]
+
+    @property
+    def services(self) -> Any:
+        assert self.service.services is not None
+        return self.service.services
+
+    async def generate(self, request: Any = None, **fields: Any) -> Answer:
+        request = request if request is not None else make_request(**fields)
+        async with asyncio.timeout(20):
+            return Answer([message async for message in self.stub.Generate(request)])
+
+    async def fail(self, request: Any = None, **fields: Any) -> Failure:
+        """The status with which a request is refused before anything is sent."""
+        request = request if request is not None else make_request(**fields)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with asyncio.timeout(20):
+                async for _ in self.stub.Generate(request):
+                    pass
+        return failure_of(caught.value)
+
+    async def is_empty(self, *, seconds: float = 1.0) -> None:
+        """Nothing is left in the router and on the nodes."""
+        await eventually(lambda: len(self.service.servicer.running) == 0, seconds=seconds, what="running requests")
+        await eventually(lambda: self.decode.num_blocks_used == 0, seconds=seconds, what="blocks on decode nodes")
+        await eventually(lambda: self.prefill.num_active == 0, seconds=seconds, what="prefills")
+        services = self.services
+        assert services.placement.num_placed == 0
+        assert services.placement.num_outstanding_tokens == 0
+        assert services.admission.num_waiting == services.admission.num_waiting_tokens == 0
+        assert services.journals.reserved_bytes == 0
+        for link in self.service.cluster.decode_nodes:
+            assert link.session is not None
+            assert link.session.num_groups == 0
+        for link in self.service.cluster.prefill_nodes:
+            assert not link._listeners
+
+
+def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
+    if "token_ids" in fields or "chat" in fields or text is None:
+        return router_pb2.GenerateRequest(**fields)
+    return router_pb2.GenerateRequest(text=text, **fields)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    async with cluster.stack:
+        yield cluster
