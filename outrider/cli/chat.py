@@ -1,0 +1,64 @@
+"""`outrider chat`: a conversation on the terminal. Ctrl-C stops an answer, Ctrl-D ends."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from outrider.cli.generate import describe_stream
+from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
+from outrider.client import ChatMessage, Client
+from outrider.errors import OutriderError
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--stats", action="store_true", help="tokens, times and acceptance after each answer")
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 gives input() its line editing and history
+    options = read_options(arguments)
+    start = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
+    messages = list(start)
+    with Client(arguments.target) as client:
+        sys.stderr.write(f"{client.model().name} on {arguments.target}. {HELP}.\n")
+        while True:
+            line = _read_line()
+            if line is None or line in ("/exit", "/quit"):
+                return 0
+            if line == "/reset":
+                messages = list(start)
+            elif line.startswith("/"):
+                sys.stderr.write(f"{HELP}\n")
+            elif line:
+                stream = client.generate([*messages, ChatMessage("user", line)], **options)
+                try:
+                    for delta in stream:
+                        sys.stdout.write(delta.text)
+                        sys.stdout.flush()
+                    if arguments.stats:
+                        sys.stderr.write("\n" + describe_stream(stream))
+                except KeyboardInterrupt:
+                    stream.cancel()
+                    sys.stderr.write(" [stopped]")
+                except OutriderError as error:
+                    sys.stderr.write(f"{error}\n")
+                    continue  # the message was not answered: it is not part of the conversation
+                messages += [ChatMessage("user", line), ChatMessage("assistant", stream.text())]
+                sys.stdout.write("\n")
+
+
+def _read_line() -> str | None:
+    """None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return ""

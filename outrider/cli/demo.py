@@ -1,0 +1,206 @@
+"""`outrider demo`: a cluster, three prompts, each with speculation and without, and what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from outrider import __version__
+from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
+from outrider.cli.progress import EventPrinter
+from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
+from outrider.client import Client, GenerateOptions
+from outrider.client.values import KvTransferMetrics, SpeculationMetrics
+from outrider.cluster import ClusterEvent, EventKind
+
+STOP_LIMIT_SECONDS = 5.0
+DEFAULT_MAX_TOKENS = 128
+DEMO_SETTINGS = (
+    # Both runs of a prompt do the same work, hand-off included.
+    "prefill_node.kv_cache.prefix_cache=false",
+    "decode_node.kv_cache.prefix_cache=false",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoAnswer:
+    """One streamed answer, as its client saw it."""
+
+    prompt: DemoPrompt
+    has_speculation: bool
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    ttft_seconds: float
+    streaming_seconds: float  # first to last token
+    speculation: SpeculationMetrics
+    kv_transfer: KvTransferMetrics
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After the first token."""
+        return (len(self.token_ids) - 1) / self.streaming_seconds if self.streaming_seconds > 0 else 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_cluster_arguments(parser)
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"default {DEFAULT_MAX_TOKENS}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.port is None:
+        arguments.port = 0
+    arguments.overrides = [*DEMO_SETTINGS, *arguments.overrides]
+    printer = EventPrinter(sys.stdout)
+    cluster = make_cluster(arguments)
+    cluster.on_event = lambda event: _show(printer, event)
+    signal.signal(signal.SIGTERM, _interrupt)
+    printer.say(f"outrider {__version__} demo; logs in {cluster.log_directory}")
+    with cluster:
+        announce_serving(cluster, printer)
+        with Client(cluster.router_address) as client:
+            pairs = [_answer_twice(client, prompt, arguments.max_tokens) for prompt in DEMO_PROMPTS]
+            partings = [_describe_parting(client, fast, plain) for fast, plain in pairs]
+        stopped_at = time.monotonic()
+        statuses = cluster.stop()
+        stop_seconds = time.monotonic() - stopped_at
+    _print_table(pairs)
+    for parting in filter(None, partings):
+        printer.say(parting)
+    is_clean = all(status == 0 for status in statuses.values()) and stop_seconds <= STOP_LIMIT_SECONDS
+    ends = (
+        "all with status 0" if not any(statuses.values()) else f"statuses {statuses}, logs in {cluster.log_directory}"
+    )
+    printer.say(f"services stopped in {stop_seconds:.1f} s, {ends}")
+    is_identical = all(fast.token_ids == plain.token_ids for fast, plain in pairs)
+    printer.say(summary_line(pairs, is_identical=is_identical))
+    return 0 if is_identical and is_clean else 1
+
+
+def summary_line(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]], *, is_identical: bool) -> str:
+    """The demo's last line; every figure is measured."""
+    num_steps = sum(fast.speculation.num_spec_steps for fast, _ in pairs)
+    num_accepted = sum(fast.speculation.num_accepted_draft_tokens for fast, _ in pairs)
+    fast_rate = _rate([fast for fast, _ in pairs])
+    plain_rate = _rate([plain for _, plain in pairs])
+    return (
+        f"demo: identical={'yes' if is_identical else 'no'} requests={2 * len(pairs)} "
+        f"mean_acceptance_length={1 + num_accepted / num_steps if num_steps else 1.0:.2f} "
+        f"speedup={fast_rate / plain_rate if plain_rate else 0.0:.2f}"
+    )
+
+
+def _rate(answers: Sequence[DemoAnswer]) -> float:
+    """Tokens after the first, a second, over all answers."""
+    seconds = sum(answer.streaming_seconds for answer in answers)
+    return sum(len(answer.token_ids) - 1 for answer in answers) / seconds if seconds > 0 else 0.0
+
+
+def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[DemoAnswer, DemoAnswer]:
+    """(with speculation, without)."""
+    sys.stdout.write(f"\n=== {prompt.name} ===\n{prompt.text}\n")
+    return (
+        _answer(client, prompt, max_tokens, has_speculation=True),
+        _answer(client, prompt, max_tokens, has_speculation=False),
+    )
+
+
+def _answer(client: Client, prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> DemoAnswer:
+    sys.stdout.write(f"\n--- {prompt.name}, {_mode(has_speculation=has_speculation)} ---\n")
+    sys.stdout.flush()
+    options = _options(prompt, max_tokens, has_speculation=has_speculation)
+    sent_at = time.monotonic()
+    first_at = last_at = None
+    with client.generate(prompt.messages, **options) as stream:
+        for delta in stream:
+            if delta.token_ids:
+                last_at = time.monotonic()
+                first_at = last_at if first_at is None else first_at
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    first_at, last_at = first_at or sent_at, last_at or sent_at
+    metrics = stream.summary.metrics
+    return DemoAnswer(
+        prompt=prompt,
+        has_speculation=has_speculation,
+        token_ids=stream.token_ids(),
+        num_prompt_tokens=stream.started.num_prompt_tokens,
+        ttft_seconds=first_at - sent_at,
+        streaming_seconds=last_at - first_at,
+        speculation=metrics.speculation,
+        kv_transfer=metrics.kv_transfer,
+    )
+
+
+def _options(prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> GenerateOptions:
+    return {**prompt.options, "max_tokens": max_tokens, "speculation": has_speculation}
+
+
+def _describe_parting(client: Client, fast: DemoAnswer, plain: DemoAnswer) -> str:
+    """Where two answers part, and how close the two best tokens were there; empty when they are identical."""
+    index = first_difference(fast.token_ids, plain.token_ids)
+    if index is None:
+        return ""
+    options = _options(plain.prompt, index + 1, has_speculation=False)
+    options["top_logprobs"] = 2
+    completion = client.complete(plain.prompt.messages, **options).completions[0]
+    gap = "unknown"
+    if index < len(completion.logprobs) and len(completion.logprobs[index].top) == 2:
+        (_, best), (_, second) = completion.logprobs[index].top
+        gap = f"{best - second:.2e}"
+    return f"{plain.prompt.name}: parts at generated token {index}; gap between the two best logprobs there: {gap}"
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or that only one has; None when equal."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def _print_table(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]]) -> None:
+    header = ("prompt", "tokens", "mode", "TTFT", "tokens/s", "mean acc. length", "KV moved", "connector", "identical")
+    rows = [header]
+    for fast, plain in pairs:
+        identical = "yes" if fast.token_ids == plain.token_ids else "no"
+        for answer in (fast, plain):
+            length = answer.speculation.mean_acceptance_length
+            rows.append(
+                (
+                    answer.prompt.name,
+                    f"{answer.num_prompt_tokens}+{len(answer.token_ids)}",
+                    _mode(has_speculation=answer.has_speculation),
+                    f"{answer.ttft_seconds * 1e3:.0f} ms",
+                    f"{answer.tokens_per_second:.1f}",
+                    f"{length:.2f}" if length else "-",
+                    f"{answer.kv_transfer.bytes / (1 << 20):.2f} MiB",
+                    answer.kv_transfer.connector or "-",
+                    identical,
+                )
+            )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    sys.stdout.write("\n")
+    for row in rows:
+        sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
+    sys.stdout.write("\n")
+
+
+def _mode(*, has_speculation: bool) -> str:
+    return "speculative" if has_speculation else "plain"
+
+
+def _show(printer: EventPrinter, event: ClusterEvent) -> None:
+    if event.kind is not EventKind.LISTENING:
+        printer.show(event)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

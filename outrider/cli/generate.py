@@ -1,0 +1,94 @@
+"""`outrider generate "prompt"`: streams an answer to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
+from outrider.client import ChatMessage, Client, GenerateStream, Prompt
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message, in the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
+    parser.add_argument("--n", type=int, metavar="N", help="samples, printed one after the other")
+    parser.add_argument("--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and K others")
+    parser.add_argument("--stats", action="store_true", help="tokens, times and acceptance on standard error")
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = read_options(arguments)
+    if arguments.n is not None:
+        options["n"] = arguments.n
+    if arguments.logprobs is not None:
+        options["top_logprobs"] = arguments.logprobs
+    num_samples = arguments.n or 1
+    logprobs: dict[int, list[Any]] = {}
+    with Client(arguments.target) as client, client.generate(_prompt(arguments), **options) as stream:
+        for delta in stream:
+            logprobs.setdefault(delta.sample, []).extend(dataclasses.asdict(entry) for entry in delta.logprobs)
+            if num_samples == 1 and not arguments.json:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        if arguments.json:
+            sys.stdout.write(json.dumps(_to_json(stream, logprobs), ensure_ascii=False) + "\n")
+        elif num_samples == 1:
+            sys.stdout.write("\n")
+        else:
+            for sample in range(num_samples):
+                sys.stdout.write(f"--- sample {sample}\n{stream.text(sample)}\n")
+        sys.stdout.flush()
+        if arguments.stats or (sys.stderr.isatty() and not arguments.json):
+            sys.stderr.write(describe_stream(stream) + "\n")
+    return 0
+
+
+def describe_stream(stream: GenerateStream) -> str:
+    """One line for people: tokens, speed, times, acceptance, seed."""
+    usage, metrics = stream.summary.usage, stream.summary.metrics
+    streaming_seconds = max(metrics.e2e_seconds - metrics.ttft_seconds, 1e-9)
+    parts = [f"{usage.num_generated_tokens} tokens", f"first after {metrics.ttft_seconds * 1e3:.0f} ms"]
+    if usage.num_generated_tokens > 1:
+        parts.append(f"then {(usage.num_generated_tokens - 1) / streaming_seconds:.1f} tokens/s")
+    if metrics.speculation.num_spec_steps:
+        parts.append(f"mean acceptance length {metrics.speculation.mean_acceptance_length:.2f}")
+    return f"[{', '.join(parts)}, seed {stream.started.seed}]"
+
+
+def _prompt(arguments: argparse.Namespace) -> Prompt:
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not arguments.chat and arguments.system is None:
+        return str(text)
+    system = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
+    return [*system, ChatMessage("user", text)]
+
+
+def _to_json(stream: GenerateStream, logprobs: dict[int, list[Any]]) -> dict[str, Any]:
+    return {
+        "request_id": stream.summary.request_id,
+        "model": stream.started.model,
+        "seed": stream.started.seed,
+        "samples": [
+            {
+                "sample": sample,
+                "text": stream.text(sample),
+                "token_ids": stream.token_ids(sample),
+                "finish_reason": finished.reason.value,
+                "stop_string": finished.stop_string,
+                "stop_token_id": finished.stop_token_id,
+                **({"logprobs": logprobs[sample]} if logprobs.get(sample) else {}),
+            }
+            for sample, finished in sorted(stream.finished.items())
+        ],
+        "usage": dataclasses.asdict(stream.summary.usage),
+        "metrics": dataclasses.asdict(stream.summary.metrics),
+    }

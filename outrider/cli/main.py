@@ -1,0 +1,57 @@
+"""`outrider COMMAND …`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from outrider import __version__
+from outrider.errors import OutriderError
+
+COMMANDS = {
+    "up": "start a local cluster: router, prefill, decode and draft nodes",
+    "generate": "stream the continuation of a prompt",
+    "chat": "talk with the model",
+    "config": "print the configuration in force, with the source of each setting",
+    "demo": "start a cluster and stream three prompts with and without speculation",
+    "bench": "measure a running cluster under load",
+}
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 for an error (one line on stderr), 2 for a wrong command line, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    chosen = next((argument for argument in argv if not argument.startswith("-")), "")
+    parser = argparse.ArgumentParser(
+        prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
+        if name == chosen:  # the others' imports are not needed
+            module = importlib.import_module(f"outrider.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except OutriderError as error:
+        sys.stdout.flush()
+        sys.stderr.write(f"outrider {chosen}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left; the interpreter must not complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A cluster's events as lines for people."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TextIO
+
+from outrider.cluster import ClusterEvent, EventKind
+
+BAR_WIDTH = 24
+REDRAW_SECONDS = 0.1
+
+
+class EventPrinter:
+    """One line for each change; on a terminal a bar that moves in place while weights load. Thread-safe."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._lock = threading.Lock()
+        self._bars: dict[str, ClusterEvent] = {}
+        self._drawn_at = 0.0
+        self._bar_length = 0
+
+    def show(self, event: ClusterEvent) -> None:
+        """Raises: OSError when the terminal is gone."""
+        if event.kind is EventKind.PROGRESS:
+            self._progress(event)
+            return
+        with self._lock:
+            self._bars.pop(event.name, None)
+        self.say(f"{event.name:<10} {event.kind.value} {event.message}".rstrip())
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._clear_bar()
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def _progress(self, event: ClusterEvent) -> None:
+        is_done = 0 < event.total <= event.done
+        with self._lock:
+            before = self._bars.get(event.name)
+            self._bars[event.name] = event
+        if is_done:
+            with self._lock:
+                del self._bars[event.name]
+            self.say(f"{event.name:<10} {event.message} {_amount(event)}")
+        elif not self._is_terminal:
+            if before is None or before.message != event.message:
+                self.say(f"{event.name:<10} {event.message} …")
+        elif time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
+            with self._lock:
+                self._draw_bars()
+
+    def _draw_bars(self) -> None:
+        self._clear_bar()
+        line = "   ".join(f"{name} {event.message} {_bar(event)}" for name, event in self._bars.items())
+        self._stream.write(line)
+        self._stream.flush()
+        self._bar_length, self._drawn_at = len(line), time.monotonic()
+
+    def _clear_bar(self) -> None:
+        if self._bar_length:
+            self._stream.write("\r" + " " * self._bar_length + "\r")
+            self._bar_length = 0
+
+
+def _bar(event: ClusterEvent) -> str:
+    if event.total <= 0:
+        return _amount(event)
+    filled = round(BAR_WIDTH * min(event.done / event.total, 1.0))
+    return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {_amount(event)}"
+
+
+def _amount(event: ClusterEvent) -> str:
+    """Bytes as MiB; small counts as they are."""
+    if max(event.done, event.total) >= 1 << 20:
+        done, total, unit = f"{event.done / (1 << 20):.1f}", f"{event.total / (1 << 20):.1f}", " MiB"
+    else:
+        done, total, unit = str(event.done), str(event.total), ""
+    return f"{done}{unit}" if event.total <= 0 else f"{done}/{total}{unit}"

@@ -1,0 +1,110 @@
+"""`outrider up`: a local cluster until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from outrider import __version__
+from outrider.cli.progress import EventPrinter
+from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
+from outrider.config import CONFIG_FILE_VARIABLE, load_config
+from outrider.errors import PeerLostError
+
+SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_cluster_arguments(parser)
+    parser.add_argument(
+        "--json-status", metavar="FILE", type=Path, help="write addresses and pids there, kept up to date"
+    )
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that starts a cluster; short for settings, over file and environment."""
+    parser.add_argument("--model", metavar="ID", help="a directory, a hub id, or the default model")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto is float32 on a CPU")
+    parser.add_argument("--draft", metavar="WHO", help="ngram (default), draft_model:PATH, or none")
+    for role in ("prefill", "decode", "draft"):
+        parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"{role} nodes; default 1")
+    parser.add_argument("--port", type=int, metavar="N", help="the router's port; default 50051; 0: the system chooses")
+    parser.add_argument("--config", metavar="FILE", type=Path, help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
+    )
+    parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log here")
+
+
+def make_cluster(arguments: argparse.Namespace) -> Cluster:
+    """Raises: ConfigError."""
+    default = os.environ.get(CONFIG_FILE_VARIABLE)
+    file = arguments.config or (Path(default) if default else None)
+    flags = {
+        "model.id": arguments.model,
+        "model.dtype": arguments.dtype,
+        "cluster.draft": arguments.draft,
+        "cluster.prefill_nodes": arguments.prefill_nodes,
+        "cluster.decode_nodes": arguments.decode_nodes,
+        "cluster.draft_nodes": arguments.draft_nodes,
+        "cluster.port": arguments.port,
+    }
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
+    config: ClusterConfig = load_config({"cluster": ClusterConfig}, file=file, environ=os.environ, overrides=overrides)[
+        "cluster"
+    ]
+    launch = Launch(config_file=file, overrides=tuple(overrides), log_directory=arguments.log_dir)
+    return Cluster(config, launch)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    printer = EventPrinter(sys.stdout)
+    cluster = make_cluster(arguments)
+    # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
+    news: queue.SimpleQueue[None] = queue.SimpleQueue()
+    signals: list[int] = []
+
+    def show(event: ClusterEvent) -> None:
+        news.put(None)
+        printer.show(event)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if signals:
+            cluster.kill_all()
+        signals.append(number)
+        news.put(None)
+
+    cluster.on_event = show
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    printer.say(f"outrider {__version__}; logs in {cluster.log_directory}")
+    cluster.start()
+    has_served = False
+    try:
+        while not signals and cluster.failure is None:
+            news.get()
+            if not has_served and all(node.state is ChildState.SERVING for node in cluster.nodes):
+                has_served = True
+                announce_serving(cluster, printer)
+            if has_served and arguments.json_status is not None:
+                cluster.write_status(arguments.json_status)
+    finally:
+        statuses = cluster.stop()
+        if arguments.json_status is not None:
+            arguments.json_status.unlink(missing_ok=True)
+    if cluster.failure is not None:
+        raise PeerLostError(f"{cluster.failure} (logs in {cluster.log_directory})", reason="START_FAILED")
+    return 0 if all(status == 0 for status in statuses.values()) else 1
+
+
+def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
+    """The address, and what the decode node said of itself, on two lines."""
+    described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
+    facts = {name: described[name] for name in SHOWN_FIRST if name in described}
+    printer.say(f"serving on {cluster.router_address}")
+    printer.say(" ".join([f"version={__version__}", *(f"{name}={value}" for name, value in facts.items())]))

@@ -1,0 +1,58 @@
+"""Clients of a router, synchronous and asynchronous. Torch-free.
+
+    from outrider.client import ChatMessage, Client
+
+    with Client("127.0.0.1:50051") as client:
+        with client.generate([ChatMessage("user", "Why is the sky blue?")], max_tokens=64) as stream:
+            for delta in stream:
+                print(delta.text, end="", flush=True)
+        print(stream.summary.metrics.speculation.mean_acceptance_length)
+
+A prompt is text, token ids, or chat messages. Everything that goes wrong is raised as an
+`outrider.errors.OutriderError`.
+"""
+
+from __future__ import annotations
+
+from outrider.client.aio import AsyncClient, AsyncGenerateStream
+from outrider.client.options import GenerateOptions, Prompt
+from outrider.client.sync import Client, GenerateStream
+from outrider.client.values import (
+    ChatMessage,
+    ClusterStatus,
+    CompleteResult,
+    Completion,
+    Delta,
+    Finished,
+    KvTransferMetrics,
+    Model,
+    NodeStatus,
+    RequestMetrics,
+    SpeculationMetrics,
+    Started,
+    Summary,
+    Usage,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGenerateStream",
+    "ChatMessage",
+    "Client",
+    "ClusterStatus",
+    "CompleteResult",
+    "Completion",
+    "Delta",
+    "Finished",
+    "GenerateOptions",
+    "GenerateStream",
+    "KvTransferMetrics",
+    "Model",
+    "NodeStatus",
+    "Prompt",
+    "RequestMetrics",
+    "SpeculationMetrics",
+    "Started",
+    "Summary",
+    "Usage",
+]

@@ -1,0 +1,169 @@
+"""What can be asked for, and its GenerateRequest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from google.protobuf import duration_pb2
+
+from outrider.client.values import ChatMessage
+from outrider.errors import InvalidRequestError
+from outrider.v1 import router_pb2
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids, or a chat."""
+
+METHODS = {
+    "coupled": router_pb2.VERIFICATION_METHOD_COUPLED,
+    "rejection": router_pb2.VERIFICATION_METHOD_REJECTION,
+    "typical": router_pb2.VERIFICATION_METHOD_TYPICAL,
+}
+LOGPROBS_MODES = {"model": router_pb2.LOGPROBS_MODE_MODEL, "sampled": router_pb2.LOGPROBS_MODE_SAMPLED}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `complete`. What is left out has the contract's default."""
+
+    request_id: str
+    model: str
+    add_generation_prompt: bool
+    # sampling
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    n: int
+    max_tokens: int
+    min_tokens: int
+    json_schema: str
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+    # stop
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_match: bool
+    # output
+    top_logprobs: int
+    prompt_logprobs: int
+    skip_special_tokens: bool
+    echo: bool
+    token_ids_only: bool
+    logprobs_mode: str  # "model", "sampled"
+    # speculation
+    speculation: bool
+    num_speculative_tokens: int
+    verification_method: str  # "coupled", "rejection", "typical"
+    # the request
+    priority: int
+    resume_window_seconds: float
+    generated_token_ids: Sequence[int]
+    # the call
+    timeout_seconds: float
+
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "seed", "n", "max_tokens", "min_tokens", "json_schema", "regex", "grammar"),
+)
+_STOP = {"stop": "strings", "stop_token_ids": "token_ids", "ignore_eos": "ignore_eos", "include_match": "include_match"}
+_OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only")
+_PLAIN = ("request_id", "model", "priority", "generated_token_ids")
+
+
+def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
+    """Raises: InvalidRequestError for what the wire cannot carry; TypeError for an option that does not exist."""
+    unknown = set(options) - set(GenerateOptions.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    request = router_pb2.GenerateRequest()
+    set_prompt(request, prompt, add_generation_prompt=options.get("add_generation_prompt"))
+    values: Mapping[str, Any] = options
+    for name in _SAMPLING:
+        _assign(request.sampling, name, values.get(name), f"sampling.{name}")
+    if "choice" in options:
+        _assign(request.sampling.choice, "options", options["choice"], "sampling.choice")
+    for name, field in _STOP.items():
+        _assign(request.stop, field, values.get(name), f"stop.{field}")
+    for name in _OUTPUT:
+        _assign(request.output, name, values.get(name), f"output.{name}")
+    if "logprobs_mode" in options:
+        request.output.logprobs_mode = _choose(LOGPROBS_MODES, options["logprobs_mode"], "output.logprobs_mode")
+    _assign(request.speculation, "enabled", values.get("speculation"), "speculation.enabled")
+    _assign(request.speculation, "num_speculative_tokens", values.get("num_speculative_tokens"), "speculation")
+    if "verification_method" in options:
+        request.speculation.method = _choose(METHODS, options["verification_method"], "speculation.method")
+    for name in _PLAIN:
+        _assign(request, name, values.get(name), name)
+    if "resume_window_seconds" in options:
+        request.resume_window.CopyFrom(to_duration(options["resume_window_seconds"], field="resume_window"))
+    return request
+
+
+def make_detokenize_request(
+    token_ids: Sequence[int], *, skip_special_tokens: bool | None
+) -> router_pb2.DetokenizeRequest:
+    """Raises: InvalidRequestError for what the wire cannot carry."""
+    request = router_pb2.DetokenizeRequest()
+    _assign(request, "token_ids", token_ids, "token_ids")
+    _assign(request, "skip_special_tokens", skip_special_tokens, "skip_special_tokens")
+    return request
+
+
+def set_prompt(request: Any, prompt: Prompt, *, add_generation_prompt: bool | None = None) -> None:
+    """Fills the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only)."""
+    if isinstance(prompt, str):
+        _assign(request, "text", prompt, "text")
+    elif len(prompt) > 0 and isinstance(prompt[0], ChatMessage):
+        set_chat(request.chat, prompt, add_generation_prompt=add_generation_prompt)
+    elif isinstance(request, router_pb2.TokenizeRequest):
+        raise InvalidRequestError("only text and chats are tokenized", field="input")
+    else:
+        request.token_ids.SetInParent()
+        _assign(request.token_ids, "ids", prompt, "token_ids.ids")
+
+
+def set_chat(chat: router_pb2.Chat, messages: Sequence[Any], *, add_generation_prompt: bool | None) -> None:
+    for message in messages:
+        chat.messages.add(role=message.role, content=message.content)
+    _assign(chat, "add_generation_prompt", add_generation_prompt, "chat.add_generation_prompt")
+
+
+def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
+    """Raises: InvalidRequestError when it is no finite number."""
+    if not math.isfinite(seconds):
+        raise InvalidRequestError(f"{field} must be finite, not {seconds}", field=field)
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def _assign(message: Any, name: str, value: Any, field: str) -> None:
+    """Sets one field; None leaves it unset. The submessage is touched only when there is a value."""
+    if value is None:
+        return
+    try:
+        if isinstance(value, Mapping):
+            getattr(message, name).update(value)
+            message.SetInParent()
+        elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            getattr(message, name).extend(value)
+            message.SetInParent()
+        else:
+            setattr(message, name, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"{field}: {error}", field=field) from error
+
+
+def _choose(known: Mapping[str, Any], value: str, field: str) -> Any:
+    if value not in known:
+        raise InvalidRequestError(f"{field} must be one of {', '.join(known)}, not {value!r}", field=field)
+    return known[value]

@@ -1,0 +1,346 @@
+"""The supervisor of a local cluster: starts, watches, restarts and stops its children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.cluster.child import Child, ChildState, NodeProcess
+from outrider.cluster.config import ClusterConfig
+from outrider.cluster.events import ClusterEvent, EventKind
+from outrider.cluster.plan import (
+    DECODE,
+    DRAFT,
+    PREFILL,
+    ROUTER,
+    Launch,
+    child_command,
+    child_environment,
+    plan_children,
+)
+from outrider.errors import InternalError, NotFoundError, PeerLostError
+
+TICK_SECONDS = 0.05
+START_SECONDS = 600.0
+"""Default patience of `wait_serving`: a first start may download the model."""
+NODE_TERM_SHARE = 0.4
+"""Nodes get their SIGTERM when the router has ended, or after this share of `kill_seconds`."""
+
+
+class Cluster:
+    """A local cluster. As a context manager: serving inside the block, stopped after it.
+
+    One thread spawns, watches and reaps all children, and outlives them: the kernel
+    ties the parent-death signal to the thread that spawned. All methods may be called
+    from any thread.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig | None = None,
+        launch: Launch | None = None,
+        *,
+        on_event: Callable[[ClusterEvent], None] = lambda _: None,
+    ) -> None:
+        self.config = ClusterConfig() if config is None else config
+        self._launch = Launch() if launch is None else launch
+        self.on_event = on_event
+        """Called on the supervisor's thread; must not block. Set it before `start`."""
+        given = self._launch.log_directory
+        self.log_directory = Path(tempfile.mkdtemp(prefix="outrider-")) if given is None else given
+        self.log_directory.mkdir(parents=True, exist_ok=True)
+        self._children = [
+            Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self._launch)
+        ]
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._must_kill = False
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------ for the owner
+
+    def start(self) -> None:
+        """Starts the children; returns at once."""
+        assert self._thread is None, "a cluster starts once"
+        self._thread = threading.Thread(target=self._run, name="cluster-supervisor", daemon=True)
+        self._thread.start()
+
+    def wait_serving(self, timeout_seconds: float = START_SECONDS) -> None:
+        """Until every process serves. Raises: PeerLostError when one cannot start, or at the timeout."""
+        with self._changed:
+            reached = self._changed.wait_for(
+                lambda: self._failure is not None or self._stopping.is_set() or self._all_serve(), timeout_seconds
+            )
+            failure = self._failure
+        if failure is not None:
+            raise PeerLostError(failure, reason="START_FAILED")
+        if not reached or not self._all_serve():
+            missing = ", ".join(child.spec.name for child in self._children if child.state is not ChildState.SERVING)
+            raise PeerLostError(f"does not serve: {missing}; logs in {self.log_directory}", reason="START_FAILED")
+
+    def wait_node(
+        self, name: str, condition: Callable[[NodeProcess], bool], *, timeout_seconds: float = 60.0
+    ) -> NodeProcess:
+        """Until a node fulfils the condition. Raises: PeerLostError at the timeout."""
+        child = self._child(name)
+        with self._changed:
+            if not self._changed.wait_for(lambda: condition(child.snapshot()), timeout_seconds):
+                raise PeerLostError(f"{name} is {child.state.value} after {timeout_seconds} s", node=name)
+            return child.snapshot()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the cluster could not start, or None."""
+        return self._failure
+
+    @property
+    def router_address(self) -> str:
+        """Raises: InternalError before the router listens."""
+        address = self._child("router").address
+        if not address:
+            raise InternalError("the router does not listen yet")
+        return address
+
+    @property
+    def nodes(self) -> tuple[NodeProcess, ...]:
+        """Every service process, the router included, as it is now."""
+        with self._changed:
+            return tuple(child.snapshot() for child in self._children if not child.spec.is_one_shot)
+
+    def node(self, name: str) -> NodeProcess:
+        """By name: "router", "decode-0". Raises: NotFoundError."""
+        return self._child(name).snapshot()
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to one child. Raises: NotFoundError when it does not run."""
+        with self._changed:
+            if not self._child(name).send_signal(number):
+                raise NotFoundError(f"{name} does not run")
+
+    def stop(self) -> dict[str, int]:
+        """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        return self.exit_statuses
+
+    def kill_all(self) -> None:
+        """Ends everything now; `stop` then returns soon. May be called from a signal handler: it takes no lock."""
+        self._must_kill = True
+
+    @property
+    def exit_statuses(self) -> dict[str, int]:
+        """Of each child's last process that ended; negative is a signal's number."""
+        return {child.spec.name: child.exit_status for child in self._children if child.exit_status is not None}
+
+    def status(self) -> dict[str, Any]:
+        """As JSON values: {"router": address, "nodes": [{role, name, address, pid, metrics_address}]}."""
+        nodes = self.nodes
+        return {
+            "router": next((node.address for node in nodes if node.role == ROUTER), ""),
+            "nodes": [
+                {
+                    "role": node.role,
+                    "name": node.name,
+                    "address": node.address,
+                    "pid": node.pid,
+                    "metrics_address": node.metrics_address,
+                    "state": node.state.value,
+                    "log": str(node.log_path),
+                }
+                for node in nodes
+            ],
+        }
+
+    def write_status(self, path: Path) -> None:
+        """Atomically: a reader sees the old file or the new one."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        fresh.write_text(json.dumps(self.status(), indent=2) + "\n", encoding="utf-8")
+        fresh.replace(path)
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_serving()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------ the supervisor's thread
+
+    def _run(self) -> None:
+        try:
+            while not (self._stopping.is_set() or self._must_kill or self._failure):
+                self._step()
+                self._stopping.wait(TICK_SECONDS)
+        except Exception as error:
+            with self._changed:
+                self._failure = f"the supervisor failed: {error!r}"
+                self._changed.notify_all()
+            raise
+        finally:
+            self._stop_children()
+
+    def _step(self) -> None:
+        for child in self._children:
+            self._listen(child)
+            self._notice_death(child)
+            if self._is_due(child):
+                self._spawn(child)
+
+    def _listen(self, child: Child) -> None:
+        for said in child.announcements():
+            if "progress" in said:
+                self._tell(
+                    child, EventKind.PROGRESS, str(said["progress"]), done=int(said["done"]), total=int(said["total"])
+                )
+            elif said.get("serving"):
+                child.description = said
+                child.serving_since = time.monotonic()
+                self._become(child, ChildState.SERVING)
+                self._tell(child, EventKind.SERVING, f"on {child.address}")
+            else:
+                child.address = str(said["address"])
+                child.metrics_address = said.get("metrics_address")
+                self._tell(child, EventKind.LISTENING, f"on {child.address}")
+
+    def _notice_death(self, child: Child) -> None:
+        with self._changed:
+            status = child.reap()
+        if status is None:
+            return
+        if child.spec.is_one_shot and status == 0:
+            self._become(child, ChildState.ENDED)
+            self._tell(child, EventKind.ENDED, child.last_words())
+            return
+        why = describe_status(status)
+        first_start = child.serving_since is None and child.num_restarts == 0
+        if first_start and status > 0:
+            self._fail(child, f"{child.spec.name} {why}: {child.last_words()}")
+            return
+        if child.has_served_for(self.config.stable_seconds):
+            child.num_failures = 0
+        delay = min(self.config.restart_seconds * 2**child.num_failures, self.config.restart_most_seconds)
+        child.num_failures += 1
+        child.num_restarts += 1
+        child.start_at = time.monotonic() + delay
+        self._become(child, ChildState.DOWN)
+        self._tell(child, EventKind.DIED, f"{why}; starts again in {delay:g} s")
+
+    def _is_due(self, child: Child) -> bool:
+        if child.state is ChildState.DOWN:
+            return time.monotonic() >= child.start_at
+        if child.state is not ChildState.PLANNED:
+            return False
+        before = [other for other in self._children if other is not child]
+        if any(other.spec.is_one_shot and other.state is not ChildState.ENDED for other in before):
+            return False
+        if child.spec.role == ROUTER:
+            return all(other.spec.is_one_shot or other.state is ChildState.SERVING for other in before)
+        if child.spec.role == DECODE:
+            return all(other.address for other in before if other.spec.role == DRAFT)
+        return True
+
+    def _spawn(self, child: Child) -> None:
+        targets = {
+            role: [other.address for other in self._children if other.spec.role == role]
+            for role in (DRAFT, PREFILL, DECODE)
+        }
+        bound = {"port": _port(child.address), "metrics_port": _port(child.metrics_address)}
+        command = child_command(child.spec, self.config, self._launch, targets=targets, bound=bound)
+        try:
+            with self._changed:
+                child.spawn(command, child_environment(child.spec, self._launch))
+        except OSError as error:
+            self._fail(child, f"{child.spec.name} cannot be started: {error}")
+            return
+        self._become(child, ChildState.STARTING)
+        self._tell(child, EventKind.STARTING, f"pid {child.pid}")
+
+    def _stop_children(self) -> None:
+        """SIGTERM to the router, then to the nodes; SIGKILL to each when its time is over, frozen or not."""
+        running = [child for child in self._children if child.is_running]
+        first = [child for child in running if child.spec.role == ROUTER]
+        rest = [child for child in running if child.spec.role != ROUTER]
+        self._terminate(first)
+        router_deadline = time.monotonic() + self.config.kill_seconds
+        nodes_from = time.monotonic() + (self.config.kill_seconds * NODE_TERM_SHARE if first else 0.0)
+        while any(child.is_running for child in first) and time.monotonic() < nodes_from:
+            self._reap_stopped(first, router_deadline)
+        self._terminate(rest)
+        nodes_deadline = time.monotonic() + self.config.kill_seconds
+        while any(child.is_running for child in running):
+            self._reap_stopped(first, router_deadline)
+            self._reap_stopped(rest, nodes_deadline)
+        for child in self._children:
+            self._become(child, ChildState.ENDED)
+        if self._launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
+            shutil.rmtree(self.log_directory, ignore_errors=True)
+
+    def _terminate(self, children: list[Child]) -> None:
+        for child in children:
+            self._become(child, ChildState.STOPPING)
+            with self._changed:
+                child.send_signal(signal.SIGTERM)
+            self._tell(child, EventKind.STOPPING)
+
+    def _reap_stopped(self, children: list[Child], deadline: float) -> None:
+        for child in children:
+            with self._changed:
+                if self._must_kill or time.monotonic() >= deadline:
+                    child.send_signal(signal.SIGKILL)
+                status = child.reap()
+            if status is not None:
+                self._tell(child, EventKind.ENDED, describe_status(status))
+        time.sleep(TICK_SECONDS / 5)
+
+    def _fail(self, child: Child, message: str) -> None:
+        with self._changed:
+            self._failure = message
+            self._changed.notify_all()
+        self._tell(child, EventKind.FAILED, message)
+
+    def _become(self, child: Child, state: ChildState) -> None:
+        with self._changed:
+            child.state = state
+            self._changed.notify_all()
+
+    def _tell(self, child: Child, kind: EventKind, message: str = "", *, done: int = 0, total: int = 0) -> None:
+        # A listener that fails (a closed terminal) must not end the supervision.
+        with contextlib.suppress(OSError, ValueError):
+            self.on_event(ClusterEvent(kind=kind, name=child.spec.name, message=message, done=done, total=total))
+
+    def _all_serve(self) -> bool:
+        return all(child.spec.is_one_shot or child.state is ChildState.SERVING for child in self._children)
+
+    def _child(self, name: str) -> Child:
+        for child in self._children:
+            if child.spec.name == name:
+                return child
+        raise NotFoundError(f"no node {name}; there are {', '.join(child.spec.name for child in self._children)}")
+
+
+def describe_status(status: int) -> str:
+    """For people: that it "ended with status 1", or "was killed by SIGKILL"."""
+    return f"ended with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+
+
+def _port(address: str | None) -> int | None:
+    return int(address.rpartition(":")[2]) if address else None

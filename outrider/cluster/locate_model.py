@@ -1,0 +1,31 @@
+"""`python -m outrider.cluster.locate_model`: has the model on disk before nodes start, once, with progress.
+
+A process of its own: converting a model needs torch, which the supervisor never loads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from outrider.config import parse_role_arguments
+from outrider.errors import OutriderError
+from outrider.service.announce import announce_progress
+
+
+def main() -> int:
+    from outrider.model_hub.config import ModelConfig
+    from outrider.model_hub.locate import locate_model
+
+    config = parse_role_arguments("outrider.cluster.locate_model", {"model": ModelConfig})["model"]
+    try:
+        location = locate_model(config, progress=announce_progress)
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stderr.write(f"{location.name}: {os.fspath(location.directory)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

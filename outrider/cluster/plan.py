@@ -1,0 +1,140 @@
+"""Which processes a cluster has, and each one's command and environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outrider.cluster.config import DRAFT_MODEL_PREFIX, ClusterConfig
+from outrider.config import environment_name
+from outrider.errors import ConfigError
+
+DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
+MODEL = "outrider.cluster.locate_model"
+
+ROLE_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
+    # Transparent huge pages for torch's buffers: 5 % of a decode step.
+    PREFILL: {"THP_MEM_ALLOC_ENABLE": "1"},
+    DECODE: {"THP_MEM_ALLOC_ENABLE": "1"},
+    DRAFT: {"THP_MEM_ALLOC_ENABLE": "1"},
+    ROUTER: {},
+}
+"""Defaults by role; what the user's environment sets wins. Threads are `model.num_threads`, not variables."""
+
+
+def module_command(role: str) -> list[str]:
+    """How a role is started."""
+    return [sys.executable, "-m", role]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What all processes of a cluster get. `overrides` are "decode_node.max_running_sequences=8"."""
+
+    config_file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
+    command: Callable[[str], Sequence[str]] = module_command
+    locate_model: bool = True
+
+    def sets(self, key: str) -> bool:
+        """Whether the user has set this key anywhere, so that the cluster's own choice must yield."""
+        if any(override.partition("=")[0].strip() == key for override in self.overrides):
+            return True
+        return environment_name(key) in self.environ or _is_in_file(self.config_file, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """One process of the cluster."""
+
+    name: str  # "decode-0"
+    role: str
+    is_one_shot: bool = False
+
+
+def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
+    """In the order of their start; the model's own process first, the router last."""
+    num_drafts = 0 if config.draft == "none" else config.draft_nodes
+    counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
+    children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
+    children += [
+        ChildSpec(name=f"{role.removesuffix('_node')}-{index}", role=role)
+        for role, count in counts
+        for index in range(count)
+    ]
+    return [*children, ChildSpec(name="router", role=ROUTER)]
+
+
+def child_command(
+    spec: ChildSpec,
+    config: ClusterConfig,
+    launch: Launch,
+    *,
+    targets: Mapping[str, Sequence[str]],
+    bound: Mapping[str, int | None],
+) -> list[str]:
+    """The command line. `targets`: addresses by role. `bound`: "port" and "metrics_port" of an earlier life."""
+    command = list(launch.command(spec.role))
+    if launch.config_file is not None:
+        command += ["--config", str(launch.config_file)]
+    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets)
+    settings = [f"{key}={_text(value)}" for key, value in chosen.items() if not launch.sets(key)]
+    settings += launch.overrides
+    settings += [f"{spec.role}.server.{name}={port}" for name, port in bound.items() if port is not None]
+    for setting in settings:
+        command += ["--set", setting]
+    return command
+
+
+def _chosen(spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The cluster's own settings for one process."""
+    role = spec.role
+    chosen: dict[str, Any] = {f"{role}.server.drain_seconds": config.drain_seconds}
+    if config.metrics:
+        chosen[f"{role}.server.metrics_port"] = 0
+    if role == ROUTER:
+        if config.port is not None:
+            chosen["router.server.port"] = config.port
+        chosen["router.prefill_targets"] = targets.get(PREFILL, ())
+        chosen["router.decode_targets"] = targets.get(DECODE, ())
+        chosen["router.draft_targets"] = targets.get(DRAFT, ())
+    elif role == DECODE:
+        chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
+        if config.draft == "none":
+            chosen["decode_node.local_fallback"] = "none"
+            chosen["decode_node.num_speculative_tokens"] = 0
+    elif role == DRAFT:
+        chosen["draft_node.proposer"] = "draft_model" if config.draft.startswith(DRAFT_MODEL_PREFIX) else config.draft
+        if config.draft.startswith(DRAFT_MODEL_PREFIX):
+            chosen["draft_node.model.id"] = config.draft.removeprefix(DRAFT_MODEL_PREFIX)
+    return chosen
+
+
+def child_environment(spec: ChildSpec, launch: Launch) -> dict[str, str]:
+    return {**ROLE_ENVIRONMENT.get(spec.role, {}), **launch.environ}
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _is_in_file(path: Path | None, key: str) -> bool:
+    if path is None:
+        return False
+    try:
+        node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True

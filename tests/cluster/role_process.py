@@ -1,0 +1,98 @@
+"""A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, real life cycle.
+
+As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that
+role's start fail; `START_SECONDS` delays every start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass, field
+
+from outrider.config import parse_role_arguments, setting
+from outrider.errors import CapacityError, InvalidRequestError, ModelError
+from outrider.service.announce import announce_progress
+from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.server import run_service
+from outrider.service.status import rpc_errors
+from outrider.v1 import router_pb2, router_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleConfig:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    proposer: str = setting("ngram")
+    local_fallback: str = setting("ngram")
+    num_speculative_tokens: int = setting(5, at_least=0)
+    draft_targets: tuple[str, ...] = setting(())
+    decode_targets: tuple[str, ...] = setting(())
+    prefill_targets: tuple[str, ...] = setting(())
+
+
+class EchoRouter(router_pb2_grpc.RouterServiceServicer):
+    def __init__(self, config: RoleConfig) -> None:
+        self._config = config
+
+    async def Generate(self, request, context):
+        async with rpc_errors(context):
+            if request.text == "":
+                raise InvalidRequestError("the prompt is empty", field="text")
+            if request.text == "full":
+                raise CapacityError("too many requests wait", retry_after_seconds=0.25)
+        yield router_pb2.GenerateResponse(
+            request_id="r1", started=router_pb2.Started(num_prompt_tokens=4, seed=7, model="echo", router="router")
+        )
+        words = request.text.split(" ")
+        for index, word in enumerate(words):
+            text = word if index == 0 else f" {word}"
+            delta = router_pb2.Delta(start_position=4 + index, token_ids=[100 + index], text=text)
+            yield router_pb2.GenerateResponse(delta=delta)
+        if request.text == "forever":
+            await asyncio.Event().wait()
+        finished = router_pb2.Finished(reason=router_pb2.FINISH_REASON_STOP, stop_token_id=2)
+        yield router_pb2.GenerateResponse(finished=finished)
+        usage = router_pb2.Usage(num_prompt_tokens=4, num_generated_tokens=len(words))
+        summary = router_pb2.Summary(usage=usage, metrics=router_pb2.RequestMetrics(attempts=1))
+        yield router_pb2.GenerateResponse(request_id="r1", summary=summary)
+
+    async def GetModel(self, request, context):
+        return router_pb2.GetModelResponse(name="echo", proposer=",".join(self._config.decode_targets))
+
+
+class RoleService:
+    def __init__(self, role: str, config: RoleConfig) -> None:
+        self._role = role
+        self._config = config
+        self.service_names = ("outrider.v1.RouterService",) if role == "router" else ()
+
+    def add_to(self, server) -> None:
+        if self._role == "router":
+            router_pb2_grpc.add_RouterServiceServicer_to_server(EchoRouter(self._config), server)
+
+    async def start(self, address: str) -> None:
+        if self._role in os.environ.get("ROLE_FAILS", ""):
+            raise ModelError("weights.safetensors is not there")
+        announce_progress("weights", 10, 10)
+        await asyncio.sleep(float(os.environ.get("START_SECONDS", "0")))
+
+    async def drain(self, deadline_seconds: float) -> None:
+        return
+
+    async def stop(self) -> None:
+        return
+
+    def describe(self):
+        return {"threads": 1, "draft_targets": list(self._config.draft_targets)}
+
+
+def main() -> int:
+    role = sys.argv[1]
+    sections = parse_role_arguments(role, {"telemetry": TelemetryConfig, role: RoleConfig}, sys.argv[2:])
+    config = sections[role]
+    return run_service(RoleService(role, config), server=config.server, telemetry=sections["telemetry"], role=role)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

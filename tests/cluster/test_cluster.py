@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outrider.client import Client
+from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch
+from outrider.errors import NotFoundError, PeerLostError
+
+ROLE_PROCESS = Path(__file__).with_name("role_process.py")
+WAIT_SECONDS = 30.0
+
+
+def role_command(role: str) -> list[str]:
+    return [sys.executable, str(ROLE_PROCESS), role]
+
+
+def make_cluster(tmp_path: Path, *, environ=None, overrides=(), **config) -> Cluster:
+    launch = Launch(
+        command=role_command,
+        locate_model=False,
+        log_directory=tmp_path / "logs",
+        environ={**os.environ, **(environ or {})},
+        overrides=("router.server.port=0", *overrides),
+    )
+    settings = {"restart_seconds": 0.1, "kill_seconds": 2.0, "metrics": False, **config}
+    return Cluster(ClusterConfig(**settings), launch)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert alive == []
+
+
+def test_nodes_start_before_the_router_which_knows_them_all(tmp_path):
+    cluster = make_cluster(tmp_path, decode_nodes=2, metrics=True)
+    events = []
+    cluster.on_event = events.append
+    with cluster:
+        with Client(cluster.router_address) as client:
+            decode_targets = client.model().proposer.split(",")
+        nodes = {node.name: node for node in cluster.nodes}
+        status = cluster.status()
+    assert decode_targets == [nodes["decode-0"].address, nodes["decode-1"].address]
+    assert nodes["decode-0"].description["draft_targets"] == [nodes["draft-0"].address]
+    order = [(event.kind, event.name) for event in events]
+    router_start = order.index((EventKind.STARTING, "router"))
+    assert all(order.index((EventKind.SERVING, name)) < router_start for name in nodes if name != "router")
+    assert status["router"] == nodes["router"].address
+    assert {entry["role"] for entry in status["nodes"]} == {"router", "prefill_node", "decode_node", "draft_node"}
+    assert all(entry["metrics_address"] for entry in status["nodes"])
+    assert cluster.exit_statuses == dict.fromkeys(nodes, 0)
+    wait_until_gone([node.pid for node in nodes.values()])
+
+
+def test_a_node_that_dies_comes_back_on_its_port_and_a_frozen_one_is_stopped(tmp_path):
+    with make_cluster(tmp_path, prefill_nodes=0, draft_nodes=0) as cluster:
+        before = cluster.node("decode-0")
+        for num_deaths in (1, 2):
+            cluster.kill("decode-0", signal.SIGKILL)
+            after = cluster.wait_node(
+                "decode-0",
+                lambda node, n=num_deaths: node.num_restarts == n and node.state is ChildState.SERVING,
+                timeout_seconds=WAIT_SECONDS,
+            )
+        assert after.pid != before.pid
+        assert after.address == before.address
+        assert cluster.node("router").num_restarts == 0
+        cluster.kill("decode-0", signal.SIGSTOP)
+        started_at = time.monotonic()
+        statuses = cluster.stop()
+        assert time.monotonic() - started_at < 5.0
+        assert statuses == {"decode-0": -signal.SIGKILL, "router": 0}
+        with pytest.raises(NotFoundError):
+            cluster.kill("decode-0")
+
+
+def test_a_node_that_cannot_start_ends_the_start_with_its_last_words(tmp_path):
+    cluster = make_cluster(tmp_path, environ={"ROLE_FAILS": "decode_node"}, prefill_nodes=0, draft_nodes=0)
+    cluster.start()
+    with pytest.raises(PeerLostError, match=r"decode-0 ended with status 1: cannot start: weights.safetensors"):
+        cluster.wait_serving(WAIT_SECONDS)
+    cluster.stop()
+
+
+def test_a_wrong_setting_is_told_by_the_node_that_has_it(tmp_path):
+    cluster = make_cluster(tmp_path, overrides=("decode_node.num_speculative_token=3",), prefill_nodes=0, draft_nodes=0)
+    cluster.start()
+    with pytest.raises(PeerLostError, match=r"the nearest is decode_node.num_speculative_tokens"):
+        cluster.wait_serving(WAIT_SECONDS)
+    cluster.stop()
+
+
+SUPERVISOR = """
+import sys, time
+sys.path.insert(0, {directory!r})
+from pathlib import Path
+import test_cluster
+cluster = test_cluster.make_cluster(Path({tmp!r}), prefill_nodes=0, draft_nodes=0)
+with cluster:
+    cluster.write_status(Path({tmp!r}) / "status.json")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_no_process_outlives_a_supervisor_that_was_killed(tmp_path):
+    script = SUPERVISOR.format(directory=str(ROLE_PROCESS.parent), tmp=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout.readline() == "ready\n"
+        pids = [entry["pid"] for entry in json.loads((tmp_path / "status.json").read_text())["nodes"]]
+        os.kill(pids[0], signal.SIGSTOP)
+        supervisor.kill()
+        supervisor.wait(WAIT_SECONDS)
+    wait_until_gone(pids)
