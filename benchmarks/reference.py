@@ -1,0 +1,303 @@
+"""What this machine and transformers itself make of the same prompts: the measure for `outrider bench`.
+
+    python benchmarks/reference.py [--json FILE]
+
+Three figures, all in tokens a second. The floor: weight bytes over the measured read
+bandwidth, what a single stream could reach if nothing but reading weights took time.
+`generate`: transformers' own loop, one prompt after the other. Continuous batching:
+transformers' `generate_batch` with 16 prompts at once. Run it right before and after a
+benchmark; machines differ, and so does one machine from hour to hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.streamers import BaseStreamer
+
+from outrider.bench.machine import CpuMeter, describe_machine
+from outrider.bench.prompts import BenchPrompt, load_prompts
+from outrider.client import ChatMessage
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import resolve_device, resolve_dtype
+from outrider.model_hub.locate import locate_model
+
+PROMPTS = Path(__file__).resolve().parent / "prompts.jsonl"
+BANDWIDTH_BYTES = 1 << 29  # well beyond any cache
+BANDWIDTH_PASSES = 8
+PAGE_SIZE_TOKENS = 64
+BATCH_TOKENS = 1024
+
+TokenIds = list[int]
+Model = Any  # a transformers model; its own types are partial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """Reading every weight once for each token, and nothing else."""
+
+    weight_bytes: int
+    bandwidth_bytes_per_second: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleStream:
+    """Prompts one after the other."""
+
+    num_prompts: int
+    num_generated_tokens: int
+    tokens_per_second: float  # all tokens over all time, prefill included
+    decode_tokens_per_second: float  # median over prompts, after the first token
+    ttft_seconds: float  # median
+    others_cpu_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batched:
+    """Many prompts at once."""
+
+    num_prompts: int
+    max_requests_per_batch: int
+    num_generated_tokens: int
+    tokens_per_second: float  # all tokens from the first prompt added to the last token
+    others_cpu_share: float
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    config = ModelConfig(id=arguments.model, dtype=arguments.dtype)
+    directory = locate_model(config).directory
+    model, dtype = load(directory, config)
+    prompts = encode(directory, load_prompts(arguments.prompts))
+    machine = describe_machine()
+    result: dict[str, Any] = {
+        "machine": asdict(machine),
+        "model": config.id,
+        "dtype": dtype,
+        "num_threads": torch.get_num_threads(),
+        "max_new_tokens": arguments.max_tokens,
+    }
+    print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit or '?'}")
+    print(f"{config.id} in {dtype}, {torch.get_num_threads()} threads, {arguments.max_tokens} new tokens, greedy\n")
+
+    floor = measure_floor(model, num_threads=arguments.threads)
+    result["floor"] = asdict(floor)
+    print(
+        f"floor                {floor.tokens_per_second:7.1f} tokens/s"
+        f"   ({floor.weight_bytes / 1e6:.0f} MB of weights at {floor.bandwidth_bytes_per_second / 1e9:.1f} GB/s)",
+        flush=True,
+    )
+    single = measure_generate(model, spread(prompts, arguments.single), max_new_tokens=arguments.max_tokens)
+    result["generate"] = asdict(single)
+    print(
+        f"generate             {single.tokens_per_second:7.1f} tokens/s"
+        f"   ({single.decode_tokens_per_second:.1f} after the first token, TTFT {1000 * single.ttft_seconds:.0f} ms, "
+        f"{single.num_prompts} prompts, others' CPU {single.others_cpu_share:.0%})",
+        flush=True,
+    )
+    if arguments.batch:
+        batched = measure_batched(
+            model, prompts, max_new_tokens=arguments.max_tokens, max_requests_per_batch=arguments.batch
+        )
+        result["continuous_batching"] = asdict(batched)
+        print(
+            f"continuous batching  {batched.tokens_per_second:7.1f} tokens/s"
+            f"   ({batched.num_prompts} prompts, {batched.max_requests_per_batch} at once, "
+            f"others' CPU {batched.others_cpu_share:.0%})",
+            flush=True,
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", default=ModelConfig().id, help="as for `outrider up` (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens for each prompt (default: 128)")
+    parser.add_argument("--single", type=int, default=9, help="prompts for `generate` (default: 9)")
+    parser.add_argument("--batch", type=int, default=16, help="prompts at once; 0 leaves batching out (default: 16)")
+    parser.add_argument("--threads", type=int, default=describe_machine().num_cores, help="(default: all cores)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    return parser.parse_args()
+
+
+def load(directory: Path, config: ModelConfig) -> tuple[Model, str]:
+    """The model as transformers itself runs it, and its dtype's name."""
+    device = resolve_device(config.device)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    dtype = resolve_dtype(config.dtype, device, model.config)
+    return model.to(device=device, dtype=getattr(torch, dtype)).eval(), dtype
+
+
+def encode(directory: Path, prompts: Sequence[BenchPrompt]) -> list[TokenIds]:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [_encode_one(tokenizer, prompt) for prompt in prompts]
+
+
+def _encode_one(tokenizer: Any, prompt: BenchPrompt) -> TokenIds:
+    if isinstance(prompt.content, str):
+        return list(tokenizer(prompt.content).input_ids)
+    messages = [{"role": m.role, "content": m.content} for m in prompt.content if isinstance(m, ChatMessage)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def spread(prompts: Sequence[TokenIds], count: int) -> list[TokenIds]:
+    """`count` of them, evenly from the first to the last: all kinds are among them."""
+    count = min(count, len(prompts))
+    return [prompts[index * len(prompts) // count] for index in range(count)]
+
+
+def measure_floor(model: Model, *, num_threads: int) -> Floor:
+    """Tied weights count once: the embedding is read as a whole only as the output layer."""
+    storages = {p.untyped_storage().data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    weight_bytes = sum(storages.values())
+    bandwidth = read_bandwidth(num_threads)
+    return Floor(
+        weight_bytes=weight_bytes,
+        bandwidth_bytes_per_second=bandwidth,
+        tokens_per_second=bandwidth / weight_bytes,
+    )
+
+
+def read_bandwidth(num_threads: int) -> float:
+    """Bytes a second, the best of several passes of several ways to read a large buffer."""
+    buffer = np.ones(BANDWIDTH_BYTES // 8, dtype=np.int64)
+    parts = np.array_split(buffer, num_threads)
+    as_float = torch.from_numpy(buffer).view(torch.float32)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+
+        def reduce_with(operation: np.ufunc) -> Callable[[], object]:
+            return lambda: list(pool.map(operation.reduce, parts))
+
+        ways: tuple[Callable[[], object], ...] = (
+            reduce_with(np.add),
+            reduce_with(np.bitwise_or),
+            lambda: torch.sum(as_float),
+        )
+        fastest = min(_seconds(way) for way in ways for _ in range(BANDWIDTH_PASSES))
+    return BANDWIDTH_BYTES / fastest
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started_at = time.perf_counter()
+    work()
+    return time.perf_counter() - started_at
+
+
+class _TokenClock(BaseStreamer):
+    """Notes when each token comes; the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        del value
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def greedy(max_new_tokens: int, model: Model) -> Any:
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    make: Any = GenerationConfig  # untyped
+    return make(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=0)
+
+
+@torch.inference_mode()
+def measure_generate(model: Model, prompts: Sequence[TokenIds], *, max_new_tokens: int) -> SingleStream:
+    generation = greedy(max_new_tokens, model)
+    inputs = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+    model.generate(inputs[0], generation_config=greedy(8, model))  # warm-up
+    meter = CpuMeter(())
+    meter.start()
+    clocks = []
+    started_at = time.perf_counter()
+    for token_ids in inputs:
+        clock = _TokenClock()
+        sent_at = time.perf_counter()
+        model.generate(
+            token_ids, attention_mask=torch.ones_like(token_ids), generation_config=generation, streamer=clock
+        )
+        clocks.append([at - sent_at for at in clock.times[1:]])  # [num_generated] seconds
+    wall_seconds = time.perf_counter() - started_at
+    num_generated = sum(len(times) for times in clocks)
+    rates = [(len(times) - 1) / (times[-1] - times[0]) for times in clocks if len(times) > 1]
+    return SingleStream(
+        num_prompts=len(prompts),
+        num_generated_tokens=num_generated,
+        tokens_per_second=num_generated / wall_seconds,
+        decode_tokens_per_second=median(rates) if rates else 0.0,
+        ttft_seconds=median(times[0] for times in clocks),
+        others_cpu_share=meter.stop().others_share,
+    )
+
+
+def measure_batched(
+    model: Model, prompts: Sequence[TokenIds], *, max_new_tokens: int, max_requests_per_batch: int
+) -> Batched:
+    """Raises: RuntimeError when a prompt was not answered."""
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    config = ContinuousBatchingConfig(
+        page_size=PAGE_SIZE_TOKENS,
+        num_blocks=max_requests_per_batch * math.ceil(longest / PAGE_SIZE_TOKENS) + max_requests_per_batch,
+        max_batch_tokens=BATCH_TOKENS,
+        max_requests_per_batch=max_requests_per_batch,
+        allow_block_sharing=False,
+        auto_switch_to_flash=False,
+    )
+    model.generate_batch(
+        [list(prompts[0])], generation_config=greedy(4, model), continuous_batching_config=config
+    )  # warm-up
+    meter = CpuMeter(())
+    meter.start()
+    outputs = model.generate_batch(
+        [list(prompt) for prompt in prompts],
+        generation_config=greedy(max_new_tokens, model),
+        continuous_batching_config=config,
+        record_timestamps=True,
+    )
+    reading = meter.stop()
+    failed = [output.error for output in outputs.values() if output.error is not None]
+    if failed or len(outputs) < len(prompts):
+        raise RuntimeError(f"{len(outputs)} of {len(prompts)} prompts were answered; errors: {failed[:1]}")
+    started_at = min(output.created_time for output in outputs.values())
+    ended_at = max(output.timestamps[-1] for output in outputs.values() if output.timestamps)
+    num_generated = sum(len(output.generated_tokens) for output in outputs.values())
+    return Batched(
+        num_prompts=len(prompts),
+        max_requests_per_batch=max_requests_per_batch,
+        num_generated_tokens=num_generated,
+        tokens_per_second=num_generated / (ended_at - started_at),
+        others_cpu_share=reading.others_share,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Sends prompts to a router, closed loop or open loop, and records what each answer did when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from outrider.bench.prompts import BenchPrompt
+from outrider.client import AsyncClient, RequestMetrics, Summary, Usage
+from outrider.errors import OutriderError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What is asked of every answer."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0  # request i is drawn with seed + i
+    ignore_eos: bool = False
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """How hard the system is driven: `value` clients (closed loop) or `value` requests a second (open loop)."""
+
+    is_open_loop: bool
+    value: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.value:g}/s" if self.is_open_loop else f"{self.value:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One answer as the client saw it. Times are seconds of the monotonic clock."""
+
+    prompt_id: str
+    kind: str
+    sent_at: float
+    finished_at: float
+    token_times: tuple[tuple[float, int], ...] = ()  # (arrival of a delta, its number of tokens)
+    token_ids: tuple[int, ...] = ()
+    error: str = ""  # empty: answered; else the reason
+    usage: Usage = field(default_factory=Usage)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Records of some prompts that were sent together, and how long all of them took."""
+
+    records: tuple[RequestRecord, ...]
+    wall_seconds: float
+
+
+_NO_SUMMARY = Summary(request_id="", usage=Usage(), metrics=RequestMetrics())
+
+OnDone = Callable[[RequestRecord], None]
+
+
+class LoadGenerator:
+    """Drives one router through one client. Not thread-safe: one event loop."""
+
+    def __init__(self, client: AsyncClient, options: AnswerOptions) -> None:
+        self._client = client
+        self._options = options
+
+    async def run(
+        self, prompts: Sequence[BenchPrompt], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
+    ) -> Pass:
+        """Sends every prompt once. An answer that fails is a record with `error`, never an exception."""
+        started_at = time.monotonic()
+        if level.is_open_loop:
+            records = await self._open_loop(prompts, level.value, speculation=speculation, on_done=on_done)
+        else:
+            records = await self._closed_loop(prompts, int(level.value), speculation=speculation, on_done=on_done)
+        return Pass(records=tuple(records), wall_seconds=time.monotonic() - started_at)
+
+    async def _closed_loop(
+        self, prompts: Sequence[BenchPrompt], num_clients: int, *, speculation: bool, on_done: OnDone
+    ) -> list[RequestRecord]:
+        """Each client sends its next prompt when its last answer has ended."""
+        waiting = iter(enumerate(prompts))
+        records: dict[int, RequestRecord] = {}
+
+        async def client() -> None:
+            for index, prompt in waiting:
+                records[index] = await self._ask(prompt, index=index, speculation=speculation)
+                on_done(records[index])
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(num_clients, len(prompts))):
+                group.create_task(client())
+        return [records[index] for index in sorted(records)]
+
+    async def _open_loop(
+        self, prompts: Sequence[BenchPrompt], rate: float, *, speculation: bool, on_done: OnDone
+    ) -> list[RequestRecord]:
+        """Poisson arrivals (the same ones in every run): late answers hold no arrival back."""
+        gaps = random.Random(self._options.seed)  # noqa: S311 arrivals, not secrets
+
+        async def client(index: int, prompt: BenchPrompt) -> RequestRecord:
+            record = await self._ask(prompt, index=index, speculation=speculation)
+            on_done(record)
+            return record
+
+        tasks: list[asyncio.Task[RequestRecord]] = []
+        due = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for index, prompt in enumerate(prompts):
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                tasks.append(group.create_task(client(index, prompt)))
+                due += gaps.expovariate(rate)
+        return [task.result() for task in tasks]
+
+    async def _ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
+        options = self._options
+        stream = self._client.generate(
+            prompt.content,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed + index,
+            max_tokens=options.max_tokens,
+            ignore_eos=options.ignore_eos,
+            speculation=speculation,
+            timeout_seconds=options.timeout_seconds,
+        )
+        sent_at = time.monotonic()
+        token_times: list[tuple[float, int]] = []
+        try:
+            async with stream:
+                async for delta in stream:
+                    if delta.token_ids:
+                        token_times.append((time.monotonic(), len(delta.token_ids)))  # noqa: PERF401 what came before an error counts
+        except OutriderError as failure:
+            error = failure.reason
+        else:
+            error = "" if stream.is_complete else "NO_SUMMARY"
+        summary = stream.summary if stream.is_complete else _NO_SUMMARY
+        return RequestRecord(
+            prompt_id=prompt.id,
+            kind=prompt.kind,
+            sent_at=sent_at,
+            finished_at=time.monotonic(),
+            token_times=tuple(token_times),
+            token_ids=stream.token_ids(),
+            error=error,
+            usage=summary.usage,
+            metrics=summary.metrics,
+        )

@@ -1,0 +1,152 @@
+"""The machine under a benchmark: what it is, and how much of it other programs took meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineInfo:
+    """What a figure must be read with."""
+
+    processor: str
+    num_cores: int
+    memory_bytes: int
+    system: str
+    python: str
+    commit: str  # of the working tree; "-dirty" behind it when it has changes; empty outside git
+
+
+def describe_machine() -> MachineInfo:
+    return MachineInfo(
+        processor=_processor_name(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().total,
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        commit=_commit(),
+    )
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        result = subprocess.run(  # noqa: S603 a fixed command
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout.strip()
+
+
+class CpuMeter:
+    """Splits the machine's busy CPU time into ours (this process, the cluster's) and everybody else's.
+
+    `pids` are processes of the cluster; their descendants count as well. A process that
+    ends between `start` and `stop` counts as somebody else's from its last reading on.
+    """
+
+    def __init__(self, pids: tuple[int, ...]) -> None:
+        self._pids = (*pids, os.getpid())
+        self._started_at = 0.0
+        self._busy_seconds = 0.0
+        self._own_seconds: dict[int, float] = {}
+
+    def start(self) -> None:
+        self._started_at = time.monotonic()
+        self._busy_seconds = _machine_busy_seconds()
+        self._own_seconds = self._read_own()
+
+    def stop(self) -> CpuReading:
+        elapsed = max(time.monotonic() - self._started_at, 1e-9)
+        busy = _machine_busy_seconds() - self._busy_seconds
+        own = sum(seconds - self._own_seconds.get(pid, 0.0) for pid, seconds in self._read_own().items())
+        return CpuReading(
+            elapsed_seconds=elapsed,
+            own_cpu_seconds=own,
+            others_cpu_seconds=max(0.0, busy - own),
+            num_cores=psutil.cpu_count() or 1,
+        )
+
+    def _read_own(self) -> dict[int, float]:
+        """CPU seconds by process id."""
+        seconds: dict[int, float] = {}
+        for pid in self._pids:
+            try:
+                root = psutil.Process(pid)
+                for process in (root, *root.children(recursive=True)):
+                    times = process.cpu_times()
+                    seconds[process.pid] = times.user + times.system
+            except psutil.Error:  # it has ended
+                continue
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuReading:
+    """CPU time of a span. Readings of consecutive spans add up."""
+
+    elapsed_seconds: float
+    own_cpu_seconds: float
+    others_cpu_seconds: float
+    num_cores: int
+
+    @property
+    def others_share(self) -> float:
+        """0 to 1: of all cores over the span."""
+        return self.others_cpu_seconds / (self.elapsed_seconds * self.num_cores)
+
+    def __add__(self, other: CpuReading) -> CpuReading:
+        return CpuReading(
+            elapsed_seconds=self.elapsed_seconds + other.elapsed_seconds,
+            own_cpu_seconds=self.own_cpu_seconds + other.own_cpu_seconds,
+            others_cpu_seconds=self.others_cpu_seconds + other.others_cpu_seconds,
+            num_cores=self.num_cores,
+        )
+
+
+def _machine_busy_seconds() -> float:
+    times = psutil.cpu_times()
+    # guest time is part of user time already
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
+
+
+def pids_behind(target: str) -> tuple[int, ...]:
+    """Processes of the local cluster whose router listens at `target`; empty when it cannot be told.
+
+    The router's parent is `outrider up`, which every node descends from.
+    """
+    host, _, port = target.rpartition(":")
+    if not port.isdigit() or host not in {"127.0.0.1", "localhost", "[::1]"}:
+        return ()
+    try:
+        listening = [
+            connection.pid
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN
+            and connection.laddr
+            and connection.laddr[1] == int(port)
+            and connection.pid
+        ]
+        router = psutil.Process(listening[0])
+        parent = router.parent()
+        is_cluster = parent is not None and any("outrider" in Path(word).name for word in parent.cmdline()[:3])
+    except (psutil.Error, IndexError):
+        return ()
+    return (parent.pid,) if parent is not None and is_cluster else (router.pid,)

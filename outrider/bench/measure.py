@@ -1,0 +1,159 @@
+"""From records of answers to figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, median
+
+from outrider.bench.load import Level, Pass, RequestRecord
+from outrider.bench.machine import CpuReading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Of a number of durations in seconds, by linear interpolation between neighbours."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
+        """None of no values."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        return cls(p50=_quantile(ordered, 0.50), p90=_quantile(ordered, 0.90), p99=_quantile(ordered, 0.99))
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelFigures:
+    """What one level gave in one mode (with or without speculation)."""
+
+    level: str
+    speculation: bool
+    num_requests: int
+    errors: Mapping[str, int]  # by reason
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    wall_seconds: float
+    tokens_per_second: float  # generated tokens of all answers over the wall time
+    stream_tokens_per_second: float  # median over answers, from the first delta to the last
+    ttft_seconds: Percentiles | None  # request sent to first tokens
+    itl_seconds: Percentiles | None  # between consecutive deltas of an answer
+    e2e_seconds: Percentiles | None
+    acceptance_rate: float  # accepted over drafted
+    mean_acceptance_length: float  # 1 + accepted / verifications with drafts
+    look_ahead_hit_rate: float
+    kv_bytes: int
+    kv_connectors: tuple[str, ...]
+    others_cpu_share: float | None  # None: the cluster's processes are not known
+
+
+def figures_of(
+    level: Level, passes: Sequence[Pass], *, speculation: bool, cpu: CpuReading | None = None
+) -> LevelFigures:
+    """Figures of one level over all its passes."""
+    records = [record for one in passes for record in one.records]
+    answered = [record for record in records if not record.error]
+    wall_seconds = sum(one.wall_seconds for one in passes)
+    num_generated = sum(len(record.token_ids) for record in answered)
+    speculations = [record.metrics.speculation for record in answered]
+    num_draft = sum(one.num_draft_tokens for one in speculations)
+    num_accepted = sum(one.num_accepted_draft_tokens for one in speculations)
+    num_spec_steps = sum(one.num_spec_steps for one in speculations)
+    hit_rates = [one.look_ahead_hit_rate for one in speculations if one.num_draft_tokens]
+    rates = [rate for record in answered if (rate := stream_rate(record)) is not None]
+    return LevelFigures(
+        level=level.name,
+        speculation=speculation,
+        num_requests=len(records),
+        errors=dict(Counter(record.error for record in records if record.error)),
+        num_generated_tokens=num_generated,
+        num_prompt_tokens=sum(record.usage.num_prompt_tokens for record in answered),
+        num_cached_tokens=sum(record.usage.num_cached_tokens for record in answered),
+        wall_seconds=wall_seconds,
+        tokens_per_second=num_generated / wall_seconds if wall_seconds else 0.0,
+        stream_tokens_per_second=median(rates) if rates else 0.0,
+        ttft_seconds=Percentiles.of([r.token_times[0][0] - r.sent_at for r in answered if r.token_times]),
+        itl_seconds=Percentiles.of([gap for record in answered for gap in gaps(record)]),
+        e2e_seconds=Percentiles.of([record.finished_at - record.sent_at for record in answered]),
+        acceptance_rate=num_accepted / num_draft if num_draft else 0.0,
+        mean_acceptance_length=1 + num_accepted / num_spec_steps if num_spec_steps else 0.0,
+        look_ahead_hit_rate=mean(hit_rates) if hit_rates else 0.0,
+        kv_bytes=sum(record.metrics.kv_transfer.bytes for record in answered),
+        kv_connectors=tuple(sorted({record.metrics.kv_transfer.connector for record in answered} - {""})),
+        others_cpu_share=cpu.others_share if cpu is not None else None,
+    )
+
+
+def stream_rate(record: RequestRecord) -> float | None:
+    """Tokens a second after the first delta; None for an answer of one delta."""
+    if len(record.token_times) < 2:
+        return None
+    (first_at, first_count), (last_at, _) = record.token_times[0], record.token_times[-1]
+    return (len(record.token_ids) - first_count) / max(last_at - first_at, 1e-9)
+
+
+def gaps(record: RequestRecord) -> list[float]:
+    """Seconds between consecutive deltas."""
+    times = [at for at, _ in record.token_times]
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Speculation over plain decoding at one level, medians over the pairs of interleaved passes."""
+
+    level: str
+    num_pairs: int
+    tokens_per_second_ratio: float  # above 1: speculation is faster
+    stream_tokens_per_second_ratio: float
+    ttft_ratio: float  # below 1: speculation is faster
+    num_identical_answers: int
+    num_compared_answers: int  # 0 where the modes had different prompts
+
+
+def compare(
+    level: Level, plain: Sequence[Pass], speculative: Sequence[Pass], *, are_answers_comparable: bool
+) -> Comparison:
+    """`plain[i]` and `speculative[i]` ran one after the other, with the same prompts apart from their marks."""
+    pairs = [
+        (figures_of(level, [a], speculation=False), figures_of(level, [b], speculation=True))
+        for a, b in zip(plain, speculative, strict=True)
+    ]
+    answers = [
+        (a.token_ids, b.token_ids)
+        for one, other in zip(plain, speculative, strict=True)
+        for a, b in zip(one.records, other.records, strict=True)
+        if are_answers_comparable and not a.error and not b.error
+    ]
+    return Comparison(
+        level=level.name,
+        num_pairs=len(pairs),
+        tokens_per_second_ratio=_median_ratio((b.tokens_per_second, a.tokens_per_second) for a, b in pairs),
+        stream_tokens_per_second_ratio=_median_ratio(
+            (b.stream_tokens_per_second, a.stream_tokens_per_second) for a, b in pairs
+        ),
+        ttft_ratio=_median_ratio(
+            (b.ttft_seconds.p50, a.ttft_seconds.p50) for a, b in pairs if a.ttft_seconds and b.ttft_seconds
+        ),
+        num_identical_answers=sum(a == b for a, b in answers),
+        num_compared_answers=len(answers),
+    )
+
+
+def _median_ratio(pairs: Iterable[tuple[float, float]]) -> float:
+    ratios = [above / below for above, below in pairs if below > 0]
+    return median(ratios) if ratios else 0.0

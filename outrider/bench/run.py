@@ -1,0 +1,113 @@
+"""A benchmark from warm-up to figures: levels one after the other, modes interleaved within each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from outrider.bench.load import AnswerOptions, Level, LoadGenerator, Pass, RequestRecord
+from outrider.bench.machine import CpuMeter, CpuReading
+from outrider.bench.measure import Comparison, LevelFigures, compare, figures_of
+from outrider.bench.prompts import BenchPrompt
+from outrider.client import AsyncClient
+
+WARM_UP_TOKENS = 16
+WARM_UP_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """What to run. Modes: True is with speculation, False is plain."""
+
+    prompts: tuple[BenchPrompt, ...]
+    levels: tuple[Level, ...]
+    modes: tuple[bool, ...]
+    rounds: int = 1
+    # Both modes get the very same prompts, so that answers can be compared; then the
+    # second one finds its prompts in the prefix caches. Otherwise each prompt is new.
+    same_prompts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    figures: tuple[LevelFigures, ...]
+    comparisons: tuple[Comparison, ...]  # one for each level when both modes ran
+
+
+class Progress(Protocol):
+    """Told what happens while it happens."""
+
+    def pass_started(self, level: Level, *, speculation: bool, num_requests: int) -> None: ...
+    def request_done(self, record: RequestRecord) -> None: ...
+    def pass_ended(self) -> None: ...
+
+
+async def run_bench(
+    client: AsyncClient,
+    plan: BenchPlan,
+    options: AnswerOptions,
+    *,
+    cluster_pids: tuple[int, ...],
+    progress: Progress,
+) -> BenchResult:
+    """Runs the plan. Passes of one level alternate between the modes, and the mode that goes first alternates too."""
+    await _warm_up(client, plan, options, progress=progress)
+    load = LoadGenerator(client, options)
+    figures: list[LevelFigures] = []
+    comparisons: list[Comparison] = []
+    for level in plan.levels:
+        passes: dict[bool, list[Pass]] = {mode: [] for mode in plan.modes}
+        cpu: dict[bool, list[CpuReading]] = {mode: [] for mode in plan.modes}
+        groups = [group for _ in range(plan.rounds) for group in prompt_groups(plan, level)]
+        for number, group in enumerate(groups):
+            for mode in plan.modes if number % 2 == 0 else reversed(plan.modes):
+                prompts = [prompt.salted(_salt(plan, level, number, speculation=mode)) for prompt in group]
+                progress.pass_started(level, speculation=mode, num_requests=len(prompts))
+                meter = CpuMeter(cluster_pids)
+                meter.start()
+                passes[mode].append(await load.run(prompts, level, speculation=mode, on_done=progress.request_done))
+                cpu[mode].append(meter.stop())
+                progress.pass_ended()
+        for mode in plan.modes:
+            reading = _sum(cpu[mode]) if cluster_pids else None
+            figures.append(figures_of(level, passes[mode], speculation=mode, cpu=reading))
+        if len(plan.modes) == 2:
+            comparisons.append(compare(level, passes[False], passes[True], are_answers_comparable=plan.same_prompts))
+    return BenchResult(figures=tuple(figures), comparisons=tuple(comparisons))
+
+
+def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]]:
+    """The prompts cut into passes: small ones where modes are interleaved and few clients run.
+
+    A pass is at least four prompts for each client, so that its ragged end, where fewer
+    clients run than asked for, stays short against the whole.
+    """
+    if len(plan.modes) == 1 or level.is_open_loop:
+        return [plan.prompts]
+    num_groups = max(1, len(plan.prompts) // (4 * int(level.value)))
+    # Every num_groups-th prompt: each pass has all kinds in it.
+    return [plan.prompts[first::num_groups] for first in range(num_groups)]
+
+
+async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: Progress) -> None:
+    """The same for every mode: a few short answers together, none of them counted."""
+    load = LoadGenerator(client, replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens)))
+    level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)
+    for mode in plan.modes:
+        prompts = [prompt.salted(f"[warm-up {int(mode)}]") for prompt in plan.prompts[:WARM_UP_PROMPTS]]
+        progress.pass_started(level, speculation=mode, num_requests=len(prompts))
+        await load.run(prompts, level, speculation=mode, on_done=progress.request_done)
+        progress.pass_ended()
+
+
+def _salt(plan: BenchPlan, level: Level, number: int, *, speculation: bool) -> str:
+    mode = "same" if plan.same_prompts else ("spec" if speculation else "plain")
+    return f"[{level.name} {number} {mode}]"
+
+
+def _sum(readings: Sequence[CpuReading]) -> CpuReading:
+    total, *others = readings
+    for reading in others:
+        total += reading
+    return total

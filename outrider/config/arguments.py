@@ -1,0 +1,67 @@
+"""The command line that every role has."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.config.resolve import CONFIG_FILE_VARIABLE, load_config
+from outrider.config.settings import describe_settings
+from outrider.config.values import format_value
+from outrider.errors import ConfigError
+
+
+def parse_role_arguments(
+    role: str,
+    sections: Mapping[str, type],
+    argv: Sequence[str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Reads a role's command line: `--config FILE`, `--set KEY=VALUE`, `--help` with every key.
+
+    A mistake ends the process with status 2 and one line on stderr.
+    """
+    environ = os.environ if environ is None else environ
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {role}",
+        description=f"Outrider's {role}.",
+        epilog=_help_of(sections),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        default=environ.get(CONFIG_FILE_VARIABLE) or None,
+        help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}, else none",
+    )
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
+    )
+    arguments = parser.parse_args(argv)
+    file = None if arguments.config is None else Path(arguments.config)
+    try:
+        return load_config(sections, file=file, environ=environ, overrides=arguments.overrides)
+    except ConfigError as error:
+        sys.stderr.write(f"{role}: {error}\n")
+        raise SystemExit(2) from error
+
+
+def _help_of(sections: Mapping[str, type]) -> str:
+    lines = [
+        "settings (YAML file < environment < --set; the variable of a.b is OUTRIDER_A__B):",
+        "",
+    ]
+    for info in describe_settings(sections):
+        limits = str(info.limits)
+        allowed = f", {limits}" if limits else ""
+        lines.append(f"  {info.key} = {format_value(info.default)}  ({info.type_name}{allowed})")
+        if info.help:
+            lines.append(f"      {info.help}")
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""Where settings come from: defaults < YAML file < environment < overrides."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outrider.config.settings import default_of, nested_type
+from outrider.config.values import checked, from_text
+from outrider.errors import ConfigError
+
+SECTIONS = ("model", "telemetry", "router", "prefill_node", "decode_node", "draft_node", "cluster")
+"""Every section that a file may have, whichever role reads it."""
+
+ENVIRONMENT_PREFIX = "OUTRIDER_"
+CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """The sections in force, and for every key that was set, where."""
+
+    sections: dict[str, Any]
+    sources: dict[str, str]
+
+
+def load_config(
+    sections: Mapping[str, type],
+    *,
+    file: Path | None,
+    environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """One instance for each section. `overrides` are "decode_node.max_running=32".
+
+    Raises: ConfigError, naming the key, its source and the nearest valid key or the
+    allowed range.
+    """
+    return resolve_config(sections, file=file, environ=environ, overrides=overrides).sections
+
+
+def resolve_config(
+    sections: Mapping[str, type],
+    *,
+    file: Path | None,
+    environ: Mapping[str, str],
+    overrides: Sequence[str] = (),
+) -> ResolvedConfig:
+    """As `load_config`, with the source of every key that is not a default."""
+    settings = _Settings(sections)
+    if file is not None:
+        settings.take_file(file)
+    settings.take_environment(environ)
+    for override in overrides:
+        settings.take_override(override)
+    return settings.resolve()
+
+
+class _Settings:
+    """Collects raw values by key, later sources over earlier ones, and builds the sections."""
+
+    def __init__(self, sections: Mapping[str, type]) -> None:
+        self._sections = sections
+        self._values: dict[tuple[str, ...], tuple[Any, str]] = {}
+
+    def take_file(self, path: Path) -> None:
+        try:
+            with path.open(encoding="utf-8") as stream:
+                loader = yaml.SafeLoader(stream)
+                try:
+                    node = loader.get_single_node()
+                    if node is not None:
+                        self._take_node(loader, node, (), path)
+                finally:
+                    loader.dispose()
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"config file {path} is not UTF-8") from error
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+            raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
+
+    def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], file: Path) -> None:
+        source = f"{file}:{node.start_mark.line + 1}"
+        kind = self._type_at(path, source) if path else dict
+        if kind is None:
+            return  # a section of another role
+        nested = not path or nested_type(kind) is not None
+        if isinstance(node, yaml.MappingNode) and nested:
+            for key_node, value_node in node.value:
+                key = str(loader.construct_object(key_node, deep=True))
+                self._take_node(loader, value_node, (*path, key), file)
+            return
+        value = loader.construct_object(node, deep=True)
+        if value is None and nested:
+            return  # an empty section
+        if nested:
+            name = ".".join(path) or "the file"
+            raise ConfigError(f"{source}: {name} is a group of settings, not {value!r}")
+        self._values[path] = (value, source)
+
+    def take_environment(self, environ: Mapping[str, str]) -> None:
+        for name in sorted(environ):
+            if not name.startswith(ENVIRONMENT_PREFIX):
+                continue
+            path = tuple(name[len(ENVIRONMENT_PREFIX) :].lower().split("__"))
+            if len(path) == 1 and path[0] not in SECTIONS:
+                continue  # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, …: not settings
+            self._take_text(path, environ[name], f"environment variable {name}")
+
+    def take_override(self, override: str) -> None:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {override}: expected KEY=VALUE")
+        self._take_text(tuple(key.strip().split(".")), text, f"--set {override}")
+
+    def _take_text(self, path: tuple[str, ...], text: str, source: str) -> None:
+        kind = self._type_at(path, source)
+        if kind is None:
+            return
+        if nested_type(kind) is not None:
+            raise ConfigError(f"{source}: {'.'.join(path)} is a group of settings; name one of them")
+        self._values[path] = (from_text(kind, text, source), source)
+
+    def _type_at(self, path: tuple[str, ...], source: str) -> Any:
+        """The declared type at a path; None in a section of another role."""
+        section, *names = path
+        if section not in self._sections:
+            if section in SECTIONS:
+                return None
+            raise ConfigError(unknown_key(source, section, "", sorted({*SECTIONS, *self._sections})))
+        kind: Any = self._sections[section]
+        for depth, name in enumerate(names):
+            owner = nested_type(kind)
+            known = [] if owner is None else [item.name for item in fields(owner)]
+            if owner is None or name not in known:
+                raise ConfigError(
+                    unknown_key(source, name, ".".join(path[: depth + 1]), known, tuple(names[depth + 1 :]))
+                )
+            kind = typing.get_type_hints(owner)[name]
+        return kind
+
+    def resolve(self) -> ResolvedConfig:
+        sections = {name: self._build((name,), kind, default_of(kind, name)) for name, kind in self._sections.items()}
+        sources = {".".join(path): source for path, (_, source) in self._values.items()}
+        return ResolvedConfig(sections=sections, sources=sources)
+
+    def _build(self, path: tuple[str, ...], kind: Any, default: Any) -> Any:
+        changes: dict[str, Any] = {}
+        source = ""
+        hints = typing.get_type_hints(kind)
+        for item in fields(kind):
+            here = (*path, item.name)
+            owner = nested_type(hints[item.name])
+            if owner is not None:
+                if any(other[: len(here)] == here for other in self._values):
+                    inner = getattr(default, item.name)
+                    inner = default_of(owner, ".".join(here)) if inner is None else inner
+                    changes[item.name] = self._build(here, owner, inner)
+            elif here in self._values:
+                value, source = self._values[here]
+                changes[item.name] = checked(value, hints[item.name], ".".join(here), source, item.metadata)
+        if not changes:
+            return default
+        try:
+            return replace(default, **changes)
+        except ValueError as error:  # a check over several fields, in __post_init__
+            raise ConfigError(f"{source}: {'.'.join(path)}: {error}") from error
+
+
+def environment_name(key: str) -> str:
+    """`decode_node.server.port` → `OUTRIDER_DECODE_NODE__SERVER__PORT`."""
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+
+
+def unknown_key(source: str, name: str, owner: str, known: Sequence[str], rest: tuple[str, ...] = ()) -> str:
+    prefix = f"{owner}." if owner else ""
+    key = ".".join((prefix + name, *rest))
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    hint = f"; the nearest is {prefix}{nearest[0]}" if nearest else f"; {owner} has no settings of its own"
+    return f"{source}: unknown key {key}{hint}"

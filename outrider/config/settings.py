@@ -1,0 +1,137 @@
+"""How a setting is declared, and what is known of it."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The allowed values of one setting."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    choices: tuple[Any, ...] | None = None
+
+    def allow(self, value: Any) -> bool:
+        """Whether a value of the right type is in range; numbers must be finite."""
+        if self.choices is not None and value not in self.choices:
+            return False
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return True
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.choices is not None:
+            return "one of " + ", ".join(str(choice) for choice in self.choices)
+        bounds = [
+            (self.at_least, "at least"),
+            (self.above, "above"),
+            (self.at_most, "at most"),
+            (self.below, "below"),
+        ]
+        return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: Sequence[Any] | None = None,
+    help: str = "",  # noqa: A002 the word that argparse users know
+) -> Any:
+    """A dataclass field with its range and its document. A list or dict default is copied for each instance."""
+    limits = Limits(
+        at_least=at_least,
+        at_most=at_most,
+        above=above,
+        below=below,
+        choices=None if choices is None else tuple(choices),
+    )
+    metadata = {"limits": limits, "help": help}
+    if default is MISSING:
+        return field(metadata=metadata)
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingInfo:
+    """One key, as `--help` and `outrider config` show it."""
+
+    key: str
+    default: Any
+    type_name: str
+    limits: Limits
+    help: str
+
+
+def nested_type(kind: Any) -> Any:
+    """The dataclass behind `Config` or `Config | None`; None for a plain value."""
+    for option in options_of(kind):
+        if isinstance(option, type) and is_dataclass(option):
+            return option
+    return None
+
+
+def describe_settings(sections: Mapping[str, type]) -> list[SettingInfo]:
+    """Every key of the sections, in declaration order."""
+    found: list[SettingInfo] = []
+    for name, kind in sections.items():
+        _describe(name, kind, default_of(kind, name), found)
+    return found
+
+
+def _describe(prefix: str, kind: Any, default: Any, found: list[SettingInfo]) -> None:
+    hints = typing.get_type_hints(kind)
+    for item in fields(kind):
+        key, value = f"{prefix}.{item.name}", getattr(default, item.name)
+        owner = nested_type(hints[item.name])
+        if owner is not None:
+            _describe(key, owner, value if value is not None else default_of(owner, key), found)
+            continue
+        found.append(
+            SettingInfo(
+                key=key,
+                default=value,
+                type_name=type_name(hints[item.name]),
+                limits=item.metadata.get("limits", Limits()),
+                help=item.metadata.get("help", ""),
+            )
+        )
+
+
+def default_of(kind: Any, key: str) -> Any:
+    try:
+        return kind()
+    except TypeError as error:
+        raise ConfigError(f"{key}: every setting needs a default ({error})") from error
+
+
+def options_of(kind: Any) -> tuple[Any, ...]:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return typing.get_args(kind)
+    return (kind,)
+
+
+def type_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")

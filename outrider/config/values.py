@@ -1,0 +1,107 @@
+"""From what a file or a variable says to a value of the declared type, and back to text."""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from outrider.config.settings import Limits, options_of, type_name
+from outrider.errors import ConfigError
+
+
+def from_text(kind: Any, text: str, source: str) -> Any:
+    """What a variable or flag means for a field of this type: text as it stands, or YAML."""
+    options = options_of(kind)
+    if type(None) in options and text.strip().lower() in ("null", "none", "~", ""):
+        return None
+    if str in options or Path in options or any(isinstance(o, type) and issubclass(o, enum.Enum) for o in options):
+        return text
+    if any(typing.get_origin(option) in (tuple, list) for option in options) and not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not a value: {text!r}") from error
+
+
+def checked(value: Any, kind: Any, key: str, source: str, metadata: Mapping[str, Any]) -> Any:
+    limits = metadata.get("limits", Limits())
+    allowed = f" {limits}" if str(limits) else ""
+    for option in options_of(kind):
+        converted = _convert(value, option)
+        if converted is _WRONG_TYPE:
+            continue
+        parts = converted if isinstance(converted, tuple) else (converted,)
+        if all(limits.allow(part) for part in parts):
+            return converted
+        raise ConfigError(f"{source}: {key} = {value!r} is out of range: must be{allowed or ' finite'}")
+    raise ConfigError(
+        f"{source}: {key} = {value!r} is not of type {type_name(kind)}{allowed and f': must be{allowed}'}"
+    )
+
+
+_WRONG_TYPE = object()
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """The value as an instance of one plain type, or _WRONG_TYPE. A bool is no number."""
+    if typing.get_origin(kind) is not None:
+        return _convert_generic(value, kind)
+    if kind in (int, float) and isinstance(value, bool):
+        return _WRONG_TYPE
+    if kind is float and isinstance(value, (int, float, str)):
+        return _number(value)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return next((member for member in kind if value in (member.value, member.name)), _WRONG_TYPE)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    return value if isinstance(value, kind) else _WRONG_TYPE
+
+
+def _convert_generic(value: Any, kind: Any) -> Any:
+    """As `_convert`, for tuple[…], list[…], dict[…] and Literal[…]."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (tuple, list) and isinstance(value, (list, tuple)):
+        parts = [_convert(part, arguments[0]) for part in value]
+        return _WRONG_TYPE if any(part is _WRONG_TYPE for part in parts) else origin(parts)
+    if isinstance(value, Mapping) and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if origin is typing.Literal and value in arguments:
+        return value
+    return _WRONG_TYPE
+
+
+def _number(value: float | str) -> Any:
+    """YAML 1.1 reads 1e-3 as a string."""
+    try:
+        return float(value)
+    except ValueError:
+        return _WRONG_TYPE
+
+
+def format_value(value: Any) -> str:
+    """A value as YAML would have it, on one line."""
+    return (
+        yaml.safe_dump(to_plain(value), default_flow_style=True, width=10_000, allow_unicode=True)
+        .split("\n...")[0]
+        .strip()
+    )
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, tuples, enums and paths as dicts, lists and strings."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, enum.Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,1 @@
+"""What every service process is made of: life cycle, channels, health, reflection, telemetry. Torch-free."""

@@ -1,0 +1,62 @@
+"""What a service tells the process that started it: JSON lines on an inherited descriptor.
+
+    {"role": "decode_node", "address": "127.0.0.1:40001", "metrics_address": null, "pid": 77}
+    {"progress": "weights", "done": 1048576, "total": 270000000}      any number of these
+    {"serving": true, "role": …, "address": …, "metrics_address": …, "pid": …, …}
+
+The first is written when the port is bound, the last when the service serves. The
+descriptor's number is in OUTRIDER_ANNOUNCE_FD; without it nothing is announced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+ANNOUNCE_VARIABLE = "OUTRIDER_ANNOUNCE_FD"
+PROGRESS_INTERVAL_SECONDS = 0.1
+
+
+class Announcer:
+    """Writes announcements; a no-op without a descriptor. Thread-safe. A reader that left is no error."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._last_progress = 0.0
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Announcer:
+        text = environ.get(ANNOUNCE_VARIABLE, "")
+        return cls(int(text) if text.isdigit() else None)
+
+    def say(self, **fields: Any) -> None:
+        """One line. Fields must be JSON values."""
+        if self._descriptor is None:
+            return
+        line = (json.dumps(fields) + "\n").encode()
+        with self._lock:
+            try:
+                os.write(self._descriptor, line)
+            except OSError:  # nobody listens any more: stop announcing
+                self._descriptor = None
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """How far a long start has come, at most ten times a second; fits `load_model(progress=…)`."""
+        now = time.monotonic()
+        if done < total and now - self._last_progress < PROGRESS_INTERVAL_SECONDS:
+            return
+        self._last_progress = now
+        self.say(progress=stage, done=done, total=total)
+
+
+def announce_progress(stage: str, done: int, total: int) -> None:
+    """`Announcer.progress` of this process, for composition roots: `load_model(config, progress=announce_progress)`."""
+    _process_announcer.progress(stage, done, total)
+
+
+_process_announcer = Announcer.from_environment()

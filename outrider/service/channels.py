@@ -1,0 +1,106 @@
+"""The one factory of gRPC channels and of server options."""
+
+from __future__ import annotations
+
+import itertools
+
+import grpc
+import grpc.aio
+
+from outrider.service.config import ServerConfig, TlsConfig
+
+DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_channel_ids = itertools.count()
+
+ChannelOptions = list[tuple[str, int | str]]
+
+
+def server_options(config: ServerConfig) -> ChannelOptions:
+    """Options of a grpc.aio server.
+
+    Clients that ping are welcome: with gRPC's defaults a client that pings every second
+    is disconnected with ENHANCE_YOUR_CALM. The port is never shared: with SO_REUSEPORT a
+    second server on it would silently take half of the connections.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+
+
+def channel_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk: bool = False) -> ChannelOptions:
+    """Options of a channel. `bulk`: a TCP connection of its own, so that payload never delays a token stream."""
+    options: ChannelOptions = [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    if bulk:
+        options += [
+            ("grpc.use_local_subchannel_pool", 1),
+            # Equal arguments share a connection even so within one pool key; make them unequal.
+            ("outrider.channel_id", next(_channel_ids)),
+        ]
+    return options
+
+
+def open_channel(
+    target: str,
+    *,
+    bulk: bool = False,
+    tls: TlsConfig | None = None,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """A channel to "host:port" (or any gRPC target). Dials lazily, never through a proxy."""
+    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk)
+    if tls is None or not tls.is_enabled:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
+
+
+def open_sync_channel(
+    target: str,
+    *,
+    bulk: bool = False,
+    tls: TlsConfig | None = None,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+) -> grpc.Channel:
+    """As `open_channel`, for threads without an event loop."""
+    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk)
+    if tls is None or not tls.is_enabled:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, channel_credentials(tls), options=options)
+
+
+def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    """Raises: OSError when a file cannot be read."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=tls.authority.read_bytes() if tls.authority else None,
+        private_key=tls.private_key.read_bytes() if tls.private_key else None,
+        certificate_chain=tls.certificate.read_bytes() if tls.certificate else None,
+    )
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    """Needs certificate and private key. Raises: OSError when a file cannot be read."""
+    assert tls.certificate is not None, "TLS on a server needs a certificate"
+    assert tls.private_key is not None, "TLS on a server needs a private key"
+    return grpc.ssl_server_credentials(
+        [(tls.private_key.read_bytes(), tls.certificate.read_bytes())],
+        root_certificates=tls.authority.read_bytes() if tls.authority else None,
+        require_client_auth=tls.authority is not None,
+    )

@@ -1,0 +1,62 @@
+"""Settings that every role has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.config import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Files in PEM form. As a server: certificate and private key turn TLS on; as a client: any of them does."""
+
+    certificate: Path | None = setting(None, help="This side's certificate chain.")
+    private_key: Path | None = setting(None, help="This side's private key.")
+    authority: Path | None = setting(
+        None, help="Certificates that vouch for the other side. On a server: clients must show one (mutual TLS)."
+    )
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("certificate and private_key go together")
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.certificate is not None or self.authority is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where a service listens, and how it ends."""
+
+    host: str = setting("127.0.0.1", help="Address to bind; 0.0.0.0 for every network card.")
+    port: int = setting(0, at_least=0, at_most=65535, help="Port to bind; 0: the system chooses.")
+    advertise_address: str = setting(
+        "", help="host[:port] under which others reach this service; empty: the one they dialled."
+    )
+    name: str = setting("", help="Unique in the cluster; empty: role, host and port.")
+    metrics_port: int | None = setting(
+        None, at_least=0, at_most=65535, help="Prometheus over HTTP on this port; 0: the system chooses; null: off."
+    )
+    drain_seconds: float = setting(
+        30.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM."
+    )
+    max_message_bytes: int = setting(
+        16 * 1024 * 1024, at_least=65_536, at_most=1 << 30, help="Largest message accepted or sent."
+    )
+    tls: TlsConfig = field(default_factory=TlsConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    """What is logged, and how."""
+
+    log_level: str = setting("info", choices=("debug", "info", "warning", "error"), help="Least severity logged.")
+    log_format: str = setting(
+        "auto",
+        choices=("auto", "json", "text"),
+        help="One JSON object or one line of text per event; auto: text on a terminal.",
+    )
+    log_text: bool = setting(False, help="Whether prompts and answers may be logged.")

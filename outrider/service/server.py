@@ -1,0 +1,229 @@
+"""The life of a service process: bind → start → serve → drain → stop.
+
+    run_service(DecodeService(config), server=config.server, telemetry=telemetry, role="decode_node")
+
+The port answers from the first moment (health NOT_SERVING, NodeService), the service
+serves when `start` has returned. SIGTERM or SIGINT drains; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import prometheus_client
+import uvloop
+
+from outrider import __version__
+from outrider.config import environment_name
+from outrider.errors import ConfigError, OutriderError
+from outrider.service.announce import Announcer
+from outrider.service.channels import server_credentials, server_options
+from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.health import HEALTH_SERVICE, Health
+from outrider.service.parent_death import die_with_parent
+from outrider.service.reflection import add_reflection
+from outrider.service.telemetry.logging import configure_logging, get_logger
+
+DRAIN_SLACK_SECONDS = 1.0
+"""How far past its deadline a drain may go before it is given up."""
+CLOSE_SECONDS = 0.5
+"""How long calls that outlived the drain (watches, sessions) may take to end."""
+
+
+class Service(Protocol):
+    """What a role brings. All methods run on the event loop and must not block it.
+
+    `add_to` registers the servicers. `start` loads what must be loaded (in threads); the
+    address is the host:port that was bound. `drain` is called after health is
+    NOT_SERVING: take no new work, return when running work has ended or the deadline has
+    passed. `stop` frees everything; it is called once, also when `start` failed.
+    `describe` gives the start-up line: fingerprint, dtype, device, threads and so on, as
+    JSON values.
+    """
+
+    service_names: tuple[str, ...]
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+    async def start(self, address: str) -> None: ...
+    async def drain(self, deadline_seconds: float) -> None: ...
+    async def stop(self) -> None: ...
+    def describe(self) -> Mapping[str, Any]: ...
+
+
+def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryConfig, role: str) -> int:
+    """Runs until a signal comes. Returns the exit status: 0 after a drain, 1 when it could not start.
+
+    Raises nothing: what goes wrong is one log line. Call it from the main thread.
+    """
+    die_with_parent()
+    configure_logging(telemetry, role=role)
+    process = _ServiceProcess(service, server, role)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(process.run())
+        if process.must_exit_now:
+            # A weight load in a thread cannot be cancelled, and would be waited for.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return status
+
+
+class _ServiceProcess:
+    def __init__(self, service: Service, config: ServerConfig, role: str) -> None:
+        self._service = service
+        self._config = config
+        self._role = role
+        self._log = get_logger("service")
+        self._announcer = Announcer.from_environment()
+        self._stopping = asyncio.Event()
+        self.must_exit_now = False
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        server = grpc.aio.server(options=server_options(self._config))
+        health = Health(self._service.service_names)
+        await health.add_to(server)
+        self._service.add_to(server)
+        add_reflection(server, (*self._service.service_names, HEALTH_SERVICE))
+        try:
+            address = bind(server, self._config, role=self._role)
+            await server.start()
+            metrics = MetricsEndpoint.open(self._config, role=self._role)
+        except (OutriderError, OSError) as error:
+            self._log.error("cannot listen", error=str(error))
+            return 1
+        where = {
+            "role": self._role,
+            "address": address,
+            "metrics_address": metrics.address,
+            "pid": os.getpid(),
+        }
+        self._announcer.say(**where)
+        self._log.info("listening", address=address, metrics_address=metrics.address, version=__version__)
+        try:
+            return await self._serve(health, where)
+        finally:
+            await server.stop(CLOSE_SECONDS)
+            await self._service.stop()
+            metrics.close()
+            self._log.info("stopped")
+
+    async def _serve(self, health: Health, where: Mapping[str, Any]) -> int:
+        started_at = time.monotonic()
+        starting = asyncio.ensure_future(self._service.start(where["address"]))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            self.must_exit_now = True
+            starting.cancel()
+            await asyncio.wait((starting,), timeout=DRAIN_SLACK_SECONDS)
+            return 0
+        failure = starting.exception()
+        if failure is not None:
+            stopping.cancel()
+            trace = None if isinstance(failure, OutriderError) else failure
+            self._log.error("cannot start", error=str(failure), exc_info=trace)
+            return 1
+        await health.set_serving(is_serving=True)
+        described = {"version": __version__, **self._service.describe()}
+        self._announcer.say(serving=True, **{**described, **where})
+        self._log.info(
+            "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described
+        )
+        await stopping
+        await health.set_serving(is_serving=False)
+        self._log.info("draining", drain_seconds=self._config.drain_seconds)
+        try:
+            async with asyncio.timeout(self._config.drain_seconds + DRAIN_SLACK_SECONDS):
+                await self._service.drain(self._config.drain_seconds)
+        except TimeoutError:
+            self._log.warning("drain took too long; running work is cut off")
+        return 0
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopping.is_set():
+            self._log.warning("second signal: ending at once", signal=signal.Signals(number).name)
+            sys.stderr.flush()
+            os._exit(128 + number)
+        self._stopping.set()
+
+
+def bind(server: grpc.aio.Server, config: ServerConfig, *, role: str) -> str:
+    """Binds the configured port. Returns "host:port" as bound. Raises: ConfigError, which says what to change."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    advice = f"choose another with --set {role}.server.port=N or {environment_name(role + '.server.port')}"
+    if config.port:
+        _probe(config.host, config.port, advice)
+    try:
+        if config.tls.certificate is not None:
+            port = server.add_secure_port(f"{host}:{config.port}", server_credentials(config.tls))
+        else:
+            port = server.add_insecure_port(f"{host}:{config.port}")
+    except RuntimeError as error:
+        raise ConfigError(f"port {config.port} on {config.host} cannot be bound ({error}); {advice}") from error
+    if port == 0:
+        raise ConfigError(f"port {config.port} on {config.host} cannot be bound; {advice}")
+    return f"{host}:{port}"
+
+
+def _probe(host: str, port: int, advice: str) -> None:
+    """Says clearly why a port cannot be had; gRPC would only say that it failed."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host} is unknown here: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except PermissionError as error:
+            raise ConfigError(f"port {port} on {host} is not permitted to this user; {advice}") from error
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"port {port} on {host} is taken; {advice}") from error
+            raise ConfigError(f"port {port} on {host} cannot be bound: {error.strerror}; {advice}") from error
+
+
+class MetricsEndpoint:
+    """Prometheus over HTTP in a thread of its own, or nothing."""
+
+    def __init__(self, server: Any, thread: threading.Thread | None, address: str | None) -> None:
+        self._server = server
+        self._thread = thread
+        self.address = address
+
+    @classmethod
+    def open(cls, config: ServerConfig, *, role: str) -> MetricsEndpoint:
+        """Raises: ConfigError when the port is taken."""
+        if config.metrics_port is None:
+            return cls(None, None, None)
+        try:
+            server, thread = prometheus_client.start_http_server(config.metrics_port, addr=config.host)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics port {config.metrics_port} on {config.host} cannot be bound: {error.strerror}; "
+                f"choose another with --set {role}.server.metrics_port=N"
+            ) from error
+        return cls(server, thread, f"{config.host}:{server.server_port}")
+
+    def close(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join(timeout=1.0)

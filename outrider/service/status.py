@@ -1,0 +1,148 @@
+"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). Nothing else knows status codes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Never
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from outrider import errors
+from outrider.service.telemetry.logging import get_logger
+
+ERROR_DOMAIN = "outrider"
+DETAILS_KEY = "grpc-status-details-bin"
+
+_CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
+    errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyRunningError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NotSupportedError: grpc.StatusCode.UNIMPLEMENTED,
+    errors.MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.AbortedError: grpc.StatusCode.ABORTED,
+    errors.PeerLostError: grpc.StatusCode.UNAVAILABLE,
+}
+_KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
+    **{code: kind for kind, code in _CODES.items()},
+    grpc.StatusCode.CANCELLED: errors.AbortedError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.AbortedError,
+}
+_log = get_logger("status")
+
+
+def status_code(error: BaseException) -> grpc.StatusCode:
+    """INTERNAL for everything that is not in the tree, and for what must not leave the process."""
+    for kind in type(error).__mro__:
+        if kind in _CODES:
+            return _CODES[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def to_status(error: BaseException) -> status_pb2.Status:
+    """The google.rpc.Status of an error. INTERNAL says nothing about our insides."""
+    code = status_code(error)
+    if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
+        details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
+        return status_pb2.Status(code=code.value[0], message="internal error; see the server's log", details=details)
+    metadata: dict[str, str] = {}
+    if isinstance(error, errors.PeerLostError) and error.node:
+        metadata["node"] = error.node
+    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))]
+    field = getattr(error, "field", "")
+    if field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if isinstance(error, (errors.CapacityError, errors.PeerLostError)):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status_pb2.Status(code=code.value[0], message=error.message, details=details)
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> Never:
+    """Ends the RPC with the error's status; what becomes INTERNAL is logged with its trace.
+
+    Raises: grpc.aio.AbortError, always.
+    """
+    status = to_status(error)
+    if status.code == grpc.StatusCode.INTERNAL.value[0]:
+        _log.error("internal error", error=str(error), exc_info=error)
+    await context.abort(
+        status_code(error), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
+    )
+    raise AssertionError("abort returned")
+
+
+@asynccontextmanager
+async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Around a servicer's body: whatever it raises ends the RPC as `abort_with`.
+
+    Cancellation and an abort that has already happened pass through.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:  # noqa: BLE001 the border of the process: everything becomes a status
+        await abort_with(context, error)
+
+
+def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.OutriderError:
+    """The error that the other side meant. Statuses that gRPC itself makes come without details.
+
+    Cancelled calls become AbortedError; passed deadlines AbortedError with reason
+    DEADLINE_EXCEEDED; a peer that cannot be reached PeerLostError with reason UNREACHABLE.
+    """
+    code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
+    message = (error.details() if callable(getattr(error, "details", None)) else None) or code.name
+    info, field, retry_after_seconds = _parse_details(error)
+    kind = _KINDS.get(code, errors.InternalError)
+    arguments: dict[str, Any] = {"reason": info.reason or None}
+    if kind in (errors.InvalidRequestError, errors.NotSupportedError):
+        arguments["field"] = field
+    elif kind is errors.AbortedError:
+        arguments["reason"] = info.reason or code.name
+    elif kind is errors.InternalError:
+        message = f"{code.name}: {message}"
+    if kind in (errors.CapacityError, errors.PeerLostError):
+        arguments["retry_after_seconds"] = 1.0 if retry_after_seconds is None else retry_after_seconds
+    if kind is errors.PeerLostError:
+        arguments["node"] = info.metadata.get("node", target)
+        if not info.reason:  # gRPC's own words: nobody answered
+            arguments["reason"] = "UNREACHABLE"
+            message = f"{target} cannot be reached: {message}" if target else message
+    return kind(message, **arguments)
+
+
+def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, str, float | None]:
+    """(ErrorInfo, field, retry delay in seconds), each empty where the status has none."""
+    info, field, retry_after_seconds = error_details_pb2.ErrorInfo(), "", None
+    status = status_pb2.Status()
+    read_trailing: Any = getattr(error, "trailing_metadata", None)
+    trailing = read_trailing() if callable(read_trailing) else None
+    try:
+        for key, value in trailing or ():
+            if key == DETAILS_KEY:
+                status.MergeFromString(value if isinstance(value, bytes) else value.encode())
+        for detail in status.details:
+            bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            if detail.Unpack(bad_request) and bad_request.field_violations:
+                field = bad_request.field_violations[0].field
+            elif detail.Unpack(retry):
+                retry_after_seconds = retry.retry_delay.ToNanoseconds() / 1e9
+            else:
+                detail.Unpack(info)
+    except ValueError:  # includes protobuf's DecodeError: details from a stranger; the status stands without them
+        _log.debug("status details are not parsable")
+    return info, field, retry_after_seconds
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed

@@ -1,0 +1,83 @@
+"""Structured logs: one line for each event, as JSON or as text, on stderr.
+
+Events are short fixed phrases; everything variable is a field:
+
+    log = get_logger("decode_node")
+    log.info("sequence group opened", request_id=request_id, num_prompt_tokens=240)
+
+Text of prompts and answers is logged only through `text_field`, which drops it unless
+`telemetry.log_text` is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, TextIO
+
+import structlog
+
+from outrider.service.config import TelemetryConfig
+
+TEXT_FIELD = "text"
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
+    """A logger whose events carry `component=name`. Bind request_id where there is one."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=name)
+    return logger
+
+
+def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | None = None) -> None:
+    """Sets the process's log output; every event carries `role`. Called once, by the composition root.
+
+    The standard library's loggers (grpc's and libraries') go the same way, from warnings up.
+    """
+    stream = sys.stderr if stream is None else stream
+    as_json = config.log_format == "json" or (config.log_format == "auto" and not stream.isatty())
+    level = _LEVELS[config.log_level]
+
+    def add_role(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        event.setdefault("role", role)
+        return event
+
+    def guard_text(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if not config.log_text:
+            event.pop(TEXT_FIELD, None)
+        return event
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_role,
+        guard_text,
+    ]
+    last: list[structlog.typing.Processor] = (
+        [structlog.processors.dict_tracebacks, _order, structlog.processors.JSONRenderer()]
+        if as_json
+        else [structlog.dev.ConsoleRenderer(colors=stream.isatty(), pad_event_to=0)]
+    )
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[_drop_meta, *last], foreign_pre_chain=shared))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(level, logging.WARNING))
+
+
+def _drop_meta(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return structlog.stdlib.ProcessorFormatter.remove_processors_meta(logger, method, event)
+
+
+def _order(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
+    """What every line has comes first, for the eye."""
+    first = ("timestamp", "level", "role", "component", "event")
+    return {key: event[key] for key in first if key in event} | dict(event)

@@ -1,0 +1,198 @@
+"""Prometheus metrics, under vLLM's names and labels where it has them, so that its dashboards work.
+
+The router counts requests, tokens and the times that clients see; nodes count what their
+engines do. What vLLM has no name for is `outrider:*`. Every series has the label
+`model_name`. All methods are thread-safe and cheap enough for step boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from outrider.node import NodeLoad
+from outrider.request import FinishReason
+from outrider.session import SpeculationCounts
+
+# vLLM's buckets, in seconds.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
+    *(480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2)
+TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+_FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
+
+
+class _Family:
+    """Makes metrics that share a registry and the label model_name."""
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        self._model_name = model_name
+        self._registry = registry
+
+    def gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(name, help_text, ("model_name",), registry=self._registry).labels(self._model_name)
+
+    def counter(self, name: str, help_text: str) -> Counter:
+        return Counter(name, help_text, ("model_name",), registry=self._registry).labels(self._model_name)
+
+    def histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, help_text, ("model_name",), registry=self._registry, buckets=buckets)
+        return histogram.labels(self._model_name)
+
+    def labelled_counter(self, name: str, help_text: str, label: str) -> Callable[[str], Counter]:
+        counter = Counter(name, help_text, ("model_name", label), registry=self._registry)
+        return lambda value: counter.labels(self._model_name, value)
+
+    def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[str], Gauge]:
+        gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
+        return lambda value: gauge.labels(self._model_name, value)
+
+
+class EngineMetrics:
+    """What a node's engine does. One for each process and registry."""
+
+    def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        family = _Family(model_name, registry)
+        self._running = family.gauge("vllm:num_requests_running", "Sequences in the running batch.")
+        self._waiting = family.gauge("vllm:num_requests_waiting", "Sequences that wait for the running batch.")
+        self._kv_usage = family.gauge("vllm:kv_cache_usage_perc", "Used share of KV blocks, 0 to 1.")
+        self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens computed or found in a cache.")
+        self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens generated.")
+        self._preemptions = family.counter("vllm:num_preemptions", "Sequences preempted.")
+        self._cache_queries = family.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._cache_hits = family.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._drafts = family.counter("vllm:spec_decode_num_drafts", "Verifications with draft tokens.")
+        self._draft_tokens = family.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = family.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._accepted_at = family.labelled_counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the draft.",
+            "position",
+        )
+        self._wanting = family.counter("outrider:look_ahead_wanting_steps", "Steps that wanted proposals.")
+        self._hits = family.counter("outrider:look_ahead_hit_steps", "Steps that found proposals waiting.")
+        self._steps = family.histogram("outrider:step_seconds", "One engine iteration.", STEP_BUCKETS)
+        self._rows = family.counter("outrider:step_rows", "Rows in forward passes.")
+        self._transfer_bytes = family.labelled_counter("outrider:kv_transfer_bytes", "KV payload moved.", "connector")
+        self._transfers = family.histogram(
+            "outrider:kv_transfer_seconds", "First frame to commit of one hand-off.", TRANSFER_BUCKETS
+        )
+        self._exposed = family.histogram(
+            "outrider:kv_transfer_exposed_seconds", "Hand-off time that compute did not hide.", TRANSFER_BUCKETS
+        )
+        self._dropped = family.labelled_counter("outrider:kv_frames_dropped", "Frames refused.", "reason")
+        self._refused = family.labelled_counter("outrider:proposals_refused", "Hostile or stale proposals.", "reason")
+        self._breaker = family.labelled_gauge(
+            "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
+        )
+
+    def set_load(self, load: NodeLoad) -> None:
+        self._running.set(load.num_running)
+        self._waiting.set(load.num_waiting)
+        if load.kv_blocks_total:
+            self._kv_usage.set(1.0 - load.kv_blocks_free / load.kv_blocks_total)
+
+    def observe_step(self, *, seconds: float, num_rows: int) -> None:
+        self._steps.observe(seconds)
+        self._rows.inc(num_rows)
+
+    def add_tokens(self, *, num_prompt_tokens: int = 0, num_generated_tokens: int = 0) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._generation_tokens.inc(num_generated_tokens)
+
+    def add_preemptions(self, num_preempted: int) -> None:
+        self._preemptions.inc(num_preempted)
+
+    def add_prefix_lookup(self, *, num_query_tokens: int, num_hit_tokens: int) -> None:
+        self._cache_queries.inc(num_query_tokens)
+        self._cache_hits.inc(num_hit_tokens)
+
+    def add_speculation(self, counts: SpeculationCounts) -> None:
+        self._drafts.inc(counts.num_spec_steps)
+        self._draft_tokens.inc(counts.num_draft_tokens)
+        self._accepted.inc(counts.num_accepted_draft_tokens)
+        for position in range(len(counts.acceptance_histogram) - 1):
+            reached = sum(counts.acceptance_histogram[position + 1 :])
+            if reached:
+                self._accepted_at(str(position)).inc(reached)
+        self._wanting.inc(counts.num_wanting_steps)
+        self._hits.inc(counts.num_hit_steps)
+
+    def observe_transfer(
+        self, *, connector: str, num_bytes: int, seconds: float, exposed_seconds: float | None = None
+    ) -> None:
+        """One hand-off. `exposed_seconds` is known on the prefill node only."""
+        self._transfer_bytes(connector).inc(num_bytes)
+        self._transfers.observe(seconds)
+        if exposed_seconds is not None:
+            self._exposed.observe(exposed_seconds)
+
+    def add_dropped_frames(self, reason: str, num_frames: int = 1) -> None:
+        self._dropped(reason).inc(num_frames)
+
+    def add_refused_proposals(self, reason: str, num_proposals: int = 1) -> None:
+        self._refused(reason).inc(num_proposals)
+
+    def set_breaker(self, target: str, *, is_open: bool) -> None:
+        self._breaker(target).set(int(is_open))
+
+
+class RouterMetrics:
+    """What clients of the router see. One for each process and registry."""
+
+    def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        family = _Family(model_name, registry)
+        self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
+        self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
+        self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens sent to clients.")
+        self._ttft = family.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = family.histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", ITL_BUCKETS)
+        self._e2e = family.histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS)
+        self._queue = family.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
+        self._success = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
+        self._failures = family.labelled_counter(
+            "outrider:request_failures", "Requests that ended in an error.", "reason"
+        )
+        self._lost = family.labelled_counter("outrider:nodes_lost", "Nodes that died or froze.", "role")
+
+    def set_load(self, *, num_running: int, num_waiting: int) -> None:
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
+
+    def observe_admitted(self, *, queue_seconds: float, num_prompt_tokens: int) -> None:
+        self._queue.observe(queue_seconds)
+        self._prompt_tokens.inc(num_prompt_tokens)
+
+    def observe_first_token(self, ttft_seconds: float) -> None:
+        self._ttft.observe(ttft_seconds)
+
+    def observe_tokens(self, *, num_tokens: int, seconds_since_last: float | None) -> None:
+        """Tokens that arrived together. `seconds_since_last` is None for a sample's first."""
+        self._generation_tokens.inc(num_tokens)
+        if seconds_since_last is not None and num_tokens:
+            self._itl.observe(seconds_since_last / num_tokens)
+
+    def observe_finished_sample(self, reason: FinishReason) -> None:
+        self._success(_FINISHED_REASONS[reason]).inc()
+
+    def observe_finished_request(self, *, e2e_seconds: float) -> None:
+        self._e2e.observe(e2e_seconds)
+
+    def add_failure(self, reason: str) -> None:
+        """`reason` is an OutriderError's."""
+        self._failures(reason).inc()
+
+    def add_lost_node(self, role: str) -> None:
+        self._lost(role).inc()

@@ -1,0 +1,223 @@
+"""session.proto ⇄ `outrider.session`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outrider.errors import InvalidRequestError
+from outrider.node import NodeInfo, NodeReport
+from outrider.request import FinishReason, LogprobsRequest
+from outrider.session import (
+    CancelSequenceGroup,
+    Granted,
+    KvReady,
+    OpenSequenceGroup,
+    Rejected,
+    RejectReason,
+    SampleDone,
+    SampleTokens,
+    SequenceGroupEvent,
+    SequenceGroupFailed,
+    SpeculationCounts,
+)
+from outrider.v1 import router_pb2, session_pb2
+from outrider.wire.node import info_from_proto, info_to_proto, report_from_proto, report_to_proto
+from outrider.wire.sampling import (
+    logprobs_mode_from_proto,
+    logprobs_mode_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    token_logprobs_from_proto,
+    token_logprobs_to_proto,
+)
+
+ID_BYTES = 16
+
+_REASON_TO_PROTO = {
+    FinishReason.STOP: router_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: router_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: router_pb2.FINISH_REASON_ABORTED,
+}
+_REASON_FROM_PROTO = {proto: reason for reason, proto in _REASON_TO_PROTO.items()}
+
+
+def command_to_proto(command: OpenSequenceGroup | CancelSequenceGroup) -> session_pb2.SessionCommand:
+    if isinstance(command, CancelSequenceGroup):
+        return session_pb2.SessionCommand(
+            cancel=session_pb2.CancelSequenceGroup(sequence_group_id=command.sequence_group_id, samples=command.samples)
+        )
+    proto = session_pb2.OpenSequenceGroup(
+        sequence_group_id=command.sequence_group_id,
+        transfer_id=command.transfer_id,
+        request_id=command.request_id,
+        prompt_token_ids=command.prompt_token_ids,
+        generated_token_ids=command.generated_token_ids,
+        sampling=sampling_to_proto(command.sampling),
+        stop_token_ids=command.stop_token_ids,
+        num_speculative_tokens=command.num_speculative_tokens,
+        priority=command.priority,
+    )
+    if command.logprobs is not None:
+        proto.top_logprobs = command.logprobs.num_top
+        proto.logprobs_mode = logprobs_mode_to_proto(command.logprobs.mode)
+    return session_pb2.SessionCommand(open=proto)
+
+
+def command_from_proto(proto: session_pb2.SessionCommand) -> OpenSequenceGroup | CancelSequenceGroup:
+    """Raises InvalidRequestError for a message without a command or with ids of the wrong size."""
+    kind = proto.WhichOneof("command")
+    if kind == "cancel":
+        return CancelSequenceGroup(
+            sequence_group_id=proto.cancel.sequence_group_id, samples=tuple(proto.cancel.samples)
+        )
+    if kind != "open":
+        raise InvalidRequestError(f"a session command of kind {kind!r} is not expected here", field="command")
+    opened = proto.open
+    if len(opened.sequence_group_id) != ID_BYTES or len(opened.transfer_id) != ID_BYTES:
+        raise InvalidRequestError("sequence_group_id and transfer_id are 16 bytes each", field="open")
+    return OpenSequenceGroup(
+        sequence_group_id=opened.sequence_group_id,
+        transfer_id=opened.transfer_id,
+        request_id=opened.request_id,
+        prompt_token_ids=tuple(opened.prompt_token_ids),
+        generated_token_ids=tuple(opened.generated_token_ids),
+        sampling=sampling_from_proto(opened.sampling),
+        stop_token_ids=tuple(opened.stop_token_ids),
+        logprobs=LogprobsRequest(num_top=opened.top_logprobs, mode=logprobs_mode_from_proto(opened.logprobs_mode))
+        if opened.HasField("top_logprobs")
+        else None,
+        num_speculative_tokens=opened.num_speculative_tokens if opened.HasField("num_speculative_tokens") else None,
+        priority=opened.priority,
+    )
+
+
+def report_message_to_proto(
+    report: NodeReport, events: Iterable[SequenceGroupEvent], *, hello: NodeInfo | None = None
+) -> session_pb2.SessionReport:
+    message = session_pb2.SessionReport(
+        node=report_to_proto(report), events=[event_to_proto(event) for event in events]
+    )
+    if hello is not None:
+        message.hello.CopyFrom(info_to_proto(hello))
+    return message
+
+
+def report_message_from_proto(
+    proto: session_pb2.SessionReport,
+) -> tuple[NodeInfo | None, NodeReport, list[SequenceGroupEvent]]:
+    hello = info_from_proto(proto.hello) if proto.HasField("hello") else None
+    return hello, report_from_proto(proto.node), [event_from_proto(event) for event in proto.events]
+
+
+def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
+    proto = session_pb2.SequenceGroupEvent(sequence_group_id=event.sequence_group_id)
+    match event:
+        case SampleTokens():
+            tokens = proto.tokens
+            tokens.sample = event.sample
+            tokens.start_position = event.start_position
+            tokens.token_ids.extend(event.token_ids)
+            if event.logprobs:
+                tokens.logprobs.extend(token_logprobs_to_proto(value) for value in event.logprobs)
+            _counts_to_proto(event.speculation, tokens.speculation)
+        case SampleDone():
+            proto.done.CopyFrom(
+                session_pb2.SampleDone(
+                    sample=event.sample, reason=_REASON_TO_PROTO[event.reason], stop_token_id=event.stop_token_id
+                )
+            )
+        case Granted():
+            proto.granted.CopyFrom(
+                session_pb2.Granted(
+                    transfer_id=event.transfer_id,
+                    kv_address=event.kv_address,
+                    held_prefix_length=event.held_prefix_length,
+                    num_tokens_to_compute=event.num_tokens_to_compute,
+                )
+            )
+        case Rejected():
+            proto.rejected.CopyFrom(
+                session_pb2.Rejected(reason=session_pb2.RejectReason.Name(event.reason.value), message=event.message)
+            )
+        case KvReady():
+            proto.kv_ready.CopyFrom(
+                session_pb2.KvReady(
+                    transfer_id=event.transfer_id,
+                    connector=event.connector,
+                    kv_bytes=event.kv_bytes,
+                    transfer_microseconds=round(event.transfer_seconds * 1e6),
+                )
+            )
+        case SequenceGroupFailed():
+            proto.failed.CopyFrom(session_pb2.SequenceGroupFailed(code=event.code, message=event.message))
+    return proto
+
+
+def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEvent:
+    """Raises InvalidRequestError for an event of no known kind."""
+    group_id = proto.sequence_group_id
+    match proto.WhichOneof("event"):
+        case "tokens":
+            return SampleTokens(
+                sequence_group_id=group_id,
+                sample=proto.tokens.sample,
+                start_position=proto.tokens.start_position,
+                token_ids=tuple(proto.tokens.token_ids),
+                logprobs=tuple(token_logprobs_from_proto(value) for value in proto.tokens.logprobs),
+                speculation=_counts_from_proto(proto.tokens.speculation),
+            )
+        case "done":
+            return SampleDone(
+                sequence_group_id=group_id,
+                sample=proto.done.sample,
+                reason=_REASON_FROM_PROTO[proto.done.reason],
+                stop_token_id=proto.done.stop_token_id if proto.done.HasField("stop_token_id") else None,
+            )
+        case "granted":
+            return Granted(
+                sequence_group_id=group_id,
+                transfer_id=proto.granted.transfer_id,
+                kv_address=proto.granted.kv_address,
+                held_prefix_length=proto.granted.held_prefix_length,
+                num_tokens_to_compute=proto.granted.num_tokens_to_compute,
+            )
+        case "rejected":
+            return Rejected(
+                sequence_group_id=group_id,
+                reason=RejectReason(proto.rejected.reason),
+                message=proto.rejected.message,
+            )
+        case "kv_ready":
+            return KvReady(
+                sequence_group_id=group_id,
+                transfer_id=proto.kv_ready.transfer_id,
+                connector=proto.kv_ready.connector,
+                kv_bytes=proto.kv_ready.kv_bytes,
+                transfer_seconds=proto.kv_ready.transfer_microseconds / 1e6,
+            )
+        case "failed":
+            return SequenceGroupFailed(sequence_group_id=group_id, code=proto.failed.code, message=proto.failed.message)
+        case other:
+            raise InvalidRequestError(f"a session event of kind {other!r} is not known", field="event")
+
+
+def _counts_to_proto(counts: SpeculationCounts, proto: session_pb2.SpeculationCounts) -> None:
+    if counts.num_wanting_steps == 0 and counts.num_spec_steps == 0:
+        return
+    proto.num_spec_steps = counts.num_spec_steps
+    proto.num_draft_tokens = counts.num_draft_tokens
+    proto.num_accepted_draft_tokens = counts.num_accepted_draft_tokens
+    proto.acceptance_histogram.extend(counts.acceptance_histogram)
+    proto.num_wanting_steps = counts.num_wanting_steps
+    proto.num_hit_steps = counts.num_hit_steps
+
+
+def _counts_from_proto(proto: session_pb2.SpeculationCounts) -> SpeculationCounts:
+    return SpeculationCounts(
+        num_spec_steps=proto.num_spec_steps,
+        num_draft_tokens=proto.num_draft_tokens,
+        num_accepted_draft_tokens=proto.num_accepted_draft_tokens,
+        acceptance_histogram=tuple(proto.acceptance_histogram),
+        num_wanting_steps=proto.num_wanting_steps,
+        num_hit_steps=proto.num_hit_steps,
+    )

@@ -1,0 +1,178 @@
+"""`outrider bench` against a router that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider.bench.load import AnswerOptions, Level, LoadGenerator
+from outrider.bench.machine import describe_machine
+from outrider.bench.prompts import BenchPrompt, load_prompts
+from outrider.bench.report import LineProgress, as_json, as_text
+from outrider.bench.run import BenchPlan, prompt_groups, run_bench
+from outrider.client import AsyncClient, ChatMessage
+from outrider.errors import InvalidRequestError
+from outrider.v1 import router_pb2, router_pb2_grpc
+
+CHAT = BenchPrompt(id="chat", kind="chat", content=(ChatMessage("system", "Be brief."), ChatMessage("user", "Hello?")))
+PROMPTS = (CHAT, *(BenchPrompt(id=f"p{i}", kind="code", content=f"def f{i}():") for i in range(7)))
+
+
+class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
+    """Answers with two deltas once `num_awaited` requests run at a time; texts with "fail" are refused."""
+
+    def __init__(self, *, num_awaited: int = 1) -> None:
+        self.requests: list[router_pb2.GenerateRequest] = []
+        self.num_running = self.most_running = 0
+        self._num_awaited = num_awaited
+        self._changed = asyncio.Condition()
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            async with self._changed:
+                self._changed.notify_all()
+                await self._changed.wait_for(lambda: self.most_running >= self._num_awaited)
+            if "fail" in request.text:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+            yield router_pb2.GenerateResponse(started=router_pb2.Started(num_prompt_tokens=4))
+            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(start_position=4, token_ids=[1], text="a"))
+            yield router_pb2.GenerateResponse(delta=router_pb2.Delta(start_position=5, token_ids=[2, 3], text="bc"))
+            yield router_pb2.GenerateResponse(finished=router_pb2.Finished(reason=router_pb2.FINISH_REASON_LENGTH))
+            summary = router_pb2.Summary(usage=router_pb2.Usage(num_prompt_tokens=4, num_generated_tokens=3))
+            yield router_pb2.GenerateResponse(summary=summary)
+        finally:
+            self.num_running -= 1
+
+
+@asynccontextmanager
+async def serving(router):
+    server = grpc.aio.server()
+    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            yield client
+    finally:
+        await server.stop(None)
+
+
+class SilentProgress:
+    def __init__(self) -> None:
+        self.passes = []
+
+    def pass_started(self, level, *, speculation, num_requests):
+        self.passes.append((level.name, speculation, num_requests))
+
+    def request_done(self, record):
+        pass
+
+    def pass_ended(self):
+        pass
+
+
+@pytest.mark.parametrize("num_clients", [1, 3, 8])
+async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
+    router = ScriptedRouter(num_awaited=num_clients)
+    async with serving(router) as client:
+        load = LoadGenerator(client, AnswerOptions())
+        done = await load.run(PROMPTS, Level(is_open_loop=False, value=num_clients), speculation=True)
+    assert router.most_running == num_clients
+    assert [record.prompt_id for record in done.records] == [prompt.id for prompt in PROMPTS]
+    assert all(record.token_ids == (1, 2, 3) and len(record.token_times) == 2 for record in done.records)
+
+
+async def test_open_loop_does_not_wait_for_answers():
+    router = ScriptedRouter(num_awaited=len(PROMPTS))  # no answer ends before the last request has come
+    async with serving(router) as client:
+        load = LoadGenerator(client, AnswerOptions())
+        done = await load.run(PROMPTS, Level(is_open_loop=True, value=500.0), speculation=False)
+    assert router.most_running == len(PROMPTS)
+    assert not any(record.error for record in done.records)
+
+
+async def test_what_is_asked_for_is_what_the_options_say():
+    router = ScriptedRouter()
+    options = AnswerOptions(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=40, ignore_eos=True)
+    async with serving(router) as client:
+        await LoadGenerator(client, options).run(PROMPTS[:2], Level(is_open_loop=False, value=1), speculation=False)
+    first, second = router.requests
+    assert first.chat.messages[1].content == "Hello?"
+    assert (first.sampling.max_tokens, first.sampling.top_k, first.stop.ignore_eos) == (7, 3, True)
+    assert first.sampling.temperature == pytest.approx(0.5)
+    assert (first.sampling.seed, second.sampling.seed) == (40, 41)
+    assert first.speculation.enabled is False
+
+
+async def test_a_refused_request_is_an_error_among_answers():
+    refused = BenchPrompt(id="x", kind="chat", content="fail")
+    async with serving(ScriptedRouter()) as client:
+        load = LoadGenerator(client, AnswerOptions())
+        done = await load.run((refused, PROMPTS[1]), Level(is_open_loop=False, value=1), speculation=True)
+    assert [record.error for record in done.records] == ["OVERLOADED", ""]
+
+
+async def test_compared_modes_alternate_and_no_prompt_is_sent_twice():
+    router, progress = ScriptedRouter(), SilentProgress()
+    plan = BenchPlan(prompts=PROMPTS, levels=(Level(is_open_loop=False, value=1),), modes=(False, True))
+    async with serving(router) as client:
+        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=progress)
+    measured = progress.passes[2:]  # two warm-ups come first
+    assert [speculation for _, speculation, _ in measured] == [False, True, True, False]
+    assert [figures.num_requests for figures in result.figures] == [len(PROMPTS)] * 2
+    sent = Counter(request.text or request.chat.messages[0].content for request in router.requests)
+    assert max(sent.values()) == 1
+    assert result.comparisons[0].num_compared_answers == 0
+
+
+async def test_same_prompts_lets_answers_be_compared():
+    plan = BenchPlan(
+        prompts=PROMPTS, levels=(Level(is_open_loop=False, value=2),), modes=(False, True), same_prompts=True
+    )
+    async with serving(ScriptedRouter()) as client:
+        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=SilentProgress())
+    comparison = result.comparisons[0]
+    assert (comparison.num_identical_answers, comparison.num_compared_answers) == (len(PROMPTS), len(PROMPTS))
+
+
+async def test_report_is_a_table_and_plain_json():
+    stderr = io.StringIO()
+    plan = BenchPlan(prompts=PROMPTS, levels=(Level(is_open_loop=False, value=2),), modes=(False, True))
+    async with serving(ScriptedRouter()) as client:
+        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(1,), progress=LineProgress(stderr))
+    machine, model = describe_machine(), {"model": "scripted"}
+    text = as_text(result, machine=machine, model=model)
+    assert "speculative" in text
+    assert "tokens/s" in text
+    assert len({len(line) for line in text.splitlines() if line.startswith(" ")}) <= 2
+    value = as_json(result, machine=machine, options=AnswerOptions(), model=model, command=["outrider", "bench"])
+    assert json.loads(json.dumps(value))["levels"][0]["num_requests"] == len(PROMPTS)
+    assert "2 clients, plain: 8/8 answers" in stderr.getvalue()
+
+
+def test_groups_of_a_comparison_use_each_prompt_once():
+    plan = BenchPlan(prompts=PROMPTS, levels=(), modes=(False, True))
+    for clients in (1, 2, 16):
+        groups = prompt_groups(plan, Level(is_open_loop=False, value=clients))
+        assert Counter(prompt.id for group in groups for prompt in group) == Counter(p.id for p in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["not json", "[]", '{"id": "a"}', '{"id": "a", "kind": "chat"}', '{"id": "a", "kind": "b", "messages": [1]}'],
+)
+def test_a_bad_prompt_is_named_by_its_line(tmp_path, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "ok", "kind": "chat", "text": "x"}\n' + line + "\n")
+    with pytest.raises(InvalidRequestError, match=r"prompts\.jsonl:2"):
+        load_prompts(file)

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+MORE_ARGUMENTS = {"watch_cluster": ["2"]}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_runs(cluster, example):
+    command = [sys.executable, example, cluster.router_address, *MORE_ARGUMENTS.get(example.stem, [])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()

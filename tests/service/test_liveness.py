@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from outrider.node import NodeReport, NodeState
+from outrider.service.liveness import ProgressDeadline
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def report(step: int, *, expected: float = 0.0, age: float = 0.0) -> NodeReport:
+    return NodeReport(
+        state=NodeState.SERVING, incarnation=b"i" * 16, step=step, expected_step_seconds=expected, step_age_seconds=age
+    )
+
+
+def make_deadline() -> tuple[ProgressDeadline, FakeClock]:
+    clock = FakeClock()
+    return ProgressDeadline(grace_seconds=2.0, clock=clock), clock
+
+
+def test_silence_past_the_grace_is_a_loss():
+    deadline, clock = make_deadline()
+    deadline.feed(report(1))
+    clock.now += 1.9
+    assert not deadline.is_lost()
+    assert deadline.remaining_seconds() < 0.11
+    clock.now += 0.2
+    assert deadline.is_lost()
+    assert deadline.remaining_seconds() == 0.0
+
+
+def test_an_idle_node_lives_as_long_as_it_reports():
+    deadline, clock = make_deadline()
+    for _ in range(100):
+        deadline.feed(report(7))
+        clock.now += 0.2
+        assert not deadline.is_lost()
+
+
+def test_a_long_step_is_no_loss_but_one_that_never_ends_is():
+    deadline, clock = make_deadline()
+    deadline.feed(report(7))
+    alive_seconds = 0.0
+    for tick in range(200):
+        deadline.feed(report(7, expected=1.0, age=tick * 0.2))
+        if deadline.is_lost():
+            break
+        alive_seconds = tick * 0.2
+        clock.now += 0.2
+    assert 10.0 < alive_seconds < 13.0
+
+
+def test_steps_that_move_keep_a_busy_node_alive():
+    deadline, clock = make_deadline()
+    for step in range(100):
+        deadline.feed(report(step, expected=0.05, age=0.01))
+        clock.now += 1.0
+        assert not deadline.is_lost()
+
+
+def test_the_grace_is_at_least_a_second():
+    clock = FakeClock()
+    deadline = ProgressDeadline(grace_seconds=0.0, clock=clock)
+    clock.now += 0.9
+    assert not deadline.is_lost()

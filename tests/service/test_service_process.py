@@ -1,0 +1,223 @@
+"""The life of a real service process, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+
+ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
+WAIT_SECONDS = 20.0
+ROUTER_SERVICE = "outrider.v1.RouterService"
+
+
+class ServiceProcess:
+    """`python role_process.py router …` with a pipe for its announcements and its log on stderr."""
+
+    def __init__(self, *settings: str, role: str = "router", **environ: str) -> None:
+        self._reader, writer = os.pipe()
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROLE_PROCESS), role, *arguments],
+            pass_fds=(writer,),
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OUTRIDER_ANNOUNCE_FD": str(writer), **environ},
+        )
+        os.close(writer)
+        self._lines = self._read_lines()
+
+    def _read_lines(self):
+        buffer = b""
+        selector = selectors.DefaultSelector()
+        selector.register(self._reader, selectors.EVENT_READ)
+        while True:
+            assert selector.select(WAIT_SECONDS), "nothing was announced"
+            data = os.read(self._reader, 4096)
+            if not data:
+                return
+            buffer += data
+            *lines, buffer = buffer.split(b"\n")
+            yield from map(json.loads, lines)
+
+    def announcement(self, key: str) -> dict:
+        return next(said for said in self._lines if key in said)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[dict]]:
+        """The exit status and the log."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> tuple[int, list[dict]]:
+        _, log = self.process.communicate(timeout=WAIT_SECONDS)
+        os.close(self._reader)
+        return self.process.returncode, [json.loads(line) for line in log.decode().splitlines() if line[:1] == "{"]
+
+
+@pytest.fixture(scope="module")
+def served():
+    service = ServiceProcess("router.server.port=0")
+    announced = service.announcement("serving")
+    yield announced["address"]
+    status, _ = service.end()
+    assert status == 0
+
+
+def check_health(channel: grpc.Channel, service: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_SECONDS).status
+
+
+@pytest.fixture(params=["grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"])
+def reflect(request, served):
+    """Asks one question of the reflection service, with bytes on the wire as ghz and grpcurl send them."""
+    with grpc.insecure_channel(served) as channel:
+        method = channel.stream_stream(
+            f"/{request.param}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+
+        def ask(**question):
+            questions = iter([reflection_pb2.ServerReflectionRequest(**question)])
+            return next(iter(method(questions, timeout=WAIT_SECONDS)))
+
+        yield ask
+
+
+def file_names(response) -> list[str]:
+    files = response.file_descriptor_response.file_descriptor_proto
+    return [descriptor_pb2.FileDescriptorProto.FromString(data).name for data in files]
+
+
+def test_reflection_lists_every_service(reflect):
+    names = [service.name for service in reflect(list_services="").list_services_response.service]
+    assert {ROUTER_SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"file_by_filename": "outrider/v1/router.proto"},
+        {"file_containing_symbol": ROUTER_SERVICE},
+        {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},
+        {"file_containing_symbol": "outrider.v1.GenerateRequest"},
+    ],
+)
+def test_reflection_finds_a_file_by_name_service_method_and_message(reflect, question):
+    names = file_names(reflect(**question))
+    assert "outrider/v1/router.proto" in names
+    assert "google/protobuf/duration.proto" in names
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_reflection_describes_itself(reflect, version):
+    assert file_names(reflect(file_containing_symbol=f"grpc.reflection.{version}.ServerReflection"))
+
+
+@pytest.mark.parametrize("symbol", ["outrider.v1.Nothing", f"{ROUTER_SERVICE}.Nothing", "nothing"])
+def test_reflection_answers_not_found_for_a_strange_symbol(reflect, symbol):
+    assert reflect(file_containing_symbol=symbol).error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+def test_a_client_that_pings_all_the_time_is_kept(served):
+    options = [
+        ("grpc.keepalive_time_ms", 100),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    with grpc.insecure_channel(served, options=options) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=2.0)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as ended:
+            next(watch)
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # and not UNAVAILABLE: too_many_pings
+        assert check_health(channel) == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        os.urandom(4096),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 512,
+        b"",
+    ],
+    ids=["http1", "random", "broken_http2", "silence"],
+)
+def test_noise_on_the_port_disturbs_nobody(served, noise):
+    host, port = served.split(":")
+    with grpc.insecure_channel(served) as channel:
+        assert check_health(channel) == health_pb2.HealthCheckResponse.SERVING
+        with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS) as connection:
+            connection.sendall(noise)
+        assert check_health(channel, ROUTER_SERVICE) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_with_0():
+    service = ServiceProcess("router.server.port=0", "router.server.metrics_port=0", START_SECONDS="1.0")
+    bound = service.announcement("address")
+    with grpc.insecure_channel(bound["address"]) as channel:
+        watch = iter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS))
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert check_health(channel, ROUTER_SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert service.announcement("progress") == {"progress": "weights", "done": 10, "total": 10}
+        assert service.announcement("serving")["threads"] == 1
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        with urllib.request.urlopen(f"http://{bound['metrics_address']}/metrics", timeout=WAIT_SECONDS) as response:
+            assert b"process_resident_memory_bytes" in response.read()
+        started_at = time.monotonic()
+        service.process.send_signal(signal.SIGTERM)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        status, log = service.wait()
+    assert status == 0
+    assert time.monotonic() - started_at < 5.0
+    assert [line["event"] for line in log] == ["listening", "serving", "draining", "stopped"]
+    assert all(line["role"] == "router" for line in log)
+
+
+def test_sigterm_while_loading_ends_with_0():
+    service = ServiceProcess("router.server.port=0", START_SECONDS="60")
+    service.announcement("progress")
+    status, _ = service.end()
+    assert status == 0
+
+
+def test_a_start_that_fails_is_one_clear_line_and_status_1():
+    status, log = ServiceProcess("router.server.port=0", ROLE_FAILS="router").wait()
+    assert status == 1
+    (failure,) = (line for line in log if line["level"] == "error")
+    assert failure["event"] == "cannot start"
+    assert failure["error"] == "weights.safetensors is not there"
+    assert "exception" not in failure
+
+
+def test_a_taken_port_is_named_with_the_way_out():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, log = ServiceProcess(f"router.server.port={port}").wait()
+    assert status == 1
+    (failure,) = log
+    assert failure["error"] == (
+        f"port {port} on 127.0.0.1 is taken; choose another with --set router.server.port=N "
+        "or OUTRIDER_ROUTER__SERVER__PORT"
+    )
+
+
+def test_two_services_never_share_a_port(served):
+    port = served.rpartition(":")[2]
+    status, log = ServiceProcess(f"router.server.port={port}").wait()
+    assert status == 1
+    assert "is taken" in log[0]["error"]

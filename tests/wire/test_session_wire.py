@@ -1,0 +1,153 @@
+"""Everything that router and decode node say survives the wire."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import InvalidRequestError
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.request import FinishReason, LogprobsMode, LogprobsRequest, SamplingParams, TokenLogprobs
+from outrider.session import (
+    CancelSequenceGroup,
+    Granted,
+    KvReady,
+    OpenSequenceGroup,
+    Rejected,
+    RejectReason,
+    SampleDone,
+    SampleTokens,
+    SequenceGroupFailed,
+    SpeculationCounts,
+)
+from outrider.v1 import session_pb2
+from outrider.wire.session import (
+    command_from_proto,
+    command_to_proto,
+    event_from_proto,
+    event_to_proto,
+    report_message_from_proto,
+    report_message_to_proto,
+)
+
+ID = bytes(range(16))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        OpenSequenceGroup(
+            sequence_group_id=ID,
+            transfer_id=ID[::-1],
+            request_id="request",
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(seed=2**64 - 1, max_tokens=1),
+        ),
+        OpenSequenceGroup(
+            sequence_group_id=ID,
+            transfer_id=ID[::-1],
+            request_id="request",
+            prompt_token_ids=(1, 2, 3),
+            generated_token_ids=(4, 5),
+            sampling=SamplingParams(
+                seed=7,
+                max_tokens=9,
+                temperature=0.5,
+                top_p=0.75,
+                top_k=40,
+                min_p=0.125,
+                presence_penalty=-0.5,
+                frequency_penalty=0.25,
+                repetition_penalty=1.25,
+                logit_bias=((3, -1.5), (900, 2.0)),
+                n=1,
+                min_tokens=2,
+            ),
+            stop_token_ids=(2, 0),
+            logprobs=LogprobsRequest(num_top=0, mode=LogprobsMode.SAMPLED),
+            num_speculative_tokens=0,
+            priority=-3,
+        ),
+        CancelSequenceGroup(sequence_group_id=ID),
+        CancelSequenceGroup(sequence_group_id=ID, samples=(0, 3)),
+    ],
+)
+def test_commands_survive_the_wire(command):
+    data = command_to_proto(command).SerializeToString()
+    assert command_from_proto(session_pb2.SessionCommand.FromString(data)) == command
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Granted(sequence_group_id=ID, transfer_id=ID, kv_address="h:1", held_prefix_length=16, num_tokens_to_compute=1),
+        Rejected(sequence_group_id=ID, reason=RejectReason.NO_ROOM, message="full"),
+        KvReady(sequence_group_id=ID, transfer_id=ID, connector="grpc", kv_bytes=2**40, transfer_seconds=0.25),
+        SampleTokens(sequence_group_id=ID, sample=2, start_position=7, token_ids=(1, 2)),
+        SampleTokens(
+            sequence_group_id=ID,
+            sample=0,
+            start_position=7,
+            token_ids=(1,),
+            logprobs=(TokenLogprobs(1, -0.5, 2, ((5, -0.25), (1, -0.5))),),
+            speculation=SpeculationCounts(
+                num_spec_steps=1,
+                num_draft_tokens=3,
+                num_accepted_draft_tokens=2,
+                acceptance_histogram=(0, 0, 1),
+                num_wanting_steps=1,
+                num_hit_steps=1,
+            ),
+        ),
+        SampleDone(sequence_group_id=ID, sample=1, reason=FinishReason.STOP, stop_token_id=0),
+        SampleDone(sequence_group_id=ID, sample=1, reason=FinishReason.LENGTH),
+        SequenceGroupFailed(sequence_group_id=ID, code=14, message="gone"),
+    ],
+)
+def test_events_survive_the_wire(event):
+    data = event_to_proto(event).SerializeToString()
+    assert event_from_proto(session_pb2.SequenceGroupEvent.FromString(data)) == event
+
+
+def test_a_report_survives_the_wire():
+    info = NodeInfo(
+        protocol_version=1,
+        incarnation=ID,
+        name="decode@h:1",
+        role=NodeRole.DECODE,
+        state=NodeState.SERVING,
+        version="1",
+        model=ModelInfo(
+            name="m",
+            vocab_size=10,
+            max_model_len=20,
+            eos_token_ids=(1, 2),
+            dtype="float32",
+            fingerprint="f",
+            vocabulary_fingerprint="v",
+        ),
+    )
+    report = NodeReport(
+        state=NodeState.DRAINING,
+        incarnation=ID,
+        step=5,
+        expected_step_seconds=0.5,
+        step_age_seconds=0.25,
+        load=NodeLoad(num_running=1, kv_blocks_total=4, kv_blocks_free=3),
+    )
+    done = SampleDone(sequence_group_id=ID, sample=0, reason=FinishReason.LENGTH)
+    message = report_message_to_proto(report, [done], hello=info)
+    parsed = report_message_from_proto(session_pb2.SessionReport.FromString(message.SerializeToString()))
+    assert parsed == (info, report, [done])
+
+
+def test_an_id_of_the_wrong_size_is_refused():
+    proto = session_pb2.SessionCommand(open=session_pb2.OpenSequenceGroup(sequence_group_id=b"short", transfer_id=ID))
+    with pytest.raises(InvalidRequestError, match="16 bytes"):
+        command_from_proto(proto)
+
+
+def test_an_empty_message_is_refused():
+    with pytest.raises(InvalidRequestError):
+        command_from_proto(session_pb2.SessionCommand())
+    with pytest.raises(InvalidRequestError):
+        event_from_proto(session_pb2.SequenceGroupEvent(sequence_group_id=ID))
