@@ -9,16 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from decode_node.draft_breaker import Breaker
-from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import (
-    MAX_BRANCHES_PER_SEQUENCE,
-    Branch,
-    SequenceProposals,
-    SequenceStart,
-    SequenceUpdate,
-    most_tokens_offered,
-)
-from outrider.speculation.prefix_hash import HashedTokens
+from decode_node.drafted_sequence import DraftedSequence, SequenceStartInfo
+from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE, SequenceProposals, SequenceUpdate
 from outrider.speculation.proposal_table import ProposalTable
 
 MAX_TOKENS_PER_UPDATE = 4096
@@ -26,8 +18,8 @@ MAX_TOKENS_PER_UPDATE = 4096
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
-MAX_TOKENS_AHEAD = 64
-"""A branch may begin so far after what is committed: the node drafted past its own draft."""
+KEEP_UP_TOKENS = 32
+"""A sequence that wants no drafts is told of in pieces of so many tokens, not at each step."""
 
 RETRY_SECONDS = 1.0
 """Between two tries of a sequence that its node lost twice or has no room for."""
@@ -35,22 +27,13 @@ RETRY_SECONDS = 1.0
 LATE_SECONDS = 0.05
 """An update that is unanswered for longer counts as a miss even if no step waited for it."""
 
+LATENCY_SMOOTHING = 0.2
+
 STUCK_SECONDS = 10.0
 """A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
 
 PROBE_BUDGET_SECONDS = 0.025
 """An answer that comes within this closes an open breaker."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceStartInfo:
-    """What the draft stream needs to know of a sequence from its start."""
-
-    params: SamplingParams
-    sample: int
-    prompt_token_ids: Sequence[int]
-    generated_token_ids: Sequence[int] = ()
-    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +61,17 @@ class DraftCounters:
 
 
 @dataclass(slots=True)
-class _Tracked:
-    start: SequenceStart
-    committed: HashedTokens
-    num_wanted: int
-    target: int | None = None
-    acked_length: int = 0
-    sent_length: int = 0  # most that this target was ever sent
-    is_unsent: bool = True
-    asked_length: int | None = None  # of the update that waits for its answer
-    asked_wanted: int = 0
-    asked_at: float = 0.0
-    answered_length: int = -1  # newest state that got an answer to a wish
-    last_was_empty: bool = False
-    not_before: float = 0.0
-    synced_at: float = float("-inf")
-    most_wanted: int = 0  # the most that any update asked for
-    refused: set[int] = field(default_factory=set)  # targets that answered nonsense about it
-
-
-@dataclass(slots=True)
 class _Target:
     breaker: Breaker
     is_connected: bool = False
     num_sequences: int = 0
     closed: set[int] = field(default_factory=set)  # the node has still to hear of
     probe_sent_at: float | None = None
+    missed_at: float = float("-inf")
+    answer_seconds: float = 0.0  # running mean of how long an answer takes
+
+    def observe_answer(self, seconds: float) -> None:
+        self.answer_seconds += LATENCY_SMOOTHING * (seconds - self.answer_seconds)
 
 
 class DraftBook:
@@ -116,7 +84,7 @@ class DraftBook:
     def __init__(self, num_targets: int, *, vocab_size: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._vocab_size = vocab_size
-        self._sequences: dict[int, _Tracked] = {}
+        self._sequences: dict[int, DraftedSequence] = {}
         self._targets = [_Target(Breaker(clock)) for _ in range(num_targets)]
         self._table = ProposalTable(max_branches_per_sequence=MAX_BRANCHES_PER_SEQUENCE)
         self._counters = DraftCounters()
@@ -127,16 +95,7 @@ class DraftBook:
 
     def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int) -> None:
         assert sequence_id not in self._sequences, "a sequence is opened once"
-        tracked = _Tracked(
-            start=SequenceStart(
-                params=start.params,
-                sample=start.sample,
-                prompt_length=len(start.prompt_token_ids),
-                stop_token_ids=tuple(start.stop_token_ids),
-            ),
-            committed=HashedTokens([*start.prompt_token_ids, *start.generated_token_ids]),
-            num_wanted=num_wanted,
-        )
+        tracked = DraftedSequence.of(start, num_wanted=num_wanted)
         self._sequences[sequence_id] = tracked
         self._assign(sequence_id, tracked)
 
@@ -146,8 +105,10 @@ class DraftBook:
         if tracked is None:
             return
         tracked.committed.extend(new_token_ids)
+        only_keeps_up = num_wanted <= 0 and tracked.num_wanted <= 0
         tracked.num_wanted = num_wanted
-        self._mark_unsent(tracked)
+        if not only_keeps_up or len(tracked.committed) - tracked.sent_length >= KEEP_UP_TOKENS:
+            self._mark_unsent(tracked)
 
     def close(self, sequence_id: int) -> None:
         tracked = self._sequences.pop(sequence_id, None)
@@ -185,8 +146,8 @@ class DraftBook:
         A miss is a step that wanted drafts and found none of them in time although the
         node was asked; an answer that it has nothing is no miss.
         """
+        now = self._clock()
         waited_for = {want.sequence_id for want in unanswered}
-        late_before = self._clock() - LATE_SECONDS
         succeeded: set[int] = set()
         missed: set[int] = set()
         num_wants = 0
@@ -199,13 +160,12 @@ class DraftBook:
                 continue
             if want.sequence_id in found or tracked.answered_length >= len(tracked.committed):
                 succeeded.add(tracked.target)
-            elif want.sequence_id in waited_for or (
-                tracked.asked_length is not None and tracked.asked_at < late_before
-            ):
+            elif want.sequence_id in waited_for or self._is_overdue(tracked, self._targets[tracked.target], now):
                 missed.add(tracked.target)
         for index in succeeded:
             self._targets[index].breaker.success()
         for index in missed - succeeded:
+            self._targets[index].missed_at = now
             if self._targets[index].breaker.miss():
                 self._spread(index, keep=1)
         counters = self._counters
@@ -250,9 +210,10 @@ class DraftBook:
                 continue
             if tracked.asked_length is not None or now < tracked.not_before:
                 continue  # its answer, or the clock of the stream, brings us back here
-            update = self._make_update(sequence_id, tracked, tokens_left)
+            update = tracked.make_update(
+                sequence_id, now, min(MAX_TOKENS_PER_UPDATE, tokens_left), self._budget_seconds
+            )
             tokens_left -= len(update.token_ids)
-            tracked.asked_at = now
             updates.append(update)
         self.has_unsent = not all_sent
         if updates:
@@ -277,10 +238,10 @@ class DraftBook:
             tracked = self._sequences.get(answer.sequence_id)
             if tracked is None or tracked.target != target:
                 self._count(num_stale_answers=1)
-            elif not self._is_plausible(tracked, answer):
+            elif not tracked.is_plausible(answer, vocab_size=self._vocab_size):
                 self._quarantine(answer.sequence_id, tracked)
             else:
-                self._apply(tracked, answer)
+                self._apply(tracked, state, answer)
 
     # Views.
 
@@ -306,7 +267,7 @@ class DraftBook:
 
     # Inside.
 
-    def _follow(self, tracked: _Tracked, want: DraftWant) -> None:
+    def _follow(self, tracked: DraftedSequence, want: DraftWant) -> None:
         """Takes over what the want knows and no update has told."""
         if len(want.token_ids) > len(tracked.committed):
             tracked.committed.extend(want.token_ids[len(tracked.committed) :])
@@ -315,55 +276,30 @@ class DraftBook:
             tracked.num_wanted = want.num_wanted
             self._mark_unsent(tracked)
 
-    def _may_be_answered(self, tracked: _Tracked) -> bool:
-        """Whether a proposal may arrive in a moment. One that had nothing last time is not waited for."""
+    def _may_be_answered(self, tracked: DraftedSequence) -> bool:
+        """Whether a proposal may arrive in time.
+
+        A sequence that had nothing last time is not waited for, nor a node whose answers
+        usually take longer than there is time: its late proposals serve all the same.
+        """
         if tracked.target is None or tracked.last_was_empty or tracked.answered_length >= len(tracked.committed):
             return False
         state = self._targets[tracked.target]
-        return state.is_connected and not state.breaker.is_open
+        if not state.is_connected or state.breaker.is_open:
+            return False
+        seconds_ago = 0.0 if tracked.asked_length is None else self._clock() - tracked.asked_at
+        return state.answer_seconds - seconds_ago <= self._budget_seconds
 
-    def _mark_unsent(self, tracked: _Tracked) -> None:
+    def _is_overdue(self, tracked: DraftedSequence, state: _Target, now: float) -> bool:
+        """Whether an unanswered update is a miss by its age alone: once in each span of that length."""
+        return tracked.asked_length is not None and now - max(tracked.asked_at, state.missed_at) > LATE_SECONDS
+
+    def _mark_unsent(self, tracked: DraftedSequence) -> None:
         tracked.is_unsent = True
         if tracked.target is not None:
             self.has_unsent = True
 
-    def _make_update(self, sequence_id: int, tracked: _Tracked, tokens_left: int) -> SequenceUpdate:
-        committed = tracked.committed
-        start = tracked.acked_length
-        length = min(len(committed), start + min(MAX_TOKENS_PER_UPDATE, tokens_left))
-        is_whole = length == len(committed)
-        tracked.is_unsent = not is_whole
-        tracked.asked_length = length
-        tracked.asked_wanted = tracked.num_wanted if is_whole else 0
-        tracked.sent_length = max(tracked.sent_length, length)
-        tracked.most_wanted = max(tracked.most_wanted, tracked.asked_wanted)
-        return SequenceUpdate(
-            sequence_id=sequence_id,
-            start=tracked.start if start == 0 else None,
-            start_length=start,
-            token_ids=tuple(committed.token_ids[start:length]),
-            length=length,
-            prefix_hash=committed.hash_at(length),
-            num_wanted=tracked.asked_wanted,
-            budget_seconds=self._budget_seconds,
-        )
-
-    def _is_plausible(self, tracked: _Tracked, answer: SequenceProposals) -> bool:
-        if answer.acked_length > tracked.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
-            return False
-        return all(self._is_plausible_branch(tracked, branch) for branch in answer.branches)
-
-    def _is_plausible_branch(self, tracked: _Tracked, branch: Branch) -> bool:
-        num_committed = len(tracked.committed)
-        if len(branch.token_ids) > most_tokens_offered(tracked.most_wanted):
-            return False
-        if not all(0 <= token_id < self._vocab_size for token_id in branch.token_ids):
-            return False
-        if branch.length > num_committed:
-            return branch.length <= num_committed + MAX_TOKENS_AHEAD
-        return branch.prefix_hash == tracked.committed.hash_at(branch.length)
-
-    def _apply(self, tracked: _Tracked, answer: SequenceProposals) -> None:
+    def _apply(self, tracked: DraftedSequence, state: _Target, answer: SequenceProposals) -> None:
         asked_length = tracked.asked_length
         now = self._clock()
         if answer.need_sync:
@@ -381,6 +317,7 @@ class DraftBook:
                 tracked.not_before = now + RETRY_SECONDS
                 self._mark_unsent(tracked)
             if tracked.asked_wanted > 0:
+                state.observe_answer(now - tracked.asked_at)
                 tracked.answered_length = max(tracked.answered_length, asked_length)
                 tracked.last_was_empty = not answer.branches
             tracked.asked_length = None
@@ -392,7 +329,7 @@ class DraftBook:
         if tracked.is_unsent:
             self.has_unsent = True
 
-    def _quarantine(self, sequence_id: int, tracked: _Tracked) -> None:
+    def _quarantine(self, sequence_id: int, tracked: DraftedSequence) -> None:
         """This node is not believed about this sequence any more; another one may be."""
         assert tracked.target is not None
         tracked.refused.add(tracked.target)
@@ -401,7 +338,7 @@ class DraftBook:
         self._unassign(sequence_id, tracked)
         self._assign(sequence_id, tracked)
 
-    def _assign(self, sequence_id: int, tracked: _Tracked) -> None:
+    def _assign(self, sequence_id: int, tracked: DraftedSequence) -> None:
         """To the connected target with the fewest sequences; one that is being probed gets one at most."""
         able = [
             (state.num_sequences, index)
@@ -422,15 +359,10 @@ class DraftBook:
         state = self._targets[tracked.target]
         state.num_sequences += 1
         state.closed.discard(sequence_id)
-        tracked.acked_length = tracked.sent_length = tracked.most_wanted = 0
-        tracked.asked_length = None
-        tracked.answered_length = -1
-        tracked.last_was_empty = False
-        tracked.not_before = 0.0
-        tracked.synced_at = float("-inf")
+        tracked.begin_stream()
         self._mark_unsent(tracked)
 
-    def _unassign(self, sequence_id: int, tracked: _Tracked) -> None:
+    def _unassign(self, sequence_id: int, tracked: DraftedSequence) -> None:
         if tracked.target is None:
             return
         state = self._targets[tracked.target]

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from decode_node.draft_book import DraftBook, DraftCounters, DraftWant, SequenceStartInfo
+from decode_node.draft_book import DraftBook, DraftCounters, DraftWant
 from decode_node.draft_link import DraftLink
+from decode_node.drafted_sequence import SequenceStartInfo
 from outrider.service.channels import open_channel
 from outrider.speculation.draft_stream import DraftHello
 
@@ -186,16 +187,16 @@ class NoDrafts:
     async def stop(self) -> None:
         return
 
-    def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int = DEFAULT_NUM_WANTED) -> None:  # noqa: ARG002
+    def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int = DEFAULT_NUM_WANTED) -> None:
         return
 
-    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:  # noqa: ARG002
+    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
         return
 
-    def close(self, sequence_id: int) -> None:  # noqa: ARG002
+    def close(self, sequence_id: int) -> None:
         return
 
-    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> TakenDrafts:  # noqa: ARG002
+    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> TakenDrafts:
         return TakenDrafts()
 
     def status(self) -> DraftClientStatus:

@@ -92,8 +92,8 @@ class GroupDesk:
         if invalid is not None:
             self._reject(command, *invalid)
             return
-        num_kv_tokens = len(opened.prompt_token_ids) - 1  # the last one is an ordinary row of the first step
-        kv = SequenceKV.create(self._engine.pool, opened.prompt_token_ids, max_cached_tokens=num_kv_tokens)
+        num_kv_tokens = len(opened.known_token_ids) - 1  # the last one is an ordinary row of the first step
+        kv = SequenceKV.create(self._engine.pool, opened.known_token_ids, max_cached_tokens=num_kv_tokens)
         num_new_blocks = kv.num_blocks_needed(num_kv_tokens)
         if self._engine.scheduler.num_waiting or not self._admission.has_room(
             opened, num_new_blocks=num_new_blocks, groups=self._groups
@@ -123,8 +123,8 @@ class GroupDesk:
         self._ingest.close(command.transfer_id)
         self._groups.end_transfer(group)
         assert group.kv is not None
-        group.kv.advance(len(group.opened.prompt_token_ids) - 1)
-        group.kv.publish(group.opened.prompt_token_ids)
+        group.kv.advance(len(group.opened.known_token_ids) - 1)
+        group.kv.publish(group.opened.known_token_ids)
         self.report(
             group,
             KvReady(
@@ -151,7 +151,7 @@ class GroupDesk:
         for index, table in enumerate(tables):
             sequence = EngineSequence(
                 key=self._groups.next_sequence_id(),
-                token_ids=[*opened.prompt_token_ids, *opened.generated_token_ids],
+                token_ids=list(opened.known_token_ids),
                 kv=table,
                 priority=opened.priority,
                 arrival=group.arrival,

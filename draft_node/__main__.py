@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from outrider.service.server import run_service
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
+    # A draft model shares the cores with its target: threads that spin while they wait
+    # would take them from it. Read when torch is loaded, which is later.
+    os.environ.setdefault("GOMP_SPINCOUNT", "100")
     sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
     config: DraftNodeConfig = sections["draft_node"]
     return run_service(

@@ -19,7 +19,7 @@ class DraftNodeConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     proposer: str = setting("ngram", choices=PROPOSERS, help="Who guesses: prompt lookup, or a smaller model.")
     num_speculative_tokens: int = setting(
-        16, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
+        5, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
     )
     max_sequences: int = setting(512, at_least=1, at_most=65_536, help="Sequences held, of all decode nodes together.")
     catch_up_tokens_per_step: int = setting(

@@ -29,6 +29,11 @@ class OpenSequenceGroup:
     num_speculative_tokens: int | None = None
     priority: int = 0
 
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """Prompt, then what was generated before this attempt: what KV is wanted of, but for the last one."""
+        return self.prompt_token_ids + self.generated_token_ids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelSequenceGroup:

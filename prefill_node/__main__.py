@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: PrefillNodeConfig}, argv
     )
+    # Before torch: OpenMP threads that spin at barriers starve the other processes of a small machine.
+    os.environ.setdefault("GOMP_SPINCOUNT", "100")
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
 

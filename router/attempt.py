@@ -180,7 +180,7 @@ class Attempt:
             self._record.first_token_at = now
             self._metrics.observe_first_token(now - self._record.arrived_at)
         num_taken, has_ended = self._journal.append(tokens)
-        self._record.speculation += tokens.speculation
+        self._record.speculation.add(tokens.speculation)
         last = self._last_tokens_at.get(tokens.sample)
         self._metrics.observe_tokens(num_tokens=num_taken, seconds_since_last=None if last is None else now - last)
         self._last_tokens_at[tokens.sample] = now

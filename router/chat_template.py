@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -100,7 +101,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise jinja2.sandbox.SecurityError(f"a template may not store {name!r} in a namespace")
+            raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} in a namespace")
         super().__setitem__(name, value)
 
 
@@ -120,4 +121,4 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 the name that templates may use
-    return datetime.datetime.now().strftime(format)  # noqa: DTZ005 local time, as transformers
+    return dt.datetime.now().strftime(format)  # noqa: DTZ005 local time, as transformers

@@ -17,6 +17,7 @@ from router.sessions import RouterIdentity
 from router.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
+CANCEL_AGAIN_SECONDS = 0.2
 
 _log = get_logger("cluster")
 
@@ -69,6 +70,7 @@ class ClusterView:
         self._tasks: dict[tuple[NodeRole, str], asyncio.Task[None]] = {}
         self._lookup: asyncio.Task[None] | None = None
         self._adopting = asyncio.Lock()
+        self._has_model = asyncio.Event()
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
         self.served: ServedModel | None = None
@@ -95,12 +97,16 @@ class ClusterView:
         return self.served
 
     def proposer(self) -> tuple[str, int]:
-        """(the proposer in force, its default number of speculative tokens): a draft node's, else a decode node's."""
+        """(the proposer in force, the default number of speculative tokens).
+
+        A draft node's proposer where one serves, else the decode nodes' own; how many are
+        asked for is the decode nodes' choice.
+        """
         drafts = [link for link in self._links.values() if link.role is NodeRole.DRAFT and link.is_serving]
-        for link in (*drafts, *self.decode_nodes):
-            if link.info is not None and link.info.model is not None and link.info.model.proposer:
-                return link.info.model.proposer, link.info.model.num_speculative_tokens
-        return "", 0
+        decodes = self.decode_nodes
+        names = [model.proposer for model in _models((*drafts, *decodes)) if model.proposer]
+        numbers = [model.num_speculative_tokens for model in _models((*decodes, *drafts))]
+        return next(iter(names), ""), next(iter(numbers), 0)
 
     def statuses(self) -> list[NodeStatus]:
         """Every node, by role and name; names are unique."""
@@ -138,10 +144,12 @@ class ClusterView:
 
     async def stop(self) -> None:
         """Ends every link; their listeners are told. A second call does nothing."""
-        tasks = [task for task in (self._lookup, *self._tasks.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = {task for task in (self._lookup, *self._tasks.values()) if task is not None}
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            # Python 3.11's wait_for loses a cancellation that comes together with a result: ask again.
+            _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_SECONDS)
         self._tasks.clear()
         self._links.clear()
         if self.served is not None:
@@ -207,16 +215,21 @@ class ClusterView:
         if info.model is None:
             raise MismatchError(f"{info.name} serves no model")
         link.is_alias = any(
-            other is not link and not other.is_alias and other.info is not None and other.report is not None
+            other is not link
+            and not other.is_alias
+            and other.info is not None
+            and other.report is not None
             and other.info.incarnation == info.incarnation
             for other in self._links.values()
         )
         if link.role is NodeRole.DRAFT:
+            await self._has_model.wait()
             self._check_vocabulary(info.name, info.model)
             return info.model.fingerprint
         async with self._adopting:
             if self.served is None:
                 self.served = await self._adopt(link, info.name, info.model)
+                self._has_model.set()
         served = self.served
         if info.model.fingerprint != served.info.fingerprint:
             raise MismatchError(
@@ -240,3 +253,7 @@ class ClusterView:
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
         return ServedModel(model, tokenizer, name)
+
+
+def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:
+    return [link.info.model for link in links if link.info is not None and link.info.model is not None]

@@ -17,7 +17,9 @@ class RouterConfig:
     prefill_targets: tuple[str, ...] = setting((), help="Prefill nodes, host:port.")
     decode_targets: tuple[str, ...] = setting((), help="Decode nodes, host:port.")
     draft_targets: tuple[str, ...] = setting((), help="Draft nodes, host:port; watched only, decode nodes dial them.")
-    max_waiting: int = setting(256, at_least=0, at_most=1_000_000, help="Requests in the queue; beyond: RESOURCE_EXHAUSTED.")
+    max_waiting: int = setting(
+        256, at_least=0, at_most=1_000_000, help="Requests in the queue; beyond: RESOURCE_EXHAUSTED."
+    )
     max_waiting_tokens: int = setting(
         262_144, at_least=0, at_most=1 << 40, help="Prompt tokens in the queue; beyond: RESOURCE_EXHAUSTED."
     )
@@ -31,7 +33,10 @@ class RouterConfig:
         2.0, at_least=1.0, at_most=600.0, help="A node whose progress stops for this long is lost."
     )
     kv_ready_timeout_seconds: float = setting(
-        10.0, at_least=1.0, at_most=600.0, help="From the end of a prefill to the decode node's word that KV is complete."
+        10.0,
+        at_least=1.0,
+        at_most=600.0,
+        help="From the end of a prefill to the decode node's word that KV is complete.",
     )
     no_node_timeout_seconds: float = setting(
         15.0, at_least=0.0, at_most=3600.0, help="How long requests wait while no decode or no prefill node serves."

@@ -49,7 +49,7 @@ class ByteDetokenizer:
         return self._decoder.decode(self._token_bytes[token_id])
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", True)  # noqa: FBT003 the codec's own signature
+        return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:
@@ -102,7 +102,7 @@ class NoText:
 
     is_mid_character = False
 
-    def append(self, token_id: int) -> str:  # noqa: ARG002 the protocol's signature
+    def append(self, token_id: int) -> str:
         return ""
 
     def finish(self) -> str:

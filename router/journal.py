@@ -57,12 +57,6 @@ class EndRules:
     min_tokens: int
     max_tokens: int
 
-    def end_of(self, token_id: int, num_generated: int) -> tuple[FinishReason, int | None] | None:
-        """(reason, stop token) if this token, after `num_generated` others, ends the sample by itself."""
-        if token_id in self.stop_token_ids and num_generated >= self.min_tokens:
-            return FinishReason.STOP, token_id
-        return (FinishReason.LENGTH, None) if num_generated + 1 >= self.max_tokens else None
-
 
 class SampleJournal:
     """One sample: its tokens, their text and logprobs, its end, and what the client has of it."""
@@ -85,6 +79,10 @@ class SampleJournal:
         self._echo = request.prompt_text if request.output.echo and not request.generated_token_ids else ""
 
     @property
+    def is_finished(self) -> bool:
+        return self.finished is not None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that this call made."""
         return len(self._token_ids)
@@ -98,7 +96,7 @@ class SampleJournal:
 
         Raises: InternalError when they do not continue where the journal ends.
         """
-        if self.finished is not None:
+        if self.is_finished:
             return 0
         if tokens.start_position != self.next_position:
             raise InternalError(
@@ -109,9 +107,9 @@ class SampleJournal:
         num_before = len(self._token_ids)
         for token_id in tokens.token_ids:
             self._token_ids.append(token_id)
-            released, self.finished = self._read(token_id, self._num_brought + len(self._token_ids) - 1)
+            released, has_ended = self._read(token_id, self._num_brought + len(self._token_ids) - 1)
             self._texts.append(released)
-            if self.finished is not None:
+            if has_ended:
                 break
         num_taken = len(self._token_ids) - num_before
         self._logprobs.extend(tokens.logprobs[:num_taken])
@@ -141,23 +139,26 @@ class SampleJournal:
         self._end_is_sent = True
         return self.finished
 
-    def _read(self, token_id: int, num_generated: int) -> tuple[str, Finished | None]:
-        """The text that a token releases, and whether it ends the sample: stop token, stop string, length."""
-        end = self._rules.end_of(token_id, num_generated)
-        if end is not None and end[0] is FinishReason.STOP:
-            return self._text.finish(), Finished(self._sample, FinishReason.STOP, stop_token_id=end[1])
-        released = self._text.append(token_id)
-        if self._text.matched_stop_string is not None:
-            return released, Finished(self._sample, FinishReason.STOP, stop_string=self._text.matched_stop_string)
-        if end is not None:
-            return released + self._text.finish(), Finished(self._sample, end[0])
-        return released, None
+    def _read(self, token_id: int, num_generated: int) -> tuple[str, bool]:
+        """(the text that a token releases, whether it ends the sample): stop token, stop string, length."""
+        rules, text = self._rules, self._text
+        if token_id in rules.stop_token_ids and num_generated >= rules.min_tokens:
+            self.finished = Finished(self._sample, FinishReason.STOP, stop_token_id=token_id)
+            return text.finish(), True
+        released = text.append(token_id)
+        if text.matched_stop_string is not None:
+            self.finished = Finished(self._sample, FinishReason.STOP, stop_string=text.matched_stop_string)
+            return released, True
+        if num_generated + 1 >= rules.max_tokens:
+            self.finished = Finished(self._sample, FinishReason.LENGTH)
+            return released + text.finish(), True
+        return released, False
 
     def _replay(self, token_ids: tuple[int, ...]) -> None:
         """Reads the tokens that the client has already: they count, and nothing of them is sent."""
         for num_generated, token_id in enumerate(token_ids):
-            _, self.finished = self._read(token_id, num_generated)
-            if self.finished is not None:
+            _, has_ended = self._read(token_id, num_generated)
+            if has_ended:
                 return
 
 
@@ -170,7 +171,7 @@ class Journal:
             SampleJournal(sample=sample, request=request, rules=rules, text=make_text())
             for sample in range(request.sampling.n)
         )
-        self._num_unfinished = sum(sample.finished is None for sample in self.samples)
+        self._num_unfinished = sum(not sample.is_finished for sample in self.samples)
 
     @property
     def is_finished(self) -> bool:
@@ -183,17 +184,17 @@ class Journal:
     def append(self, tokens: SampleTokens) -> tuple[int, bool]:
         """(tokens taken, whether they ended their sample). Raises: InternalError."""
         sample = self._sample(tokens.sample)
-        if sample.finished is not None:
+        if sample.is_finished:
             return 0, False
         num_taken = sample.append(tokens)
-        has_ended = sample.finished is not None
+        has_ended = sample.is_finished
         self._num_unfinished -= has_ended
         return num_taken, has_ended
 
     def finish(self, done: SampleDone) -> None:
         """The decode node's word that a sample has ended. Raises: InternalError."""
         sample = self._sample(done.sample)
-        if sample.finished is None:
+        if not sample.is_finished:
             sample.finish(done.reason, stop_token_id=done.stop_token_id)
             self._num_unfinished -= 1
 

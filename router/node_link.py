@@ -109,7 +109,9 @@ class NodeLink:
     async def _identify(self, info: NodeInfo) -> bool:
         """Whether the node may be used now. Raises: MismatchError."""
         if info.role is not self.role:
-            raise MismatchError(f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node")
+            raise MismatchError(
+                f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
+            )
         if info.protocol_version != PROTOCOL_VERSION:
             raise MismatchError(
                 f"{info.name} speaks protocol version {info.protocol_version}, this router {PROTOCOL_VERSION}"

@@ -8,7 +8,7 @@ told in `journal.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from outrider.answer import AnswerEvent, Finished, Started, Summary
@@ -61,8 +61,9 @@ class RequestFlow:
         self._waiting = Waiting(self._request)
         self._attempt: Attempt | None = None
         self._news = asyncio.Event()
+        self._is_aborted = False
 
-    async def run(self) -> AsyncIterator[list[AnswerEvent]]:
+    async def run(self) -> AsyncGenerator[list[AnswerEvent], None]:
         """The answer's events, everything new at each turn: the caller's pace never holds a node.
 
         Raises: CapacityError when queue or journals are full; PeerLostError when a node
@@ -79,7 +80,9 @@ class RequestFlow:
             yield [await self._summary()]
         except OutriderError as error:
             self._services.metrics.add_failure(error.reason)
-            _log.warning("request failed", request_id=self._request.request_id, error=error.message, reason=error.reason)
+            _log.warning(
+                "request failed", request_id=self._request.request_id, error=error.message, reason=error.reason
+            )
             raise
         except (asyncio.CancelledError, GeneratorExit):
             _log.info("client left", request_id=self._request.request_id)
@@ -93,6 +96,7 @@ class RequestFlow:
         """Stops the request everywhere, at once; `run` then ends as the contract says. False: it had ended."""
         if self._journal.is_finished:
             return False
+        self._is_aborted = True
         self._journal.abort()
         self._record.mark_end()
         aborted = AbortedError("the request was aborted")
@@ -104,7 +108,7 @@ class RequestFlow:
 
     async def _admit(self) -> None:
         """Queue → place → Open, until a decode node grants; then the prefill starts."""
-        while not self._journal.is_finished:
+        while not self._is_aborted:
             try:
                 place = await self._services.admission.wait_for_place(self._waiting)
                 self._attempt = Attempt(
@@ -168,7 +172,7 @@ class RequestFlow:
             case RejectReason.INVALID:
                 raise InternalError(f"decode node {decode.name} calls the request invalid: {rejected.message}")
 
-    async def _stream(self) -> AsyncIterator[list[AnswerEvent]]:
+    async def _stream(self) -> AsyncGenerator[list[AnswerEvent], None]:
         """Deltas and ends, everything new at each turn. Raises: the attempt's failure, after what came before it."""
         while True:
             self._news.clear()

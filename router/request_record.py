@@ -13,6 +13,45 @@ from outrider.v1 import prefill_pb2
 
 
 @dataclass(slots=True)
+class SpeculationTotals:
+    """Sums of what decode nodes report with their tokens. One addition for every token: kept cheap."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_wanting_steps: int = 0
+    num_hit_steps: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    def add(self, counts: SpeculationCounts) -> None:
+        if not counts.num_wanting_steps and not counts.num_spec_steps:
+            return
+        self.num_spec_steps += counts.num_spec_steps
+        self.num_draft_tokens += counts.num_draft_tokens
+        self.num_accepted_draft_tokens += counts.num_accepted_draft_tokens
+        self.num_wanting_steps += counts.num_wanting_steps
+        self.num_hit_steps += counts.num_hit_steps
+        histogram, added = self.acceptance_histogram, counts.acceptance_histogram
+        histogram.extend([0] * (len(added) - len(histogram)))
+        for num_accepted, num_steps in enumerate(added):
+            histogram[num_accepted] += num_steps
+
+    def metrics(self) -> SpeculationMetrics:
+        """All zero when nothing was drafted."""
+        if self.num_draft_tokens == 0:
+            return SpeculationMetrics()
+        return SpeculationMetrics(
+            num_spec_steps=self.num_spec_steps,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens,
+            draft_acceptance_rate=self.num_accepted_draft_tokens / self.num_draft_tokens,
+            mean_acceptance_length=1.0 + self.num_accepted_draft_tokens / max(self.num_spec_steps, 1),
+            acceptance_histogram=tuple(self.acceptance_histogram),
+            look_ahead_hit_rate=self.num_hit_steps / self.num_wanting_steps if self.num_wanting_steps else 0.0,
+        )
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """Filled in as the request goes its way; times are monotonic seconds of this machine."""
 
@@ -26,7 +65,7 @@ class RequestRecord:
     num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
     kv_ready: KvReady | None = None
     prefill: prefill_pb2.PrefillResponse | None = None
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
 
     def use_node(self, name: str) -> None:
         if name not in self.nodes:
@@ -58,7 +97,7 @@ class RequestRecord:
                 e2e_seconds=self._since_arrival(self.ended_at),
                 prefill_seconds=0.0 if prefill is None else prefill.compute_microseconds / 1e6,
                 kv_transfer=self._kv_transfer(),
-                speculative_decoding=speculation_metrics(self.speculation),
+                speculative_decoding=self.speculation.metrics(),
                 nodes=tuple(self.nodes),
             ),
         )
@@ -89,18 +128,3 @@ class RequestRecord:
             seconds=seconds,
             exposed_seconds=min(exposed, seconds),
         )
-
-
-def speculation_metrics(counts: SpeculationCounts) -> SpeculationMetrics:
-    """All zero when nothing was drafted."""
-    if counts.num_draft_tokens == 0:
-        return SpeculationMetrics()
-    return SpeculationMetrics(
-        num_spec_steps=counts.num_spec_steps,
-        num_draft_tokens=counts.num_draft_tokens,
-        num_accepted_draft_tokens=counts.num_accepted_draft_tokens,
-        draft_acceptance_rate=counts.num_accepted_draft_tokens / counts.num_draft_tokens,
-        mean_acceptance_length=1.0 + counts.num_accepted_draft_tokens / max(counts.num_spec_steps, 1),
-        acceptance_histogram=counts.acceptance_histogram,
-        look_ahead_hit_rate=counts.num_hit_steps / counts.num_wanting_steps if counts.num_wanting_steps else 0.0,
-    )

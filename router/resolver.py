@@ -12,7 +12,7 @@ Resolver = Callable[[str], Awaitable[list[str]]]
 
 
 async def resolve_with_dns(target: str) -> list[str]:
-    """ "host:port" → one "ip:port" for each address, IPv4 where there is any (both families reach the same node).
+    """One "ip:port" for each address behind "host:port", IPv4 where there is any (both families reach the same node).
 
     Addresses, and targets in another scheme ("unix:/path"), stay as they are.
     """

@@ -6,14 +6,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from outrider import __version__
-from outrider.answer import AnswerEvent
 from outrider.errors import InvalidRequestError, NotSupportedError, PeerLostError
 from outrider.service.status import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
@@ -51,7 +50,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
             request_id = request.request_id or str(uuid.uuid4())
-            async with aclosing(self._answer(request, request_id)) as batches:
+            async with self._flow(request, request_id) as flow, aclosing(flow.run()) as batches:
                 async for events in batches:
                     for event in events:
                         await context.write(event_to_proto(event, request_id=request_id))
@@ -59,21 +58,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        response = router_pb2.CompleteResponse()
         async with rpc_errors(context):
             request_id = request.request_id or str(uuid.uuid4())
-            async with aclosing(self._answer(request, request_id)) as batches:
+            async with self._flow(request, request_id) as flow, aclosing(flow.run()) as batches:
                 answer = [event async for events in batches for event in events]
-            response = complete_to_proto(answer, request_id=request_id, num_samples=num_samples(request.sampling))
-        return response
+            return complete_to_proto(answer, request_id=request_id, num_samples=num_samples(request.sampling))
 
-    async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: ARG002, N802
+    async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
             raise NotSupportedError(
                 "Resume is not supported by this version; send the request again with generated_token_ids"
             )
 
-    async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: ARG002, N802
+    async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         return router_pb2.AbortResponse(aborted=self.running.abort(request.request_id))
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
@@ -99,17 +96,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             )
         return response
 
-    async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: ARG002, N802
-        response = router_pb2.GetModelResponse()
+    async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
             proposer, num_speculative_tokens = self._cluster.proposer()
-            response = model_to_proto(
+            return model_to_proto(
                 self._cluster.model().info,
                 proposer=proposer,
                 num_speculative_tokens=num_speculative_tokens,
                 version=__version__,
             )
-        return response
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
@@ -120,10 +115,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 await context.write(self._cluster_status())
                 await asyncio.sleep(interval)
 
-    async def _answer(
-        self, proto: router_pb2.GenerateRequest, request_id: str
-    ) -> AsyncIterator[list[AnswerEvent]]:
-        """Check → name → encode → flow. Raises: OutriderError."""
+    @asynccontextmanager
+    async def _flow(self, proto: router_pb2.GenerateRequest, request_id: str) -> AsyncIterator[RequestFlow]:
+        """Check → name → encode → flow; the name is free again when the block is left. Raises: OutriderError."""
         arrived_at = time.monotonic()
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
@@ -133,9 +127,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request = await read_request(proto, served, request_id=request_id)
             flow = RequestFlow(RequestRecord(request, arrived_at), served, services)
             running.attach(flow.abort)
-            async with aclosing(flow.run()) as batches:
-                async for events in batches:
-                    yield events
+            yield flow
 
     def _cluster_status(self) -> router_pb2.WatchClusterResponse:
         response = router_pb2.WatchClusterResponse(

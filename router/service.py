@@ -115,8 +115,6 @@ def _pump_and_count(services: FlowServices) -> Callable[[], None]:
 
     def on_change() -> None:
         services.admission.pump()
-        services.metrics.set_load(
-            num_running=services.placement.num_placed, num_waiting=services.admission.num_waiting
-        )
+        services.metrics.set_load(num_running=services.placement.num_placed, num_waiting=services.admission.num_waiting)
 
     return on_change

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
 _log = get_logger("sessions")
+
+SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
 
 
 class GroupListener(Protocol):
@@ -121,7 +123,7 @@ class DecodeSession:
                 listener.on_lost(error)
         raise error
 
-    async def _write(self, call: grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]) -> None:
+    async def _write(self, call: SessionCall) -> None:
         hello = session_pb2.SessionHello(
             protocol_version=PROTOCOL_VERSION,
             incarnation=self._identity.incarnation,
@@ -133,7 +135,7 @@ class DecodeSession:
         while True:
             await call.write(await self._commands.get())
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]) -> None:
+    async def _read(self, call: SessionCall) -> None:
         while True:
             message = await call.read()
             if not isinstance(message, session_pb2.SessionReport):  # grpc.aio.EOF
@@ -152,7 +154,7 @@ class DecodeSession:
             self._on_report(report)
 
     async def _watch(self) -> None:
-        while not self._deadline.is_lost():
+        while not self._deadline.is_lost():  # noqa: ASYNC110 the deadline moves with every report
             await asyncio.sleep(max(self._deadline.remaining_seconds(), 0.01))
         raise PeerLostError(f"decode node {self._node.name} makes no progress", node=self._node.name)
 
@@ -162,7 +164,7 @@ class DecodeSession:
         if hello.incarnation != self._node.incarnation:
             raise PeerLostError(f"decode node {self._node.name} was restarted", node=self._node.name)
 
-    def _error_of(self, tasks: list[asyncio.Future[None]]) -> OutriderError:
+    def _error_of(self, tasks: Sequence[asyncio.Future[None]]) -> OutriderError:
         """Why the session ended; the reader knows best."""
         failures = [task.exception() for task in (tasks[1], tasks[2], tasks[0]) if task.done() and not task.cancelled()]
         failure = next((failure for failure in failures if failure is not None), None)

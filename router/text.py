@@ -18,16 +18,15 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string begins
-
-    @property
-    def matched_stop_string(self) -> str | None:
-        return self._matcher.matched
+        self.matched_stop_string: str | None = None
 
     def append(self, token_id: int) -> str:
         """The text that this token releases. Nothing may follow a match."""
         text = self._detokenizer.append(token_id)
         if self._num_unstoppable == 0:
-            return self._matcher.append(text)
+            released = self._matcher.append(text)
+            self.matched_stop_string = self._matcher.matched
+            return released
         self._num_unstoppable -= 1
         # Nothing was held back so far, so forbidding up to the end of this text releases all of it.
         num_begun = 1 if self._detokenizer.is_mid_character else 0

@@ -37,7 +37,9 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._template: ChatTemplate | None = load_chat_template(files)
         self._is_byte_level = _is_byte_level(description.get("decoder"))
-        self._token_bytes = {True: _token_bytes(self._tokenizer, skip_special_tokens=True)} if self._is_byte_level else {}
+        self._token_bytes = (
+            {True: _token_bytes(self._tokenizer, skip_special_tokens=True)} if self._is_byte_level else {}
+        )
         if self._is_byte_level:
             self._token_bytes[False] = _token_bytes(self._tokenizer, skip_special_tokens=False)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")

@@ -128,7 +128,9 @@ def _check_sampling(sampling: router_pb2.SamplingParams, model: ModelInfo) -> No
 
     temperature = sampling.temperature
     check("temperature", is_allowed=math.isfinite(temperature) and temperature >= 0, allowed="finite and at least 0")
-    check("top_p", is_allowed=not sampling.HasField("top_p") or 0 < sampling.top_p <= 1, allowed="above 0 and at most 1")
+    check(
+        "top_p", is_allowed=not sampling.HasField("top_p") or 0 < sampling.top_p <= 1, allowed="above 0 and at most 1"
+    )
     check("min_p", is_allowed=0 <= sampling.min_p <= 1, allowed="0 to 1")
     check("presence_penalty", is_allowed=-2 <= sampling.presence_penalty <= 2, allowed="-2 to 2")
     check("frequency_penalty", is_allowed=-2 <= sampling.frequency_penalty <= 2, allowed="-2 to 2")

@@ -128,9 +128,10 @@ def _machine_busy_seconds() -> float:
 
 
 def pids_behind(target: str) -> tuple[int, ...]:
-    """Processes of the local cluster whose router listens at `target`; empty when it cannot be told.
+    """The process of `outrider up` whose router listens at `target`, from which all nodes descend.
 
-    The router's parent is `outrider up`, which every node descends from.
+    Empty when the cluster is elsewhere, or was not started so: then nobody knows whose
+    CPU time is whose.
     """
     host, _, port = target.rpartition(":")
     if not port.isdigit() or host not in {"127.0.0.1", "localhost", "[::1]"}:
@@ -144,9 +145,8 @@ def pids_behind(target: str) -> tuple[int, ...]:
             and connection.laddr[1] == int(port)
             and connection.pid
         ]
-        router = psutil.Process(listening[0])
-        parent = router.parent()
-        is_cluster = parent is not None and any("outrider" in Path(word).name for word in parent.cmdline()[:3])
+        parent = psutil.Process(listening[0]).parent()
+        is_cluster = parent is not None and any(Path(word).name == "outrider" for word in parent.cmdline()[:3])
     except (psutil.Error, IndexError):
         return ()
-    return (parent.pid,) if parent is not None and is_cluster else (router.pid,)
+    return (parent.pid,) if parent is not None and is_cluster else ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -40,7 +41,7 @@ def as_text(result: BenchResult, *, machine: MachineInfo, model: dict[str, Any])
         *_table([_HEADINGS, *(_row(figures) for figures in result.figures)]),
     ]
     failed = [f for f in result.figures if f.errors]
-    lines += [f"errors at {f.level} ({_mode(f)}): {_counts(f)}" for f in failed]
+    lines += [f"errors at {f.level} ({_mode(f)}): {_counts(f.errors)}" for f in failed]
     if result.comparisons:
         lines += ["", *_table([_COMPARISON_HEADINGS, *(_comparison_row(one) for one in result.comparisons)])]
     return "\n".join(lines)
@@ -95,8 +96,8 @@ def _mode(figures: LevelFigures) -> str:
     return "speculative" if figures.speculation else "plain"
 
 
-def _counts(figures: LevelFigures) -> str:
-    return ", ".join(f"{count} × {status}" for status, count in sorted(figures.errors.items()))
+def _counts(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
 
 
 def _milliseconds(percentiles: Percentiles | None) -> str:
@@ -119,19 +120,21 @@ class LineProgress:
         self._title = ""
         self._num_requests = 0
         self._started_at = 0.0
-        self._num_done = self._num_failed = self._num_tokens = 0
+        self._num_done = self._num_tokens = 0
+        self._failures: Counter[str] = Counter()
 
     def pass_started(self, level: Level, *, speculation: bool, num_requests: int) -> None:
         unit = "requests" if level.is_open_loop else "clients"
         self._title = f"{level.name} {unit}, {'speculative' if speculation else 'plain'}"
         self._num_requests = num_requests
         self._started_at = time.monotonic()
-        self._num_done = self._num_failed = self._num_tokens = 0
+        self._num_done = self._num_tokens = 0
+        self._failures.clear()
         self._show()
 
     def request_done(self, record: RequestRecord) -> None:
         self._num_done += 1
-        self._num_failed += bool(record.error)
+        self._failures.update([record.error] if record.error else [])
         self._num_tokens += len(record.token_ids)
         self._show()
 
@@ -146,6 +149,6 @@ class LineProgress:
 
     def _line(self) -> str:
         seconds = max(time.monotonic() - self._started_at, 1e-9)
-        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        failed = f", failed: {_counts(self._failures)}" if self._failures else ""
         rate = self._num_tokens / seconds
         return f"{self._title}: {self._num_done}/{self._num_requests} answers{failed}, {rate:.1f} tokens/s"

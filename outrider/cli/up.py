@@ -11,10 +11,12 @@ from pathlib import Path
 from types import FrameType
 
 from outrider import __version__
+from outrider.cli.config import sections_of
 from outrider.cli.progress import EventPrinter
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.config import CONFIG_FILE_VARIABLE, load_config
 from outrider.errors import PeerLostError
+from outrider.service.server import probe_port
 
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads")
 
@@ -65,6 +67,7 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster:
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments)
+    _check_router_port(cluster)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
@@ -88,18 +91,32 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         while not signals and cluster.failure is None:
             news.get()
-            if not has_served and all(node.state is ChildState.SERVING for node in cluster.nodes):
-                has_served = True
-                announce_serving(cluster, printer)
+            is_first = not has_served and all(node.state is ChildState.SERVING for node in cluster.nodes)
+            has_served = has_served or is_first
             if has_served and arguments.json_status is not None:
                 cluster.write_status(arguments.json_status)
+            if is_first:
+                announce_serving(cluster, printer)
     finally:
         statuses = cluster.stop()
         if arguments.json_status is not None:
             arguments.json_status.unlink(missing_ok=True)
     if cluster.failure is not None:
         raise PeerLostError(f"{cluster.failure} (logs in {cluster.log_directory})", reason="START_FAILED")
-    return 0 if all(status == 0 for status in statuses.values()) else 1
+    # Before it serves, a process may still be importing: SIGTERM ends it without a word.
+    good = {0} if has_served else {0, -signal.SIGTERM}
+    return 0 if set(statuses.values()) <= good else 1
+
+
+def _check_router_port(cluster: Cluster) -> None:
+    """Tells of a taken port now, not when the weights are loaded. Raises: ConfigError."""
+    launch, port = cluster.launch, cluster.config.port
+    overrides = [*launch.overrides, *([] if port is None else [f"router.server.port={port}"])]
+    router = load_config(sections_of("router"), file=launch.config_file, environ=launch.environ, overrides=overrides)[
+        "router"
+    ]
+    if router.server.port:
+        probe_port(router.server.host, router.server.port, "choose another with --port")
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -119,7 +119,7 @@ class AsyncClient:
         request = router_pb2.GetModelRequest()
         return read_model(await self._call(self._stub.GetModel, request, self._timeout_seconds))
 
-    async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncIterator[ClusterStatus]:
+    async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncGenerator[ClusterStatus, None]:
         """The cluster now, then again at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
         call = self._stub.WatchCluster(request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -110,7 +110,7 @@ class Client:
     def model(self) -> Model:
         return read_model(self._call(self._stub.GetModel, router_pb2.GetModelRequest(), self._timeout_seconds))
 
-    def watch_cluster(self, *, interval_seconds: float = 1.0) -> Iterator[ClusterStatus]:
+    def watch_cluster(self, *, interval_seconds: float = 1.0) -> Generator[ClusterStatus, None, None]:
         """The cluster now, then again at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
         call = self._stub.WatchCluster(request)

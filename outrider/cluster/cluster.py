@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -53,14 +54,14 @@ class Cluster:
         on_event: Callable[[ClusterEvent], None] = lambda _: None,
     ) -> None:
         self.config = ClusterConfig() if config is None else config
-        self._launch = Launch() if launch is None else launch
+        self.launch = Launch() if launch is None else launch
         self.on_event = on_event
         """Called on the supervisor's thread; must not block. Set it before `start`."""
-        given = self._launch.log_directory
-        self.log_directory = Path(tempfile.mkdtemp(prefix="outrider-")) if given is None else given
-        self.log_directory.mkdir(parents=True, exist_ok=True)
+        given = self.launch.log_directory
+        name = f"outrider-{os.getpid()}-{secrets.token_hex(4)}"
+        self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
         self._children = [
-            Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self._launch)
+            Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self.launch)
         ]
         self._changed = threading.Condition()
         self._stopping = threading.Event()
@@ -73,6 +74,7 @@ class Cluster:
     def start(self) -> None:
         """Starts the children; returns at once."""
         assert self._thread is None, "a cluster starts once"
+        self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._run, name="cluster-supervisor", daemon=True)
         self._thread.start()
 
@@ -233,7 +235,7 @@ class Cluster:
         why = describe_status(status)
         first_start = child.serving_since is None and child.num_restarts == 0
         if first_start and status > 0:
-            self._fail(child, f"{child.spec.name} {why}: {child.last_words()}")
+            self._fail(child, f"{child.spec.name} ended {why}: {child.last_words()}")
             return
         if child.has_served_for(self.config.stable_seconds):
             child.num_failures = 0
@@ -264,10 +266,10 @@ class Cluster:
             for role in (DRAFT, PREFILL, DECODE)
         }
         bound = {"port": _port(child.address), "metrics_port": _port(child.metrics_address)}
-        command = child_command(child.spec, self.config, self._launch, targets=targets, bound=bound)
+        command = child_command(child.spec, self.config, self.launch, targets=targets, bound=bound)
         try:
             with self._changed:
-                child.spawn(command, child_environment(child.spec, self._launch))
+                child.spawn(command, child_environment(child.spec, self.launch))
         except OSError as error:
             self._fail(child, f"{child.spec.name} cannot be started: {error}")
             return
@@ -291,7 +293,7 @@ class Cluster:
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
             self._become(child, ChildState.ENDED)
-        if self._launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
+        if self.launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def _terminate(self, children: list[Child]) -> None:
@@ -338,8 +340,8 @@ class Cluster:
 
 
 def describe_status(status: int) -> str:
-    """For people: that it "ended with status 1", or "was killed by SIGKILL"."""
-    return f"ended with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+    """For people: that it ended "with status 1", or "by SIGKILL"."""
+    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
 def _port(address: str | None) -> int | None:

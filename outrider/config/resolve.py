@@ -76,7 +76,7 @@ class _Settings:
                 try:
                     node = loader.get_single_node()
                     if node is not None:
-                        self._take_node(loader, node, (), path)
+                        self._take_node(loader, node, (), f"{path}:1")
                 finally:
                     loader.dispose()
         except OSError as error:
@@ -88,8 +88,7 @@ class _Settings:
             where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
             raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
 
-    def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], file: Path) -> None:
-        source = f"{file}:{node.start_mark.line + 1}"
+    def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], source: str) -> None:
         kind = self._type_at(path, source) if path else dict
         if kind is None:
             return  # a section of another role
@@ -97,7 +96,8 @@ class _Settings:
         if isinstance(node, yaml.MappingNode) and nested:
             for key_node, value_node in node.value:
                 key = str(loader.construct_object(key_node, deep=True))
-                self._take_node(loader, value_node, (*path, key), file)
+                where = f"{source.rpartition(':')[0]}:{key_node.start_mark.line + 1}"
+                self._take_node(loader, value_node, (*path, key), where)
             return
         value = loader.construct_object(node, deep=True)
         if value is None and nested:

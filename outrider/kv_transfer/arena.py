@@ -20,6 +20,7 @@ import secrets
 import stat
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 
@@ -45,7 +46,8 @@ class Arena:
 
     Memory is reserved slot by slot as slots are first needed (`posix_fallocate`): a full
     /dev/shm is then an error that can be handled, rather than a SIGBUS, and a quiet node
-    holds one page. Raises in the constructor: OSError.
+    holds one page. The memory goes with the object, once the receiver has unmapped it
+    too. Raises in the constructor: OSError.
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int) -> None:
@@ -56,13 +58,13 @@ class Arena:
         self.num_bytes = HEAD_BYTES + self.num_slots * slot_bytes
         self._path = arena_path(directory, self.arena_id)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._fd)
         try:
             os.ftruncate(self._fd, self.num_bytes)
             os.posix_fallocate(self._fd, 0, HEAD_BYTES)
             self._map = mmap.mmap(self._fd, self.num_bytes)
         except OSError:
             self.unlink()
-            os.close(self._fd)
             raise
         self._map[:NONCE_BYTES] = self.nonce
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
@@ -70,6 +72,7 @@ class Arena:
         self._free: list[int] = []
         self._num_reserved = 0
         self._is_full = False  # the file system is: no further slots
+        self._num_quarantined = 0
         self.is_retired = False
 
     def unlink(self) -> None:
@@ -77,13 +80,21 @@ class Arena:
         self._path.unlink(missing_ok=True)
 
     def retire(self) -> None:
-        """No slot is given out any more: a peer that was not drained may read some at any later time."""
+        """No slot is given out any more: whoever waits for one is told."""
         self.unlink()
         with self._changed:
-            if not self.is_retired:
-                self.is_retired = True
-                os.close(self._fd)
+            self.is_retired = True
             self._changed.notify_all()
+
+    def quarantine(self, num_slots: int) -> None:
+        """These taken slots may be read at any later time by a peer that was not drained: they stay taken."""
+        with self._changed:
+            self._num_quarantined += num_slots
+
+    @property
+    def is_worn(self) -> bool:
+        """So many slots are quarantined that new transfers had better use another arena."""
+        return 4 * self._num_quarantined >= self.num_slots
 
     def take(self, timeout_seconds: float) -> int | None:
         """A free slot's offset; None when none came free in time, or the arena is retired."""

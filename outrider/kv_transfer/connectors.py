@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from outrider.kv_transfer.sender import Carrier, StreamSender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.service.channels import channel_credentials, channel_options
 from outrider.service.config import TlsConfig
+
+MAX_CHANNELS = 256
 
 
 class CarrierSource(Protocol):
@@ -40,7 +43,7 @@ class StreamConnector:
         self._config = config
         self._tls = tls
         self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # last used last
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
         stream = self._open_stream(address)
@@ -78,12 +81,15 @@ class StreamConnector:
             channel = self._channels.get(address)
             if channel is None:
                 channel = self._channels[address] = self._open_channel(address)
+            self._channels.move_to_end(address)
+            if len(self._channels) > MAX_CHANNELS:
+                self._channels.popitem(last=False)[1].close()  # decode nodes come and go
             return channel
 
     def _open_channel(self, address: str) -> grpc.Channel:
         options = [
             *channel_options(max_message_bytes=MAX_MESSAGE_BYTES, bulk=True),
-            ("grpc.http2.max_frame_size", (1 << 24) - 1),
+            ("grpc.http2.max_frame_size", 1 << 20),
         ]
         if self._tls is None or not self._tls.is_enabled:
             return grpc.insecure_channel(address, options=options)

@@ -63,7 +63,7 @@ class KvReceiver:
         executor = ThreadPoolExecutor(self._max_senders, thread_name_prefix="kv-receiver")
         options = [
             *server_options(ServerConfig(max_message_bytes=MAX_MESSAGE_BYTES)),
-            ("grpc.http2.max_frame_size", (1 << 24) - 1),
+            ("grpc.http2.max_frame_size", 1 << 20),
         ]
         server = grpc.server(executor, options=options, maximum_concurrent_rpcs=self._max_senders)
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._push)
@@ -84,7 +84,7 @@ class KvReceiver:
     def stop(self) -> None:
         """Ends all streams and frees the port. Transfers that were open fail."""
         if self._server is not None:
-            self._server.stop(grace=0).wait(timeout=5)
+            self._server.stop(grace=0).wait(timeout=1)
             self._server = None
         self._watchdog.stop()
         self._arenas.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import OrderedDict
+from typing import TypeVar
 
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.arena import Arena
@@ -19,7 +21,11 @@ from outrider.service.telemetry.logging import get_logger
 POLL_SECONDS = 0.05
 """How soon a sender that waits for a slot of the shared arena sees that its own stream has ended."""
 
+MAX_RECEIVERS = 32
+
 log = get_logger("kv_transfer")
+
+Value = TypeVar("Value")
 
 
 class SlotCarrier:
@@ -30,16 +36,28 @@ class SlotCarrier:
     def __init__(self, arena: Arena, *, progress_seconds: float) -> None:
         self._arena = arena
         self._progress_seconds = progress_seconds
+        self._lock = threading.Lock()
+        self._num_unacknowledged = 0
+        self._is_abandoned = False
         self.max_frame_bytes = arena.slot_bytes
 
     def send(self, stream: SenderStream, header: FrameHeader, payload: memoryview) -> None:
         offset = self._take_slot(stream)
         self._arena.write(offset, payload)
+        with self._lock:
+            self._num_unacknowledged += 1
         stream.send(
             header,
             lambda sequence, head: encode_slot_frame(sequence, head, offset),
-            functools.partial(self._arena.release, offset),
+            functools.partial(self._acknowledge, offset),
         )
+
+    def _acknowledge(self, offset: int) -> None:
+        with self._lock:
+            self._num_unacknowledged -= 1
+            if self._is_abandoned:  # late, but not too late
+                self._arena.quarantine(-1)
+        self._arena.release(offset)
 
     def _take_slot(self, stream: SenderStream) -> int:
         deadline = time.monotonic() + self._progress_seconds
@@ -49,7 +67,7 @@ class SlotCarrier:
             if offset is not None:
                 return offset
             if self._arena.is_retired:
-                raise PeerLostError(f"KV receiver {stream.address} was lost to another transfer", node=stream.address)
+                raise PeerLostError("the node is stopping: its shared memory is gone", node=stream.address)
             if time.monotonic() > deadline:
                 raise PeerLostError(
                     f"KV receiver {stream.address} acknowledged no slot for {self._progress_seconds:g} s",
@@ -57,7 +75,11 @@ class SlotCarrier:
                 )
 
     def abandon(self) -> None:
-        self._arena.retire()
+        """Only this transfer's unacknowledged slots are lost; others go on in the same arena."""
+        with self._lock:
+            if not self._is_abandoned:
+                self._is_abandoned = True
+                self._arena.quarantine(self._num_unacknowledged)
 
 
 class ArenaSource:
@@ -68,20 +90,33 @@ class ArenaSource:
     def __init__(self, config: KvTransferConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._arenas: dict[str, tuple[bytes, Arena]] = {}  # address -> its process's incarnation, arena
+        self._arenas: OrderedDict[bytes, Arena] = OrderedDict()  # by the receiver's incarnation, last used last
+        self._strangers: OrderedDict[bytes, None] = OrderedDict()  # incarnations that share no memory with us
 
     def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
         """None when the receiver cannot attach. A receiver forgets idle arenas: then a new one is offered."""
-        arena = self._arena_for(stream.address, spec.incarnation)
-        if arena is not None and self._attach(stream, spec, arena):
-            return SlotCarrier(arena, progress_seconds=self._config.progress_seconds)
+        with self._lock:
+            if spec.incarnation in self._strangers:
+                return None
+            arena = self._arenas.get(spec.incarnation)
+        if arena is None or arena.is_retired or arena.is_worn or not self._attach(stream, spec, arena):
+            arena = self._offer_new(stream, spec)
+        return None if arena is None else SlotCarrier(arena, progress_seconds=self._config.progress_seconds)
+
+    def _offer_new(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
         arena = self._new_arena()
-        if arena is None or not self._attach(stream, spec, arena):
-            if arena is not None:
-                arena.retire()
+        if arena is None:
             return None
-        arena = self._keep(stream.address, spec.incarnation, arena)
-        return SlotCarrier(arena, progress_seconds=self._config.progress_seconds)
+        try:
+            is_attached = self._attach(stream, spec, arena)
+        finally:
+            arena.unlink()  # it has served its purpose, or never will
+        with self._lock:
+            if is_attached:
+                _remember(self._arenas, spec.incarnation, arena)
+            else:
+                _remember(self._strangers, spec.incarnation, None)
+        return arena if is_attached else None
 
     def _attach(self, stream: SenderStream, spec: TransferSpec, arena: Arena) -> bool:
         hello = Hello(
@@ -95,11 +130,6 @@ class ArenaSource:
             return False
         raise_unless_attached(welcome, stream.address)
         return welcome.nonce == arena.nonce
-
-    def _arena_for(self, address: str, incarnation: bytes) -> Arena | None:
-        with self._lock:
-            owner, arena = self._arenas.get(address, (b"", None))
-        return arena if arena is not None and owner == incarnation and not arena.is_retired else None
 
     def _new_arena(self) -> Arena | None:
         try:
@@ -117,15 +147,17 @@ class ArenaSource:
         arena.retire()
         return None
 
-    def _keep(self, address: str, incarnation: bytes, arena: Arena) -> Arena:
-        arena.unlink()
-        with self._lock:
-            self._arenas[address] = (incarnation, arena)
-        return arena
-
     def close(self) -> None:
         with self._lock:
-            arenas = [arena for _, arena in self._arenas.values()]
+            arenas = list(self._arenas.values())
             self._arenas.clear()
         for arena in arenas:
             arena.retire()
+
+
+def _remember(items: OrderedDict[bytes, Value], key: bytes, value: Value) -> None:
+    """Drops the oldest beyond `MAX_RECEIVERS`: decode nodes come and go, senders in work keep what they use."""
+    items[key] = value
+    items.move_to_end(key)
+    while len(items) > MAX_RECEIVERS:
+        items.popitem(last=False)

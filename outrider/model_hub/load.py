@@ -15,13 +15,14 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
+from outrider.engine.linear import can_pack, pack_linear_layers
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint, weight_files
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.model_hub.support import check_paged_forward, describe_decoder, refuse_by_config
+from outrider.model_hub.support import check_paged_forward, describe_decoder, own_logits, refuse_by_config
 from outrider.model_hub.vocabulary import (
     TOKENIZER_FILE,
     eos_token_ids,
@@ -68,6 +69,11 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     dtype = resolve_dtype(config.dtype, device, hf_config)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
     spec = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
+    expected = own_logits(model, spec.vocab_size)
+    kernels = "torch"
+    if can_pack(TORCH_DTYPES[dtype], device):
+        pack_linear_layers(model)
+        kernels = "onednn"
     tokenizer_files = read_tokenizer_files(location.directory)
     known = torch.zeros(spec.vocab_size, dtype=torch.bool)
     known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
@@ -75,12 +81,12 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         model=model,
         config=model.config,
         spec=spec,
-        info=_model_info(location, spec, tokenizer_files, device),
+        info=_model_info(location, spec, tokenizer_files, numerics=f"{kernels}-{device.type}"),
         tokenizer_files=tokenizer_files,
         known_token_ids=known,
         directory=location.directory,
     )
-    check_paged_forward(loaded)
+    check_paged_forward(loaded, expected)
     return loaded
 
 
@@ -144,7 +150,7 @@ def _load_weights(
 
 
 def _model_info(
-    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], device: torch.device
+    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], *, numerics: str
 ) -> ModelInfo:
     directory = location.directory
     return ModelInfo(
@@ -158,7 +164,7 @@ def _model_info(
         dtype=spec.dtype,
         fingerprint=model_fingerprint(directory, dtype=spec.dtype),
         vocabulary_fingerprint=vocabulary_fingerprint(tokenizer_files[TOKENIZER_FILE]),
-        numerics=f"torch-{device.type}",
+        numerics=numerics,
     )
 
 

@@ -90,15 +90,15 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, max_model_len: int =
     )
 
 
-def check_paged_forward(model: RunnableModel) -> None:
-    """Compares our paged forward with the model's own on a few tokens. Raises ModelError when they differ.
+def check_paged_forward(model: RunnableModel, expected: Tensor) -> None:
+    """Compares our forward with `expected`, what `own_logits` gave before anything was replaced in the model.
 
     Two sequences share the batch, and the second half of each comes in a later forward,
-    so that positions, block tables, and keys read back from the cache all count.
+    so that positions, block tables, and keys read back from the cache all count. Raises
+    ModelError when the logits differ.
     """
     spec = model.spec
     token_ids = _probe_token_ids(spec.vocab_size)
-    expected = _own_logits(model.model, token_ids)
     cache = PagedKVCache(spec.planes, num_blocks=8, block_size=4, device=model.model.device)
     runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     tables = ((6, 1, 4), (2, 7, 0))
@@ -167,8 +167,9 @@ def _probe_token_ids(vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (2, 12), generator=generator)
 
 
-def _own_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """The model's own forward with transformers' eager attention: [2, num_tokens, vocab_size] float32."""
+def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
+    """The model's own forward, with transformers' eager attention, on the probe's tokens: [2, 12, vocab_size] float32."""
+    token_ids = _probe_token_ids(vocab_size)
     model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():

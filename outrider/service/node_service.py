@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -126,7 +126,7 @@ class NodeWatcher:
             call.cancel()
         return {name: bytes(data) for name, data in files.items()}
 
-    async def reports(self, *, incarnation: bytes | None = None) -> AsyncIterator[NodeReport]:
+    async def reports(self, *, incarnation: bytes | None = None) -> AsyncGenerator[NodeReport, None]:
         """Reports until the node is lost. With `incarnation`: only that process's.
 
         Close the iterator (`aclose`) when leaving early: that cancels the call.
@@ -137,7 +137,9 @@ class NodeWatcher:
         try:
             while True:
                 try:
-                    proto = await asyncio.wait_for(call.read(), timeout=max(deadline.remaining_seconds(), 0.01))
+                    # Not wait_for, which on Python 3.11 loses a cancellation that arrives with a report.
+                    async with asyncio.timeout(max(deadline.remaining_seconds(), 0.01)):
+                        proto = await call.read()
                 except TimeoutError as error:
                     raise PeerLostError(f"{self._target} makes no progress", node=self._target) from error
                 if not isinstance(proto, node_pb2.NodeReport):  # grpc.aio.EOF

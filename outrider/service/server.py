@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 import grpc
 import grpc.aio
@@ -61,22 +61,20 @@ class Service(Protocol):
     def describe(self) -> Mapping[str, Any]: ...
 
 
-def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryConfig, role: str) -> int:
-    """Runs until a signal comes. Returns the exit status: 0 after a drain, 1 when it could not start.
+def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryConfig, role: str) -> Never:
+    """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
 
-    Raises nothing: what goes wrong is one log line. Call it from the main thread.
+    What goes wrong is one log line. Call it from the main thread. Nothing is left to do
+    after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
+    seconds, and a weight load in a thread, which cannot be cancelled, would be waited for.
     """
     die_with_parent()
     configure_logging(telemetry, role=role)
-    process = _ServiceProcess(service, server, role)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(process.run())
-        if process.must_exit_now:
-            # A weight load in a thread cannot be cancelled, and would be waited for.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return status
+        status = runner.run(_ServiceProcess(service, server, role).run())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 class _ServiceProcess:
@@ -87,7 +85,6 @@ class _ServiceProcess:
         self._log = get_logger("service")
         self._announcer = Announcer.from_environment()
         self._stopping = asyncio.Event()
-        self.must_exit_now = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -127,7 +124,6 @@ class _ServiceProcess:
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
-            self.must_exit_now = True
             starting.cancel()
             await asyncio.wait((starting,), timeout=DRAIN_SLACK_SECONDS)
             return 0
@@ -166,7 +162,7 @@ def bind(server: grpc.aio.Server, config: ServerConfig, *, role: str) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     advice = f"choose another with --set {role}.server.port=N or {environment_name(role + '.server.port')}"
     if config.port:
-        _probe(config.host, config.port, advice)
+        probe_port(config.host, config.port, advice)
     try:
         if config.tls.certificate is not None:
             port = server.add_secure_port(f"{host}:{config.port}", server_credentials(config.tls))
@@ -179,8 +175,8 @@ def bind(server: grpc.aio.Server, config: ServerConfig, *, role: str) -> str:
     return f"{host}:{port}"
 
 
-def _probe(host: str, port: int, advice: str) -> None:
-    """Says clearly why a port cannot be had; gRPC would only say that it failed."""
+def probe_port(host: str, port: int, advice: str) -> None:
+    """Says clearly why a port cannot be had; gRPC would only say that it failed. Raises: ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

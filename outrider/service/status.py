@@ -9,6 +9,7 @@ from typing import Any, Never
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
@@ -137,7 +138,7 @@ def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, s
                 retry_after_seconds = retry.retry_delay.ToNanoseconds() / 1e9
             else:
                 detail.Unpack(info)
-    except ValueError:  # includes protobuf's DecodeError: details from a stranger; the status stands without them
+    except (ValueError, DecodeError):  # details from a stranger; the status stands without them
         _log.debug("status details are not parsable")
     return info, field, retry_after_seconds
 

@@ -32,7 +32,7 @@ NEW_CREDIT = 1.0
 """A new sequence's drafts may lose the time of so many tokens before its window is full."""
 
 TRIAL_CREDIT = 0.5
-"""The same for a sequence that is tried again."""
+"""The same for a sequence that is tried again; its first draft may cost half of it."""
 
 SMOOTHING = 0.1
 

@@ -88,9 +88,7 @@ def num_samples(proto: router_pb2.SamplingParams) -> int:
 def output_from_proto(proto: router_pb2.OutputOptions) -> OutputOptions:
     logprobs = None
     if proto.HasField("top_logprobs"):
-        logprobs = LogprobsRequest(
-            num_top=proto.top_logprobs, mode=logprobs_mode_from_proto(int(proto.logprobs_mode))
-        )
+        logprobs = LogprobsRequest(num_top=proto.top_logprobs, mode=logprobs_mode_from_proto(int(proto.logprobs_mode)))
     return OutputOptions(
         logprobs=logprobs,
         skip_special_tokens=skips_special_tokens(proto),
@@ -196,7 +194,9 @@ def metrics_to_proto(metrics: RequestMetrics) -> router_pb2.RequestMetrics:
     )
 
 
-def complete_to_proto(events: Sequence[AnswerEvent], *, request_id: str, num_samples: int) -> router_pb2.CompleteResponse:
+def complete_to_proto(
+    events: Sequence[AnswerEvent], *, request_id: str, num_samples: int
+) -> router_pb2.CompleteResponse:
     """All events of an answer, folded into one message."""
     response = router_pb2.CompleteResponse(request_id=request_id)
     texts: list[list[str]] = [[] for _ in range(num_samples)]
@@ -244,9 +244,7 @@ def node_status_to_proto(
     *, name: str, role: NodeRole, state: NodeState, target: str, report: NodeReport | None
 ) -> router_pb2.NodeStatus:
     """`report` is None for a node that does not serve: all counts are zero."""
-    proto = router_pb2.NodeStatus(
-        name=name, role=_ROLE_TO_PROTO[role], state=_STATE_TO_PROTO[state], target=target
-    )
+    proto = router_pb2.NodeStatus(name=name, role=_ROLE_TO_PROTO[role], state=_STATE_TO_PROTO[state], target=target)
     if report is not None:
         proto.step = report.step
         proto.num_running = report.load.num_running

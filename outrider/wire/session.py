@@ -39,6 +39,7 @@ _REASON_TO_PROTO = {
     FinishReason.ABORTED: router_pb2.FINISH_REASON_ABORTED,
 }
 _REASON_FROM_PROTO = {proto: reason for reason, proto in _REASON_TO_PROTO.items()}
+_NO_SPECULATION = SpeculationCounts()
 
 
 def command_to_proto(command: OpenSequenceGroup | CancelSequenceGroup) -> session_pb2.SessionCommand:
@@ -158,13 +159,16 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
     group_id = proto.sequence_group_id
     match proto.WhichOneof("event"):
         case "tokens":
+            tokens = proto.tokens
             return SampleTokens(
                 sequence_group_id=group_id,
-                sample=proto.tokens.sample,
-                start_position=proto.tokens.start_position,
-                token_ids=tuple(proto.tokens.token_ids),
-                logprobs=tuple(token_logprobs_from_proto(value) for value in proto.tokens.logprobs),
-                speculation=_counts_from_proto(proto.tokens.speculation),
+                sample=tokens.sample,
+                start_position=tokens.start_position,
+                token_ids=tuple(tokens.token_ids),
+                logprobs=tuple(map(token_logprobs_from_proto, tokens.logprobs)) if tokens.logprobs else (),
+                speculation=_counts_from_proto(tokens.speculation)
+                if tokens.HasField("speculation")
+                else _NO_SPECULATION,
             )
         case "done":
             return SampleDone(

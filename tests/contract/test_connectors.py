@@ -200,9 +200,7 @@ def test_a_transfer_without_tokens_is_complete_at_once(connection):
 
 def test_a_transfer_that_nobody_opened_is_refused(connection):
     receiving, connector = connection
-    spec = TransferSpec(
-        transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=4, planes=PLANES
-    )
+    spec = TransferSpec(transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=4, planes=PLANES)
     with pytest.raises(AbortedError):
         connector.connect(receiving.address, spec)
 
@@ -315,9 +313,7 @@ def test_transfers_side_by_side_do_not_mix(connection):
 
 def test_a_sink_that_refuses_fails_the_transfer(connection):
     receiving, connector = connection
-    spec = TransferSpec(
-        transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=40, planes=PLANES
-    )
+    spec = TransferSpec(transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=0, end_token=40, planes=PLANES)
 
     class FullSink:
         def write(self, plane, layers, start_token, end_token, payload):

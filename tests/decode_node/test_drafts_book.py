@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode_node import draft_book
-from decode_node.draft_book import DraftBook, DraftWant, SequenceStartInfo
+from decode_node.draft_book import DraftBook, DraftWant
+from decode_node.drafted_sequence import SequenceStartInfo
 from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import Branch, SequenceProposals
 from outrider.speculation.prefix_hash import prefix_hash
@@ -195,9 +196,13 @@ def test_a_step_that_did_not_wait_is_a_miss_only_when_the_answer_is_long_overdue
     for _ in range(10):
         book.judge([DraftWant(1, (), 3)], {}, unanswered=())
     assert not book.is_breaker_open(0)
+    for _ in range(4):
+        clock.now += 0.1
+        for _ in range(3):  # steps in quick succession are one miss
+            book.judge([DraftWant(1, (), 3)], {}, unanswered=())
+    assert not book.is_breaker_open(0)
     clock.now += 0.1
-    for _ in range(5):
-        book.judge([DraftWant(1, (), 3)], {}, unanswered=())
+    book.judge([DraftWant(1, (), 3)], {}, unanswered=())
     assert book.is_breaker_open(0)
 
 
@@ -256,3 +261,35 @@ def test_sequences_that_opened_before_any_node_was_there_are_served_once_one_is(
     assert book.take_updates(0) == []
     book.connected(0)
     assert len(book.take_updates(0)) == 1
+
+
+def test_a_sequence_that_wants_no_drafts_is_told_of_now_and_then_only(book):
+    book.open(1, start_of(5), num_wanted=3)
+    lengths = []
+    for _ in range(80):
+        for update in book.take_updates(0):
+            lengths.append(update.length)
+            book.take_proposals(0, [answer_to(update)])
+        book.update(1, [7], num_wanted=0)
+    assert lengths == [1, 2, 34, 66]
+    book.update(1, [7], num_wanted=2)
+    assert [update.num_wanted for update in book.take_updates(0)] == [2]
+
+
+def test_a_node_whose_answers_take_longer_than_the_budget_is_not_waited_for_until_they_are_quick_again(book, clock):
+    text = [5]
+    book.open(1, start_of(5), num_wanted=3)
+
+    def is_waited_for(answer_seconds: float) -> bool:
+        waits = bool(book.find([DraftWant(1, text, 3)], wait_seconds=0.002)[1])
+        (update,) = book.take_updates(0)
+        clock.now += answer_seconds
+        book.take_proposals(0, [answer_to(update, 900)])
+        text.append(7)
+        book.update(1, [7], num_wanted=3)
+        return waits
+
+    assert is_waited_for(0.030)
+    assert not any(is_waited_for(0.030) for _ in range(5))
+    assert [is_waited_for(0.001) for _ in range(20)][-1]
+    assert not book.is_breaker_open(0)

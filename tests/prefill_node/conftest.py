@@ -30,9 +30,7 @@ class DecodeSide:
     """A decode node's ingest: one scripted cache, blocks given out in order."""
 
     incarnation: bytes = field(default_factory=lambda: os.urandom(16))
-    cache: ScriptedKVCache = field(
-        default_factory=lambda: ScriptedKVCache(num_blocks=1024, block_size=BLOCK_SIZE)
-    )
+    cache: ScriptedKVCache = field(default_factory=lambda: ScriptedKVCache(num_blocks=1024, block_size=BLOCK_SIZE))
     completed: dict = field(default_factory=dict)
     failed: dict = field(default_factory=dict)
 

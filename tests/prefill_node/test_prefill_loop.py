@@ -263,5 +263,7 @@ def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():
         cells = []
         for region in cut_frames(plane, range(1, 6), 3, 40, max_frame_bytes=max_frame_bytes):
             assert region.num_cells * plane.bytes_per_token_per_layer <= max_frame_bytes
-            cells += [(layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)]
+            cells += [
+                (layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)
+            ]
         assert sorted(cells) == [(layer, token) for layer in range(1, 6) for token in range(3, 40)]

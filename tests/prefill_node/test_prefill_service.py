@@ -145,9 +145,10 @@ async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(make_rig):
         call = serving.stub.Prefill(request)
         await until(lambda: serving.rig.engine.pool.num_free_blocks < 64)
         call.cancel()
+        await until(lambda: serving.node._desk.num_jobs == 0)
+        await until(serving.rig.loop._inbox.empty)
         serving.rig.decode.gate.set()
         await until(lambda: serving.rig.loop.num_tasks == 0)
-        assert serving.node._desk.num_jobs == 0
         serving.rig.engine.pool.check_integrity([])
         assert request.transfer_id not in serving.rig.decode.completed
 

@@ -83,7 +83,11 @@ def failure_of(error: grpc.aio.AioRpcError) -> Failure:
         if key == "grpc-status-details-bin":
             status.ParseFromString(value)
     for detail in status.details:
-        bad_request, info, retry = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        bad_request, info, retry = (
+            error_details_pb2.BadRequest(),
+            error_details_pb2.ErrorInfo(),
+            error_details_pb2.RetryInfo(),
+        )
         if detail.Unpack(bad_request):
             failure.field = bad_request.field_violations[0].field
         elif detail.Unpack(info):
@@ -111,7 +115,9 @@ class Cluster:
             if not node.address:
                 await node.start()
             self.stack.push_async_callback(node.stop)
-        by_role = {role: tuple(n.address for n in self.nodes if n.role.name == role) for role in ("PREFILL", "DECODE", "DRAFT")}
+        by_role = {
+            role: tuple(n.address for n in self.nodes if n.role.name == role) for role in ("PREFILL", "DECODE", "DRAFT")
+        }
         values: dict[str, Any] = {
             "prefill_targets": by_role["PREFILL"],
             "decode_targets": by_role["DECODE"],
@@ -121,7 +127,7 @@ class Cluster:
         }
         extra = {} if resolver is None else {"resolver": resolver}
         self.service = RouterService(RouterConfig(**values | config), registry=self.registry, **extra)
-        server = grpc.aio.server(options=server_options(ServerConfig()))
+        self.server = server = grpc.aio.server(options=server_options(ServerConfig()))
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -169,10 +175,13 @@ class Cluster:
     async def fail(self, request: Any = None, **fields: Any) -> Failure:
         """The status with which a request is refused before anything is sent."""
         request = request if request is not None else make_request(**fields)
+
+        async def read() -> None:
+            async for _ in self.stub.Generate(request, timeout=20):
+                pass
+
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with asyncio.timeout(20):
-                async for _ in self.stub.Generate(request):
-                    pass
+            await read()
         return failure_of(caught.value)
 
     async def is_empty(self, *, seconds: float = 1.0) -> None:
@@ -201,5 +210,16 @@ def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.Gen
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     cluster = Cluster()
-    async with cluster.stack:
-        yield cluster
+    yield cluster
+    try:
+        async with asyncio.timeout(10):
+            await cluster.stack.aclose()
+    except TimeoutError:
+        for task in asyncio.all_tasks():
+            task.print_stack()
+        raise
+
+
+@pytest.fixture
+async def serving(cluster: Cluster) -> Cluster:
+    return await cluster.serve()

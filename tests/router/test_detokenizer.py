@@ -77,7 +77,11 @@ def word_piece():
 
 
 @settings(max_examples=200, deadline=None)
-@given(pieces=st.lists(st.sampled_from(["▁the", "▁cat", "▁", "s", "at", "▁sat", "é", "日", "é-bytes", "🙂-bytes"]), max_size=20))
+@given(
+    pieces=st.lists(
+        st.sampled_from(["▁the", "▁cat", "▁", "s", "at", "▁sat", "é", "日", "é-bytes", "🙂-bytes"]), max_size=20
+    )
+)
 def test_the_window_method_decodes_sentencepiece_text(pieces):
     tokenizer = sentencepiece_like()
     token_ids: list[int] = []
@@ -133,28 +137,36 @@ async def test_chat_and_text_are_encoded_as_the_contract_says():
 
 def test_the_chat_template_renders_as_transformers_renders_it():
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    from router.chat_template import ChatTemplate  # noqa: PLC0415 beside the library it is compared with
+    from router.chat_template import ChatTemplate
 
     source = (
         "{{ bos_token }}{% for m in messages %}\n    {% if loop.first %}\n{% set ns = namespace(x=1) %}{% endif %}\n"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{% if m.role == 'stop' %}{% break %}{% endif %}\n"
         "{% endfor %}{% if add_generation_prompt %}>>{{ ns is defined }}{% endif %}{{ tools is none }}"
     )
-    messages = [{"role": "user", "content": "<é> & 'q'"}, {"role": "stop", "content": "x"}, {"role": "no", "content": ""}]
-    theirs, _ = utils.render_jinja_template([messages], chat_template=source, add_generation_prompt=True, bos_token="<s>")
+    messages = [
+        {"role": "user", "content": "<é> & 'q'"},
+        {"role": "stop", "content": "x"},
+        {"role": "no", "content": ""},
+    ]
+    theirs, _ = utils.render_jinja_template(
+        [messages], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
     ours = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, add_generation_prompt=True)
     assert ours == theirs[0]
 
 
 def test_files_without_a_tokenizer_are_refused():
-    from outrider.errors import ModelError  # noqa: PLC0415
+    from outrider.errors import ModelError
 
     with pytest.raises(ModelError):
         Tokenizer({"tokenizer_config.json": b"{}"})
     with pytest.raises(ModelError):
         Tokenizer({"tokenizer.json": b"not json"})
     with pytest.raises(ModelError):
-        Tokenizer(fake_tokenizer_files() | {"tokenizer_config.json": json.dumps({"chat_template": "{% if %}"}).encode()})
+        Tokenizer(
+            fake_tokenizer_files() | {"tokenizer_config.json": json.dumps({"chat_template": "{% if %}"}).encode()}
+        )
 
 
 def test_merged_tokens_decode_like_their_bytes():

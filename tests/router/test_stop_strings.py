@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ def test_an_end_that_could_begin_a_stop_string_is_held_back_and_no_more():
 )
 def test_any_split_agrees_with_looking_at_the_whole_text(text, strings, cuts):
     borders = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    pieces = [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
     released, matched, num_read = feed(pieces, strings)
     seen = "".join(pieces[:num_read])
     for earlier in range(num_read - 1 if matched else num_read):
@@ -77,9 +79,7 @@ def test_any_split_agrees_with_looking_at_the_whole_text(text, strings, cuts):
 
 def answer(data, *, stops=(), min_tokens=0):
     """(text, matched, tokens read) of a byte-level answer."""
-    text = AnswerText(
-        TOKENIZER.detokenizer(skip_special_tokens=True), StopStringMatcher(stops), min_tokens=min_tokens
-    )
+    text = AnswerText(TOKENIZER.detokenizer(skip_special_tokens=True), StopStringMatcher(stops), min_tokens=min_tokens)
     released = ""
     for num_read, byte in enumerate(data, start=1):
         released += text.append(byte)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import asyncio
 import os
-import signal
 
 import grpc.aio
 import pytest
@@ -84,18 +84,29 @@ async def test_a_stopped_server_is_a_lost_node(node_and_watcher):
     assert lost.value.node == "node-1"
 
 
-async def test_a_node_that_falls_silent_is_lost_though_its_connection_stands(node_and_watcher):
-    node, watcher, _ = node_and_watcher
-    reports = watcher.reports()
-    await anext(reports)
-    await anext(reports)
-    node.step -= 1_000_000  # steps move, and one is expected to take no time at all
-    stuck = node.report()
-    node.report = lambda: stuck
-    await reports.aclose()
+class FrozenServicer(NodeServicer):
+    """Sends one report and then holds its breath, as a process does under SIGSTOP."""
+
+    async def Watch(self, request, context):
+        async for report in super().Watch(request, context):
+            yield report
+            await asyncio.Event().wait()
+
+
+async def test_a_node_that_falls_silent_is_lost_though_its_connection_stands():
+    node = FakeNode()
+    server = grpc.aio.server()
+    node_pb2_grpc.add_NodeServiceServicer_to_server(FrozenServicer(node.info, node.report), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        reports = NodeWatcher(channel, target="node-1", grace_seconds=1.0).reports()
+        await anext(reports)
+        with pytest.raises(PeerLostError, match="makes no progress"):
+            await anext(reports)
+    await server.stop(0)
 
 
 def test_a_node_is_named_by_role_and_address_unless_configured():
     assert default_node_name("decode_node", "127.0.0.1:5") == "decode@127.0.0.1:5"
     assert default_node_name("decode_node", "127.0.0.1:5", configured="d1") == "d1"
-    assert signal.SIGSTOP

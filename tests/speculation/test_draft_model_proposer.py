@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.sampler import SampleRows, Sampler
+from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.tiny import make_tiny_model

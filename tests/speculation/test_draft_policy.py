@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -86,7 +87,7 @@ def test_drafts_that_are_never_accepted_stop_and_are_tried_again_every_32_steps(
     steps = [step for step, num_draft in enumerate(machine.drafted[3]) if num_draft]
     late = [step for step in steps if step > 64]
     assert len(late) >= 8
-    assert {after - before for before, after in zip(late, late[1:], strict=False)} == {RETRY_STEPS}
+    assert {after - before for before, after in itertools.pairwise(late)} == {RETRY_STEPS}
     assert all(machine.drafted[3][step] <= 2 for step in late)  # a trial is cheap
 
 

@@ -21,7 +21,7 @@ def make_attention_backend(name: str = "auto", device: torch.device | str = "cpu
     if name == "torch_sdpa":
         from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 
-        return TorchSdpaAttention()
+        return TorchSdpaAttention(device)
     if name == "flash_attn":
         if not has_flash_attn:
             raise ConfigError(

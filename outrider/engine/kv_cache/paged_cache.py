@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,10 +40,10 @@ class PagedKVCache:
         self.device = torch.device(device)
         # One tensor a plane, so that a frame of several layers is one copy: [layers, blocks, block_size, heads, dim].
         self._tensors = {
-            plane.name: torch.empty(
+            plane.name: _lazy_zeros(
                 (plane.num_layers, num_blocks, block_size, plane.num_heads, plane.head_dim),
-                dtype=TORCH_DTYPES[plane.dtype],
-                device=self.device,
+                TORCH_DTYPES[plane.dtype],
+                self.device,
             )
             for plane in planes
         }
@@ -133,6 +134,13 @@ class PagedKVCache:
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_blocks * self.block_size:
             raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
         return tensor[layers.start : layers.stop].flatten(1, 2).flatten(2)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU from calloc, whose pages take no memory before they are written (torch.zeros writes them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def free_memory_bytes(device: torch.device) -> int:

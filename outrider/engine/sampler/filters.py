@@ -29,6 +29,7 @@ Ints = npt.NDArray[np.int64]
 _MASS_ONE = np.float32(2.0**44)
 
 _CHUNK = 512  # blocks whose masses are added up together: what the processor's cache holds
+_FLAT_SHARE = 4  # a row where more than a fourth of the blocks count is taken whole
 
 _ANY_ID = np.iinfo(np.int64).max
 
@@ -140,12 +141,25 @@ class Filters:
 
     def _masses_before(self, rows: Ints, token_ids: Ints, values: Floats) -> Ints:
         """Mass of what comes before each token in its row's order: [num_checked] int64."""
-        owners, indices = np.nonzero(self._blocks.maxima[rows] >= values[:, None])
+        holds_some = self._blocks.maxima[rows] >= values[:, None]  # [num_checked, num_blocks]
         before = np.zeros(len(rows), dtype=np.int64)
+        for i in np.flatnonzero(holds_some.sum(axis=1) > self._blocks.num_blocks // _FLAT_SHARE).tolist():
+            before[i] = self._mass_before_in_whole(int(rows[i]), int(token_ids[i]), values[i])
+            holds_some[i] = False
+        owners, indices = np.nonzero(holds_some)
         for start in range(0, len(owners), _CHUNK):
             part = slice(start, start + _CHUNK)
             self._add_masses_before(before, rows, (token_ids, values), (owners[part], indices[part]))
         return before
+
+    def _mass_before_in_whole(self, row: int, token_id: int, value: np.float32) -> int:
+        """The same for one token of a flat row: most of the row counts, so blocks would save nothing."""
+        values = self._blocks.whole_row(row)
+        masses = _masses(values, self._largest[row])
+        if self.limits[row] == NO_LIMIT:
+            self._totals[row] = float(masses.sum())
+        num_equal = int(np.count_nonzero(values[:token_id] == value))
+        return int((masses * (values > value)).sum()) + num_equal * int(masses[token_id])
 
     def _add_masses_before(
         self, before: Ints, rows: Ints, tokens: tuple[Ints, Floats], pairs: tuple[Ints, Ints]
@@ -176,13 +190,11 @@ class Filters:
     def _total(self, row: int) -> float:
         """Mass of what min_p and top_k keep."""
         if row not in self._totals:
-            largest = self._largest[row]
-            if self.limits[row] == NO_LIMIT and np.isfinite(largest):
-                weights = np.exp(self._blocks.whole_row(row) - largest)
-                self._totals[row] = float(weights.sum(dtype=np.float64)) * float(_MASS_ONE)
+            if self.limits[row] == NO_LIMIT:
+                values = self._blocks.whole_row(row)
             else:
                 _, values = kept_by(self._blocks, row, self.limits[row])
-                self._totals[row] = float(_masses(values, largest).sum())
+            self._totals[row] = float(_masses(values, self._largest[row]).sum())
         return self._totals[row]
 
 

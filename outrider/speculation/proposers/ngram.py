@@ -13,6 +13,8 @@ from outrider.speculation.proposers.base import Proposal, ProposalRequest
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2
+"""Single tokens match so often and mean so little that their rows cost more than they win
+(measured on chat, extraction and code by a 135M model, greedy and at temperature 0.7)."""
 
 
 class NgramIndex:

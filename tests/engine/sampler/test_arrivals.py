@@ -77,7 +77,9 @@ def test_elementwise_functions_give_the_same_bits_wherever_the_element_lies():
 
 def test_cached_rows_are_those_computed_alone():
     cache = ArrivalCache(num_blocks=5, max_bytes=1 << 20)
-    keys = [RaceKey(seed, sample, position) for seed in (0, 7, 2**64 - 1) for sample in (0, 3) for position in range(20)]
+    keys = [
+        RaceKey(seed, sample, position) for seed in (0, 7, 2**64 - 1) for sample in (0, 3) for position in range(20)
+    ]
     for wanted in (keys, keys[::-1], keys[3:4]):
         rows = cache.rows(wanted)
         for i, key in enumerate(wanted):

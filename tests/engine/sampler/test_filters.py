@@ -66,8 +66,10 @@ def test_kept_tokens_are_those_of_the_sorted_float64_reference(kind, settings, d
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_top_p_check_of_each_token_agrees_with_sorting(kind, settings):
+@pytest.mark.parametrize("flat_share", [1, 4], ids=["by blocks", "by whole rows"])
+def test_top_p_check_of_each_token_agrees_with_sorting(kind, settings, flat_share, monkeypatch):
     """The lazy check names outside exactly what the sorted list does not keep, token by token."""
+    monkeypatch.setattr("outrider.engine.sampler.filters._FLAT_SHARE", flat_share)
     params = params_of(**settings)
     logits = random_logits(kind, 1, 150)
     blocks = LogitBlocks.of(

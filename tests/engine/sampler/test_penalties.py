@@ -39,9 +39,7 @@ def test_frequency_counts_and_presence_does_not_and_neither_looks_at_the_prompt(
 
 
 def test_order_is_bias_then_repetition_then_frequency_and_presence():
-    params = params_of(
-        logit_bias=((0, 3.0),), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0
-    )
+    params = params_of(logit_bias=((0, 3.0),), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     assert applied(params, [1.0, 1.0], generated=[0, 0]) == [(1.0 + 3.0) / 2.0 - 0.25 * 2 - 1.0, 1.0]
 
 
@@ -71,9 +69,7 @@ def test_committing_is_the_same_as_having_generated():
     rng = np.random.default_rng(4)
     logits = rng.standard_normal(500).astype(np.float32)
     generated = rng.integers(0, 500, size=300).tolist()
-    state = PenaltyState(
-        params, prompt_token_ids=range(40), generated_token_ids=(), stop_token_ids=(), vocab_size=500
-    )
+    state = PenaltyState(params, prompt_token_ids=range(40), generated_token_ids=(), stop_token_ids=(), vocab_size=500)
     for start in range(0, 300, 7):
         state.commit(generated[start : start + 7])
     assert state.num_generated == 300

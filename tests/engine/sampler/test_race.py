@@ -85,7 +85,9 @@ def test_lazy_race_with_limits_is_the_full_race(shape):
 def test_lazy_race_on_a_large_vocabulary():
     logits = np.concatenate([logits_of("normal", 3, 151_665), logits_of("zipf", 3, 151_665)])
     keys = [RaceKey(2**63 + i, 0, 4000) for i in range(6)]
-    assert lazy_race(logits, np.ones(6), keys) == [full_race(row, 1.0, key) for row, key in zip(logits, keys, strict=True)]
+    assert lazy_race(logits, np.ones(6), keys) == [
+        full_race(row, 1.0, key) for row, key in zip(logits, keys, strict=True)
+    ]
 
 
 def test_looking_into_too_few_blocks_is_noticed(monkeypatch):
@@ -103,7 +105,9 @@ def test_race_looks_into_few_blocks(monkeypatch):
     num_looked_at = []
     original = LogitBlocks.blocks
     monkeypatch.setattr(
-        LogitBlocks, "blocks", lambda self, rows, blocks: num_looked_at.append(len(rows)) or original(self, rows, blocks)
+        LogitBlocks,
+        "blocks",
+        lambda self, rows, blocks: num_looked_at.append(len(rows)) or original(self, rows, blocks),
     )
     logits = logits_of("flat", 1, 49152)
     for position in range(20):

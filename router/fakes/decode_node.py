@@ -1,28 +1,17 @@
-"""Nodes without engines, for tests: the whole wire contract in one process, in milliseconds.
-
-A fake decode node answers the session as a real one does, with a scripted target instead of
-a model; a fake prefill node "pushes KV" by telling the decode node that it is complete.
-Both count what they hold, so that a test can see that nothing is left.
-"""
+"""A decode node whose target model is a script."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import grpc.aio
-import tokenizers
 
-from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.node import ModelInfo, NodeLoad, NodeRole
 from outrider.request import FinishReason, TokenLogprobs
-from outrider.service.node_service import NodeServicer
 from outrider.session import (
-    PROTOCOL_VERSION,
     CancelSequenceGroup,
     Granted,
     KvReady,
@@ -35,149 +24,22 @@ from outrider.session import (
     SequenceGroupFailed,
     SpeculationCounts,
 )
-from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_from_proto, report_message_to_proto
+from router.fakes.node import Context, FakeNode
 
 BLOCK_TOKENS = 16
 KV_BYTES_PER_TOKEN = 64
 FAKE_TRANSFER_SECONDS = 0.001
-EOS_TOKEN_ID = 256
-VOCAB_SIZE = 264  # 256 bytes, three special tokens, one added plain one, padding
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}\n"
-    "    {% if message['role'] not in ['system', 'user', 'assistant'] %}\n"
-    "        {{ raise_exception('unknown role ' + message['role']) }}\n"
-    "    {% endif %}\n"
-    "{{ '<|start|>' + message['role'] + '\n' + message['content'] + '<|end|>' -}}\n"
-    "{% endfor %}\n"
-    "{% if add_generation_prompt %}\n"
-    "{{ '<|start|>assistant\n' -}}\n"
-    "{% endif %}\n"
-)
 
 Script = Callable[[OpenSequenceGroup, int], Sequence[int]]
 """The target: a sample's tokens from the answer's start, as many as may be needed."""
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-def fake_tokenizer_files() -> dict[str, bytes]:
-    """Byte-level: token id = byte; 256 end of text, 257 <|start|>, 258 <|end|> special, 259 an added plain word."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    by_byte = {_character_of(byte): byte for byte in range(256)}
-    assert sorted(by_byte) == alphabet, "the alphabet is GPT-2's"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=by_byte, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|start|>", "<|end|>"])
-    tokenizer.add_tokens(["plain added"])
-    config = {"eos_token": "<|endoftext|>", "chat_template": CHAT_TEMPLATE}
-    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
-
-
-def _character_of(byte: int) -> str:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + sum(1 for other in range(byte) if other not in printable))
-
-
-def fake_model_info(**changes: Any) -> ModelInfo:
-    values: dict[str, Any] = {
-        "name": "fake-model",
-        "vocab_size": VOCAB_SIZE,
-        "max_model_len": 512,
-        "eos_token_ids": (EOS_TOKEN_ID,),
-        "dtype": "float32",
-        "fingerprint": "f" * 64,
-        "vocabulary_fingerprint": "a" * 64,
-        "proposer": "ngram",
-        "num_speculative_tokens": 4,
-    }
-    return ModelInfo(**values | changes)
 
 
 def letters(opened: OpenSequenceGroup, sample: int) -> Sequence[int]:
     """The default script: lower-case letters that depend on seed, sample and place."""
     start = opened.sampling.seed % 26 + sample
     return [97 + (start + 7 * place) % 26 for place in range(opened.sampling.max_tokens)]
-
-
-class FakeNode:
-    """A node's server and identity. `freeze` is SIGSTOP: connections stay, nothing moves."""
-
-    def __init__(self, role: NodeRole, *, name: str, model: ModelInfo | None = None) -> None:
-        self.role = role
-        self.name = name
-        self.model = model if model is not None else fake_model_info()
-        self.state = NodeState.SERVING
-        self.incarnation = os.urandom(16)
-        self.step = 0
-        self.address = ""
-        self._server: grpc.aio.Server | None = None
-        self._moves = asyncio.Event()
-        self._moves.set()
-
-    async def start(self, port: int = 0) -> str:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        node_pb2_grpc.add_NodeServiceServicer_to_server(_FakeNodeServicer(self), self._server)
-        self.add_to(self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
-        await self._server.start()
-        return self.address
-
-    async def stop(self) -> None:
-        """As kill -9: every stream breaks."""
-        if self._server is not None:
-            await self._server.stop(None)
-
-    def freeze(self) -> None:
-        self._moves.clear()
-
-    def thaw(self) -> None:
-        self._moves.set()
-
-    async def moves(self) -> None:
-        """Returns unless the node is frozen."""
-        await self._moves.wait()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds what the role has besides NodeService."""
-
-    def info(self) -> NodeInfo:
-        return NodeInfo(
-            protocol_version=PROTOCOL_VERSION,
-            incarnation=self.incarnation,
-            name=self.name,
-            role=self.role,
-            state=self.state,
-            version="fake",
-            model=self.model if self.state is not NodeState.STARTING else None,
-        )
-
-    def load(self) -> NodeLoad:
-        return NodeLoad()
-
-    def report(self) -> NodeReport:
-        return NodeReport(state=self.state, incarnation=self.incarnation, step=self.step, load=self.load())
-
-
-class _FakeNodeServicer(NodeServicer):
-    def __init__(self, node: FakeNode) -> None:
-        super().__init__(node.info, node.report, fake_tokenizer_files)
-        self._node = node
-
-    async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:  # noqa: N802
-        await self._node.moves()
-        return await super().GetNode(request, context)
-
-    async def Watch(  # noqa: N802
-        self, request: node_pb2.WatchNodeRequest, context: Context
-    ) -> AsyncIterator[node_pb2.NodeReport]:
-        async for report in super().Watch(request, context):
-            await self._node.moves()
-            yield report
 
 
 @dataclass(slots=True, eq=False)
@@ -429,62 +291,3 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             num_wanting_steps=1,
             num_hit_steps=1,
         )
-
-
-class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
-    """Knows the decode nodes that it may push to."""
-
-    def __init__(
-        self, decode_nodes: Sequence[FakeDecodeNode], *, name: str = "prefill-0", model: ModelInfo | None = None
-    ) -> None:
-        super().__init__(NodeRole.PREFILL, name=name, model=model)
-        self._decode_nodes = tuple(decode_nodes)
-        self.prefill_seconds = 0.0
-        self.num_cached_tokens = 0
-        self.fails_with: grpc.StatusCode | None = None
-        self.pushes = True  # False: answers without having pushed anything
-        self.requests: list[prefill_pb2.PrefillRequest] = []
-        self.num_active = 0
-        self.num_outstanding_tokens = 0
-        self.most_outstanding_tokens = 0
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
-
-    def load(self) -> NodeLoad:
-        return NodeLoad(num_running=self.num_active, num_outstanding_tokens=self.num_outstanding_tokens)
-
-    async def Prefill(  # noqa: N802 named by the proto
-        self, request: prefill_pb2.PrefillRequest, context: Context
-    ) -> prefill_pb2.PrefillResponse:
-        self.requests.append(request)
-        num_tokens = len(request.token_ids)
-        self.num_active += 1
-        self.num_outstanding_tokens += num_tokens
-        self.most_outstanding_tokens = max(self.most_outstanding_tokens, self.num_outstanding_tokens)
-        try:
-            await self.moves()
-            await asyncio.sleep(self.prefill_seconds)
-            await self.moves()
-            if self.fails_with is not None:
-                await context.abort(self.fails_with, "scripted failure")
-            if self.pushes:
-                self._push(request)
-        finally:
-            self.num_active -= 1
-            self.num_outstanding_tokens -= num_tokens
-        num_cached = min(self.num_cached_tokens, num_tokens)
-        return prefill_pb2.PrefillResponse(
-            num_cached_tokens=num_cached,
-            num_computed_tokens=num_tokens - num_cached,
-            compute_microseconds=round(self.prefill_seconds * 1e6) + 1000,
-            connector="fake",
-            kv_bytes=(num_tokens - request.held_prefix_length) * KV_BYTES_PER_TOKEN,
-            transfer_microseconds=2000,
-            exposed_microseconds=500,
-        )
-
-    def _push(self, request: prefill_pb2.PrefillRequest) -> None:
-        for node in self._decode_nodes:
-            if node.address == request.kv_address and node.incarnation == request.decode_incarnation:
-                node.complete_transfer(request.transfer_id, len(request.token_ids) - request.held_prefix_length)

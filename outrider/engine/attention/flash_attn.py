@@ -1,0 +1,91 @@
+"""Paged attention with the flash-attn package: CUDA, float16 and bfloat16 (Dao 2023, arXiv 2307.08691)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from flash_attn import flash_attn_varlen_func
+from torch import Tensor
+
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.input_batch import InputBatch
+
+PAGED_BLOCK_MULTIPLE = 256
+"""flash-attn 2 reads through a block table only when blocks are a multiple of this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The batch's metadata on the GPU."""
+
+    query_start_loc: Tensor  # [num_seqs + 1] int32
+    key_start_loc: Tensor  # [num_seqs + 1] int32, of the tokens
+    max_num_rows: int
+    max_seq_len: int
+    block_tables: Tensor | None  # [num_seqs, max_blocks] int32, where the kernel can follow them
+    key_slots: Tensor | None  # [sum of seq_lens] int64, where it cannot: keys are gathered first
+
+
+class FlashAttention:
+    """One kernel for all rows of all sequences, whatever their lengths."""
+
+    name = "flash_attn"
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self._device = torch.device(device)
+
+    def prepare(self, batch: InputBatch) -> _Plan:
+        """Moves lengths and block tables, or the slots of every key, to the GPU."""
+        key_start_loc = torch.zeros_like(batch.query_start_loc)
+        torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=key_start_loc[1:])
+        is_paged = batch.block_size % PAGED_BLOCK_MULTIPLE == 0
+        return _Plan(
+            query_start_loc=self._move(batch.query_start_loc),
+            key_start_loc=self._move(key_start_loc),
+            max_num_rows=int(batch.query_start_loc.diff().max()),
+            max_seq_len=int(batch.seq_lens.max()),
+            block_tables=self._move(batch.block_tables) if is_paged else None,
+            key_slots=None if is_paged else self._move(_key_slots(batch, key_start_loc)),
+        )
+
+    def attend(
+        self,
+        plan: _Plan,
+        query: Tensor,  # [num_rows, num_heads, head_dim]
+        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+        value_cache: Tensor,  # same
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Returns [num_rows, num_heads, head_dim]."""
+        if plan.key_slots is not None:
+            key_cache = key_cache.flatten(0, 1).index_select(0, plan.key_slots)  # [sum of seq_lens, heads, dim]
+            value_cache = value_cache.flatten(0, 1).index_select(0, plan.key_slots)
+        window = (-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0)
+        output: Tensor = flash_attn_varlen_func(
+            query.contiguous(),
+            key_cache,
+            value_cache,
+            cu_seqlens_q=plan.query_start_loc,
+            cu_seqlens_k=plan.key_start_loc,
+            max_seqlen_q=plan.max_num_rows,
+            max_seqlen_k=plan.max_seq_len,
+            softmax_scale=options.scaling,
+            causal=True,  # aligned to the last key, which is what rows at the end of a sequence need
+            window_size=window,
+            softcap=options.softcap or 0.0,
+            block_table=plan.block_tables,
+        )
+        return output
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def _key_slots(batch: InputBatch, key_start_loc: Tensor) -> Tensor:
+    """[sum of seq_lens] int64: the slot of every token of every sequence, in order."""
+    seq_lens = batch.seq_lens.long()
+    sequence = torch.repeat_interleave(torch.arange(batch.num_seqs), seq_lens)
+    positions = torch.arange(int(key_start_loc[-1])) - key_start_loc.long()[sequence]
+    blocks = batch.block_tables.long()[sequence, positions // batch.block_size]
+    return blocks * batch.block_size + positions % batch.block_size

@@ -1,0 +1,180 @@
+"""`outrider up` with stand-ins for the four roles, and the commands that talk to it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outrider.cli.main import main
+
+ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
+WAIT_SECONDS = 30.0
+ROLE_MODULE = """
+import runpy, sys
+sys.argv = [{path!r}, {role!r}, *sys.argv[1:]]
+runpy.run_path({path!r}, run_name="__main__")
+"""
+ROUTER_CONFIG = """
+from dataclasses import dataclass, field
+from outrider.service.config import ServerConfig
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=50051))
+"""
+
+
+class Up:
+    """`outrider up` as a person starts it, in a directory whose `python -m router` is a stand-in."""
+
+    def __init__(self, directory: Path) -> None:
+        for role in ("router", "prefill_node", "decode_node", "draft_node"):
+            (directory / role).mkdir()
+            (directory / role / "__init__.py").touch()
+            (directory / role / "__main__.py").write_text(ROLE_MODULE.format(path=str(ROLE_PROCESS), role=role))
+        (directory / "router" / "config.py").write_text(ROUTER_CONFIG)
+        (directory / "config.json").write_text("{}")  # a model's directory, as far as `up` looks
+        self.status_file = directory / "status.json"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0", "--model", str(directory),
+             "--json-status", str(self.status_file), "--set", "cluster.restart_seconds=0.1"],
+            cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if line.startswith("version="):
+                break
+
+    def wait(self) -> int:
+        rest, _ = self.process.communicate(timeout=WAIT_SECONDS)
+        self.lines += rest.splitlines()
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory):
+    up = Up(tmp_path_factory.mktemp("up"))
+    yield up
+    if up.process.poll() is None:
+        up.process.send_signal(signal.SIGINT)
+        assert up.wait() == 0
+
+
+@pytest.fixture
+def target(up):
+    (address,) = (line.removeprefix("serving on ") for line in up.lines if line.startswith("serving on "))
+    return f"--target={address}"
+
+
+def test_up_tells_its_story_and_the_status_file_matches(up, target):
+    order = [next(index for index, line in enumerate(up.lines) if line.startswith(word)) for word in (
+        "outrider 0", "draft-0    starting", "prefill-0  starting", "router     starting", "serving on", "version=",
+    )]  # fmt: skip
+    assert order == sorted(order)
+    status = json.loads(up.status_file.read_text())
+    assert f"--target={status['router']}" == target
+    assert [node["name"] for node in status["nodes"]] == ["draft-0", "prefill-0", "decode-0", "router"]
+    assert all(psutil.pid_exists(node["pid"]) for node in status["nodes"])
+
+
+def test_generate_streams_text(target, capsys):
+    assert main(["generate", "one two three", target, "--stats"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "one two three\n"
+    assert "3 tokens" in shown.err
+    assert "seed 7" in shown.err
+
+
+def test_generate_answers_with_json(target, capsys):
+    assert main(["generate", "one two", target, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["samples"] == [
+        {"sample": 0, "text": "one two", "token_ids": [100, 101], "finish_reason": "stop", "stop_string": None,
+         "stop_token_id": 2}
+    ]  # fmt: skip
+    assert answer["usage"]["num_generated_tokens"] == 2
+
+
+@pytest.mark.parametrize(("prompt", "message"), [("", "the prompt is empty"), ("full", "too many requests wait")])
+def test_an_error_is_one_clear_line_and_status_1(target, capsys, prompt, message):
+    assert main(["generate", prompt, target]) == 1
+    assert capsys.readouterr().err == f"outrider generate: {message}\n"
+
+
+def test_a_router_that_is_not_there_is_said(capsys):
+    assert main(["generate", "x", "--target", "127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_generate_with_130(target):
+    command = [sys.executable, "-m", "outrider.cli.main", "generate", "forever", target]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(7) == b"forever"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_chat_keeps_the_conversation_until_its_end(target, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/help\n/reset\n/exit\n"))
+    assert main(["chat", target]) == 0
+    shown = capsys.readouterr()
+    assert "echo on" in shown.err
+    assert shown.err.count("/reset forgets") == 2
+
+
+def test_up_restarts_a_node_and_ends_with_0_and_without_its_file(up):
+    status = json.loads(up.status_file.read_text())
+    pid = next(node["pid"] for node in status["nodes"] if node["name"] == "draft-0")
+    os.kill(pid, signal.SIGKILL)
+    for line in up.process.stdout:
+        up.lines.append(line.rstrip())
+        if line.startswith("draft-0    serving"):
+            break
+    assert "draft-0    died by SIGKILL; starts again in 0.1 s" in up.lines
+    up.process.send_signal(signal.SIGTERM)
+    assert up.wait() == 0
+    assert not up.status_file.exists()
+    assert up.lines.count("router     ended with status 0") == 1
+    pids = [node["pid"] for node in status["nodes"]]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_up_says_a_wrong_setting(capsys):
+    assert main(["up", "--draft", "ngrams"]) == 1
+    assert "draft must be ngram, none or draft_model:PATH" in capsys.readouterr().err
+
+
+def test_config_prints_every_section_with_sources(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "outrider.yaml"
+    file.write_text("router:\n  max_waiting: 5\n")
+    monkeypatch.setenv("OUTRIDER_TELEMETRY__LOG_LEVEL", "debug")
+    assert main(["config", "--config", str(file), "--set", "decode_node.max_running_sequences=3"]) == 0
+    shown = capsys.readouterr().out
+    assert f"  max_waiting: 5  # {file}:2" in shown
+    assert "  log_level: debug  # environment variable OUTRIDER_TELEMETRY__LOG_LEVEL" in shown
+    assert "  max_running_sequences: 3  # --set decode_node.max_running_sequences=3" in shown
+    again = tmp_path / "again.yaml"
+    again.write_text(shown)
+    monkeypatch.delenv("OUTRIDER_TELEMETRY__LOG_LEVEL")
+    assert main(["config", "--config", str(again)]) == 0
+
+
+def test_an_unknown_command_and_help(capsys):
+    with pytest.raises(SystemExit) as wrong:
+        main(["generat"])
+    assert wrong.value.code == 2
+    with pytest.raises(SystemExit) as helped:
+        main(["--help"])
+    assert helped.value.code == 0
+    assert "start a local cluster" in capsys.readouterr().out

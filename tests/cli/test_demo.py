@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import re
+
+from outrider.cli.demo import DemoAnswer, first_difference, summary_line
+from outrider.cli.demo_prompts import DEMO_PROMPTS
+from outrider.client import KvTransferMetrics, SpeculationMetrics
+
+LAST_LINE = re.compile(r"demo: identical=(yes|no) requests=6 mean_acceptance_length=\d+\.\d\d speedup=\d+\.\d\d")
+
+
+def answer(*, has_speculation: bool, seconds: float) -> DemoAnswer:
+    return DemoAnswer(
+        prompt=DEMO_PROMPTS[0],
+        has_speculation=has_speculation,
+        token_ids=tuple(range(11)),
+        num_prompt_tokens=240,
+        ttft_seconds=0.1,
+        streaming_seconds=seconds,
+        speculation=SpeculationMetrics(
+            num_spec_steps=4 * has_speculation, num_accepted_draft_tokens=6 * has_speculation
+        ),
+        kv_transfer=KvTransferMetrics(),
+    )
+
+
+def test_the_last_line_has_exactly_its_form():
+    pairs = [(answer(has_speculation=True, seconds=1.0), answer(has_speculation=False, seconds=1.5))] * 3
+    line = summary_line(pairs, is_identical=True)
+    assert line == "demo: identical=yes requests=6 mean_acceptance_length=2.50 speedup=1.50"
+    assert LAST_LINE.fullmatch(line)
+    assert LAST_LINE.fullmatch(
+        summary_line([(answer(has_speculation=False, seconds=0.0),) * 2] * 3, is_identical=False)
+    )
+
+
+def test_where_answers_part_is_found():
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert first_difference((1, 2), (1, 2, 3)) == 2
+
+
+def test_there_are_three_different_prompts_of_about_the_same_length():
+    assert [prompt.name for prompt in DEMO_PROMPTS] == ["chat", "extraction", "code"]
+    assert all(800 < len(prompt.text) < 1300 for prompt in DEMO_PROMPTS)

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from outrider.config import (
+    describe_settings,
+    load_config,
+    parse_role_arguments,
+    resolve_config,
+    setting,
+)
+from outrider.errors import ConfigError
+from outrider.service.config import ServerConfig, TelemetryConfig
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=50052))
+    max_running: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
+    share: float = setting(0.2, above=0, below=1)
+    targets: tuple[str, ...] = setting(())
+    memory_bytes: int | None = setting(None, at_least=1)
+    name: str = setting("")
+    verbose: bool = setting(False)
+    colour: Colour = setting(Colour.RED)
+    low: int = setting(1)
+    high: int = setting(2)
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+
+
+SECTIONS = {"telemetry": TelemetryConfig, "decode_node": DecodeConfig}
+
+
+def load(*overrides: str, file: Path | None = None, **environ: str) -> DecodeConfig:
+    return load_config(SECTIONS, file=file, environ=environ, overrides=overrides)["decode_node"]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str) -> Path:
+        path = tmp_path / "outrider.yaml"
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def test_without_sources_everything_is_its_default():
+    assert load() == DecodeConfig()
+    assert load().server.port == 50052
+
+
+def test_later_sources_win(write):
+    file = write("decode_node:\n  max_running: 8\n  share: 0.5\n  server: {port: 7, host: 0.0.0.0}\n")
+    config = load(
+        "decode_node.max_running=32",
+        file=file,
+        OUTRIDER_DECODE_NODE__SHARE="0.25",
+        OUTRIDER_DECODE_NODE__MAX_RUNNING="16",
+    )
+    assert (config.max_running, config.share) == (32, 0.25)
+    assert (config.server.port, config.server.host) == (7, "0.0.0.0")
+    assert config.server.drain_seconds == 30.0
+
+
+def test_the_sources_of_what_is_set_are_known(write):
+    file = write("decode_node:\n  max_running: 8\n")
+    resolved = resolve_config(
+        SECTIONS, file=file, environ={"OUTRIDER_DECODE_NODE__SERVER__PORT": "9"}, overrides=["decode_node.share=0.5"]
+    )
+    assert resolved.sources == {
+        "decode_node.max_running": f"{file}:2",
+        "decode_node.server.port": "environment variable OUTRIDER_DECODE_NODE__SERVER__PORT",
+        "decode_node.share": "--set decode_node.share=0.5",
+    }
+
+
+def test_sections_of_other_roles_are_ignored(write):
+    file = write("router:\n  whatever: 1\ncluster:\ndecode_node:\n")
+    assert load("prefill_node.x=1", file=file, OUTRIDER_DRAFT_NODE__Y="2", OUTRIDER_CACHE_DIR="/x") == DecodeConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("targets=a:1,b:2", ("a:1", "b:2")),
+        ("targets=[a:1, b:2]", ("a:1", "b:2")),
+        ("targets=", ()),
+        ("memory_bytes=null", None),
+        ("memory_bytes=12", 12),
+        ("share=1e-3", 0.001),
+        ("name=123", "123"),
+        ("verbose=true", True),
+        ("colour=red", Colour.RED),
+    ],
+)
+def test_text_becomes_a_value_of_the_declared_type(override, value):
+    assert getattr(load(f"decode_node.{override}"), override.partition("=")[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decode_node.max_runing=3", "unknown key decode_node.max_runing; the nearest is decode_node.max_running"),
+        ("decode_node.server.prt=3", "the nearest is decode_node.server.port"),
+        ("decode_nodes.max_running=3", "unknown key decode_nodes; the nearest is decode_node"),
+        ("decode_node.name.x=3", "unknown key decode_node.name.x; decode_node.name has no settings of its own"),
+        (
+            "decode_node.max_running=0",
+            "decode_node.max_running = 0 is out of range: must be at least 1 and at most 4096",
+        ),
+        ("decode_node.share=1", "must be above 0 and below 1"),
+        ("decode_node.share=.nan", "out of range"),
+        ("decode_node.max_running=many", "is not of type int"),
+        ("decode_node.max_running=true", "is not of type int"),
+        ("decode_node.max_running=[", "not a value"),
+        ("decode_node.server=3", "is a group of settings"),
+        ("decode_node.low=3", "low 3 is above high 2"),
+        ("telemetry.log_level=loud", "must be one of debug, info, warning, error"),
+        ("decode_node.max_running", "expected KEY=VALUE"),
+    ],
+)
+def test_a_mistake_names_its_source_and_the_way_out(override, message):
+    with pytest.raises(ConfigError) as raised:
+        load(override)
+    assert str(raised.value).startswith(f"--set {override}: ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "decode_node:\n  max_runing: 3\n",
+            ":2: unknown key decode_node.max_runing; the nearest is decode_node.max_running",
+        ),
+        ("decode_node:\n\n  share: 2\n", ":3: decode_node.share = 2 is out of range"),
+        ("decode_node: 3\n", ":1: decode_node is a group of settings, not 3"),
+        ("- 1\n", ":1: the file is a group of settings"),
+        ("a: [\n", "not YAML"),
+        ("nonsense:\n  a: 1\n", ":1: unknown key nonsense"),
+    ],
+)
+def test_a_mistake_in_a_file_is_found_by_its_line(write, text, message):
+    with pytest.raises(ConfigError) as raised:
+        load(file=write(text))
+    assert message in str(raised.value)
+
+
+def test_a_mistake_in_the_environment_names_the_variable():
+    with pytest.raises(ConfigError, match=r"environment variable OUTRIDER_DECODE_NODE__SHARE: decode_node\.share = 7"):
+        load(OUTRIDER_DECODE_NODE__SHARE="7")
+    with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECOD_NODE__SHARE: unknown key decod_node"):
+        load(OUTRIDER_DECOD_NODE__SHARE="7")
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load(file=tmp_path / "none.yaml")
+
+
+def test_help_shows_every_key_with_default_range_and_document(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_role_arguments("decode_node", SECTIONS, ["--help"], environ={})
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {info.key} = " in shown for info in describe_settings(SECTIONS))
+    assert "decode_node.max_running = 64  (int, at least 1 and at most 4096)\n      Sequences in the running" in shown
+
+
+def test_a_role_says_a_mistake_in_one_line_and_ends_with_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_role_arguments("decode_node", SECTIONS, ["--set", "decode_node.share=9"], environ={})
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_role_reads_the_file_that_its_environment_names(write):
+    file = write("decode_node: {max_running: 5}\n")
+    sections = parse_role_arguments("decode_node", SECTIONS, [], environ={"OUTRIDER_CONFIG": str(file)})
+    assert sections["decode_node"].max_running == 5

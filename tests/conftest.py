@@ -1,0 +1,129 @@
+"""Fixtures that start real processes: shared by tests/e2e and tests/faults."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+
+from outrider.client import Client
+from outrider.cluster import Cluster, ClusterConfig, Launch
+from outrider.model_hub.config import DEFAULT_MODEL_ID
+
+START_SECONDS = 300.0
+
+
+class RunningCluster:
+    """A cluster, a client of it, and what tests ask of both."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.router_address = cluster.router_address
+        self.client = Client(self.router_address)
+
+    def status(self):
+        statuses = self.client.watch_cluster(interval_seconds=0.1)
+        try:
+            return next(statuses)
+        finally:
+            statuses.close()
+
+    def wait_for(self, condition, *, timeout_seconds=30.0, what="the condition"):
+        """Looks at each new cluster status until `condition(status)`; returns how long that took."""
+        started = time.monotonic()
+        statuses = self.client.watch_cluster(interval_seconds=0.1)
+        try:
+            for status in statuses:
+                if condition(status):
+                    return time.monotonic() - started
+                if time.monotonic() - started > timeout_seconds:
+                    raise AssertionError(f"{what} did not come about in {timeout_seconds} s: {status}")
+        finally:
+            statuses.close()
+        raise AssertionError("the status stream ended")
+
+    def wait_until_all_serve(self, *, timeout_seconds=90.0):
+        names = {"SERVING"}
+        return self.wait_for(
+            lambda status: {node.state.name for node in status.nodes} == names,
+            timeout_seconds=timeout_seconds,
+            what="every node serving",
+        )
+
+    def wait_until_nothing_is_held(self, *, timeout_seconds=10.0):
+        """Every pool whole again: no request, no sequence, every block free or only cached."""
+        return self.wait_for(is_idle, timeout_seconds=timeout_seconds, what="an idle cluster with whole pools")
+
+    def generate(self, prompt, **options):
+        """(token ids, summary) of a whole stream of one sample."""
+        with self.client.generate(prompt, **options) as stream:
+            for _ in stream:
+                pass
+            return stream.token_ids(), stream.summary
+
+
+def is_idle(status):
+    return (
+        status.num_requests_running == 0
+        and status.num_requests_waiting == 0
+        and all(
+            node.load.num_running == 0
+            and node.load.num_waiting == 0
+            and node.load.kv_blocks_free == node.load.kv_blocks_total
+            for node in status.nodes
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A checkpoint with random weights: real architecture, real tokenizer, milliseconds a step."""
+    tiny = pytest.importorskip("outrider.model_hub.tiny", reason="needs torch")
+    path = tmp_path_factory.mktemp("tiny-model")
+    tiny.make_tiny_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def start_cluster(tiny_model, tmp_path_factory):
+    """start(config, *overrides) → RunningCluster; stopped by the caller's scope through `with`."""
+    numbers = itertools.count()
+
+    def start(config=None, *overrides, model=None):
+        launch = Launch(
+            overrides=(
+                f"model.id={model or tiny_model}",
+                *(() if model else ("model.num_threads=1",)),
+                "prefill_node.kv_cache.num_blocks=2048",
+                "decode_node.kv_cache.num_blocks=2048",
+                *overrides,
+            ),
+            log_directory=tmp_path_factory.mktemp(f"cluster-{next(numbers)}"),
+        )
+        return Cluster(config or ClusterConfig(port=0), launch)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def running(start_cluster):
+    """One cluster of four processes with the tiny model, for every test that leaves it as it was."""
+    with start_cluster() as cluster:
+        cluster.wait_serving(START_SECONDS)
+        yield RunningCluster(cluster)
+    assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+
+
+@pytest.fixture(scope="session")
+def cluster(running):
+    return running.cluster
+
+
+@pytest.fixture(scope="module")
+def real(start_cluster):
+    """Four processes with the default model."""
+    with start_cluster(model=DEFAULT_MODEL_ID) as cluster:
+        cluster.wait_serving(START_SECONDS)
+        yield RunningCluster(cluster)
+    assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses

@@ -1,0 +1,160 @@
+"""Every attention backend against plain causal attention, written out in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+
+from outrider.engine.attention import AttentionOptions, make_attention_backend
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.errors import ConfigError
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+HAS_CUDA = torch.cuda.is_available()
+HAS_FLASH_ATTN = HAS_CUDA and importlib.util.find_spec("flash_attn") is not None
+
+BACKENDS = [
+    pytest.param(("torch_sdpa", "cpu", torch.float32), id="torch_sdpa-cpu-float32"),
+    pytest.param(("torch_sdpa", "cpu", torch.bfloat16), id="torch_sdpa-cpu-bfloat16"),
+    pytest.param(
+        ("torch_sdpa", "cuda", torch.float32),
+        id="torch_sdpa-cuda-float32",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")],
+    ),
+    pytest.param(
+        ("flash_attn", "cuda", torch.bfloat16),
+        id="flash_attn-cuda-bfloat16",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs a CUDA device and flash-attn")],
+    ),
+]
+
+# (rows, tokens before them) of each sequence in one batch
+BATCHES = {
+    "one_row": [(1, 40)],
+    "a_first_token": [(1, 0)],
+    "verification_of_four_drafts": [(5, 37)],
+    "a_whole_prompt": [(50, 0)],
+    "a_later_chunk": [(33, 70)],
+    "a_short_prompt": [(7, 0)],
+    "many_of_equal_length": [(1, 30)] * 6,
+    "lengths_far_apart": [(1, 0), (1, 3), (1, 250), (1, 700), (1, 17), (1, 16), (1, 15)],
+    "row_counts_mixed": [(5, 100), (1, 20), (40, 0), (5, 3), (1, 64), (25, 31), (2, 8)],
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    torch.set_num_threads(1)
+    return request.param
+
+
+def run(backend, sequences, *, block_size, options, num_heads=6, num_kv_heads=2, head_dim=16, seed=0):
+    """(the backend's output, the reference's), both [num_rows, num_heads, head_dim] float64."""
+    name, device, dtype = backend
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-(before + rows) // block_size) for rows, before in sequences]
+    shuffled = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
+    tables = [[shuffled.pop() for _ in range(count)] for count in num_blocks]
+    shape = (sum(num_blocks) + 5, block_size, num_kv_heads, head_dim)
+    keys = torch.full(shape, float("nan"), dtype=dtype)  # what no sequence wrote must never count
+    values = torch.full(shape, float("nan"), dtype=dtype)
+    for (rows, before), table in zip(sequences, tables, strict=True):
+        for cache in (keys, values):
+            tokens = torch.randn((len(table) * block_size, num_kv_heads, head_dim), generator=generator).to(dtype)
+            tokens[before + rows :] = float("nan")  # whatever the block's earlier owner left
+            cache[table] = tokens.unflatten(0, (len(table), block_size))
+    query = torch.randn((sum(rows for rows, _ in sequences), num_heads, head_dim), generator=generator).to(dtype)
+
+    batch = build_input_batch(
+        [SequenceRows([0] * rows, before, table, 1) for (rows, before), table in zip(sequences, tables, strict=True)],
+        block_size,
+    )
+    attention = make_attention_backend(name, device)
+    plan = attention.prepare(batch)
+    output = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
+    again = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
+    assert torch.equal(output, again)  # a plan serves every layer
+
+    expected, first = [], 0
+    for (rows, before), table in zip(sequences, tables, strict=True):
+        own_keys = keys[table].flatten(0, 1)[: before + rows].double()
+        own_values = values[table].flatten(0, 1)[: before + rows].double()
+        expected.append(reference(query[first : first + rows].double(), own_keys, own_values, before, options))
+        first += rows
+    return output.cpu().double(), torch.cat(expected)
+
+
+def reference(query, keys, values, before, options):
+    """Row by row and head by head: [rows, num_heads, head_dim]."""
+    output = torch.empty_like(query)
+    heads_per_kv = query.shape[1] // keys.shape[1]
+    for row, head in itertools.product(range(query.shape[0]), range(query.shape[1])):
+        position = before + row
+        first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
+        scores = keys[first : position + 1, head // heads_per_kv] @ query[row, head] * options.scaling
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        output[row, head] = torch.softmax(scores, 0) @ values[first : position + 1, head // heads_per_kv]
+    return output
+
+
+def assert_equal(outputs, backend):
+    output, expected = outputs
+    assert output.shape == expected.shape
+    assert float((output - expected).abs().max()) <= TOLERANCES[backend[2]] * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_rows_see_every_token_before_them(backend, sequences, block_size):
+    assert_equal(run(backend, sequences, block_size=block_size, options=AttentionOptions(0.25)), backend)
+
+
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("window", [1, 16, 40, 10_000])
+def test_a_sliding_window_hides_older_tokens(backend, sequences, window):
+    options = AttentionOptions(0.25, sliding_window=window)
+    assert_equal(run(backend, sequences, block_size=8, options=options), backend)
+
+
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
+def test_a_soft_cap_bounds_the_scores(backend, sequences):
+    options = AttentionOptions(0.25, sliding_window=30, softcap=1.5)
+    assert_equal(run(backend, sequences, block_size=16, options=options), backend)
+    assert_equal(run(backend, sequences, block_size=16, options=AttentionOptions(0.25, softcap=1.5)), backend)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3)])
+def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_heads):
+    outputs = run(
+        backend,
+        BATCHES["row_counts_mixed"],
+        block_size=16,
+        options=AttentionOptions(0.2),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=32,
+    )
+    assert_equal(outputs, backend)
+
+
+def test_a_wrong_mask_would_be_noticed(backend):
+    """The negative control: one key too many is far outside the tolerance."""
+    output, _ = run(backend, [(5, 37)], block_size=8, options=AttentionOptions(0.25, sliding_window=9))
+    _, expected = run(backend, [(5, 37)], block_size=8, options=AttentionOptions(0.25, sliding_window=10))
+    assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
+
+
+def test_auto_runs_on_this_machine_without_a_gpu():
+    assert make_attention_backend("auto", "cpu").name == "torch_sdpa"
+
+
+def test_flash_attn_on_a_cpu_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match="torch_sdpa"):
+        make_attention_backend("flash_attn", "cpu")
+    with pytest.raises(ConfigError, match="one of"):
+        make_attention_backend("flashy", "cpu")

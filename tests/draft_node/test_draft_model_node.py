@@ -1,0 +1,82 @@
+"""A draft node with a model of its own, over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import grpc.aio
+import pytest
+import torch
+
+from decode_node.drafts import DraftClient, DraftWant, SequenceStartInfo
+from draft_node.config import DraftNodeConfig
+from draft_node.server import DraftNodeService
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.tiny import make_tiny_model
+from outrider.request import SamplingParams
+from outrider.session import PROTOCOL_VERSION
+from outrider.speculation.draft_stream import DraftHello
+
+PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
+
+
+@pytest.fixture
+async def node(tmp_path):
+    torch.set_num_threads(1)
+    service = DraftNodeService(
+        DraftNodeConfig(
+            proposer="draft_model",
+            catch_up_tokens_per_step=50,
+            model=ModelConfig(id=str(make_tiny_model(tmp_path / "model"))),
+            kv_cache=KVCacheConfig(num_blocks=300),
+        )
+    )
+    server = grpc.aio.server()
+    service.add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await service.start(f"127.0.0.1:{port}")
+    yield service
+    await server.stop(0)
+    await service.stop()
+
+
+def hello_for(service: DraftNodeService) -> DraftHello:
+    model = service.info().model
+    assert model is not None
+    return DraftHello(
+        protocol_version=PROTOCOL_VERSION,
+        incarnation=bytes(16),
+        name="decode@test",
+        vocab_size=320,
+        vocabulary_fingerprint=model.vocabulary_fingerprint,
+        max_model_len=2048,
+    )
+
+
+async def drafts_for(client: DraftClient, sequence_id: int, params: SamplingParams) -> tuple[int, ...]:
+    client.open(sequence_id, SequenceStartInfo(params, 0, PROMPT), num_wanted=4)
+    want = DraftWant(sequence_id, PROMPT, 4)
+    async with asyncio.timeout(20):
+        while True:
+            taken = await asyncio.to_thread(client.take, [want], wait_seconds=0.05)
+            if sequence_id in taken.hits:
+                return taken.token_ids[sequence_id]
+
+
+async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node):
+    assert node.info().model.proposer == "draft_model:model"
+    client = DraftClient([node.info().name.split("@")[1]], hello_for(node))
+    await client.start()
+    try:
+        params = SamplingParams(seed=7, max_tokens=100)
+        first = await drafts_for(client, 1, params)
+        again = await drafts_for(client, 2, params)
+        other = await drafts_for(client, 3, dataclasses.replace(params, seed=8))
+    finally:
+        await client.stop()
+    assert len(first) == 4
+    assert again == first
+    assert other != first

@@ -1,0 +1,322 @@
+"""The public contract through four real processes, on a tiny model."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import re
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from outrider.client import ChatMessage, Client
+from outrider.errors import (
+    AbortedError,
+    AlreadyRunningError,
+    InvalidRequestError,
+    NotFoundError,
+    NotSupportedError,
+    OutriderError,
+)
+from outrider.node import NodeRole, NodeState
+from outrider.request import FinishReason
+
+LONG_PROMPT = [(i * 7) % 250 + 20 for i in range(120)]
+# Three ids are all that can be drawn: the text repeats itself, so that n-gram drafts hit.
+REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
+
+PARAMETERS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "top_p": 0.95, "seed": 6},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.01, "frequency_penalty": 0.4, "seed": 7, "min_tokens": 10},
+    {"temperature": 0.9, "seed": 8, **REPETITIVE},
+]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_tokens_are_the_same_with_and_without_speculation(running, parameters):
+    drafted, _ = running.generate(LONG_PROMPT, max_tokens=60, **parameters)
+    plain, summary = running.generate(LONG_PROMPT, max_tokens=60, speculation=False, **parameters)
+    assert drafted == plain
+    assert summary.metrics.speculation.num_draft_tokens == 0
+
+
+def test_drafts_are_accepted_where_the_text_repeats(running):
+    _, summary = running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)
+    speculation = summary.metrics.speculation
+    assert speculation.num_accepted_draft_tokens > 20
+    assert speculation.mean_acceptance_length > 1.5
+    assert sum(speculation.acceptance_histogram) == speculation.num_spec_steps
+    accepted = sum(i * count for i, count in enumerate(speculation.acceptance_histogram))
+    assert accepted == speculation.num_accepted_draft_tokens
+
+
+def test_the_kv_of_a_long_prompt_is_moved_once_and_then_cached(running):
+    prompt = [(i * 11) % 250 + 20 for i in range(200)]
+    first, cold = running.generate(prompt, max_tokens=8, temperature=0.0)
+    again, warm = running.generate(prompt, max_tokens=8, temperature=0.0)
+    assert again == first
+    assert cold.metrics.kv_transfer.connector == "shared_memory"
+    assert cold.metrics.kv_transfer.bytes > 0
+    assert cold.metrics.kv_transfer.exposed_seconds <= cold.metrics.kv_transfer.seconds
+    assert (cold.usage.num_cached_tokens, warm.metrics.kv_transfer.connector) == (0, "")
+    assert warm.usage.num_cached_tokens == 192
+    assert [name.split("@")[0] for name in cold.metrics.nodes] == ["decode", "prefill"]
+
+
+def test_complete_gives_what_generate_streams(running):
+    with running.client.generate("Once upon a time", max_tokens=30, seed=3) as stream:
+        for _ in stream:
+            pass
+    result = running.client.complete("Once upon a time", max_tokens=30, seed=3)
+    assert result.completions[0].token_ids == stream.token_ids()
+    assert result.text == stream.text()
+    assert result.completions[0].finished == stream.finished[0]
+
+
+def test_deltas_leave_no_gap_and_no_overlap(running):
+    with running.client.generate(LONG_PROMPT, max_tokens=50, seed=1, n=3) as stream:
+        positions = dict.fromkeys(range(3), len(LONG_PROMPT))
+        for delta in stream:
+            assert delta.start_position == positions[delta.sample]
+            positions[delta.sample] += len(delta.token_ids)
+    assert {sample: len(stream.token_ids(sample)) for sample in range(3)} == {
+        sample: position - len(LONG_PROMPT) for sample, position in positions.items()
+    }
+
+
+def test_sample_0_is_what_one_sample_gives_and_the_others_differ(running):
+    alone, _ = running.generate(LONG_PROMPT, max_tokens=40, seed=9, ignore_eos=True)
+    result = running.client.complete(LONG_PROMPT, max_tokens=40, seed=9, n=4, ignore_eos=True)
+    samples = [completion.token_ids for completion in result.completions]
+    assert samples[0] == alone
+    assert len(set(samples)) == 4
+    assert result.summary.usage.num_generated_tokens == 160
+
+
+def test_a_seed_that_the_router_drew_repeats_the_answer(running):
+    with running.client.generate(LONG_PROMPT, max_tokens=20) as stream:
+        for _ in stream:
+            pass
+    again, _ = running.generate(LONG_PROMPT, max_tokens=20, seed=stream.started.seed)
+    assert again == stream.token_ids()
+
+
+@pytest.mark.parametrize("num_brought", [1, 17, 45])
+def test_an_answer_goes_on_from_tokens_that_the_client_has(running, num_brought):
+    parameters = {"max_tokens": 60, "seed": 4, "frequency_penalty": 0.5, "min_tokens": 20, "ignore_eos": True}
+    whole, _ = running.generate(LONG_PROMPT, **parameters)
+    rest, _ = running.generate(LONG_PROMPT, generated_token_ids=whole[:num_brought], **parameters)
+    assert rest == whole[num_brought:]
+
+
+def test_a_stop_token_inside_a_verified_block_is_the_last(running):
+    plain, _ = running.generate(LONG_PROMPT, max_tokens=100, temperature=0.0, **REPETITIVE)
+    stop = plain[-1]
+    with running.client.generate(
+        LONG_PROMPT, max_tokens=100, temperature=0.0, stop_token_ids=[stop], **REPETITIVE
+    ) as stream:
+        for _ in stream:
+            pass
+    assert stream.token_ids() == plain[: plain.index(stop) + 1]
+    assert stream.finished[0].stop_token_id == stop
+
+
+def test_a_stop_string_cuts_the_text_and_frees_the_sequence(running):
+    result = running.client.complete("abc", max_tokens=80, seed=11, ignore_eos=True)
+    words = re.findall(r"[a-z]{2,}", result.text)
+    stop = words[len(words) // 2]
+    cut = running.client.complete("abc", max_tokens=80, seed=11, ignore_eos=True, stop=[stop])
+    assert cut.text == result.text[: result.text.index(stop)]
+    assert (cut.completions[0].finished.reason, cut.completions[0].finished.stop_string) == (FinishReason.STOP, stop)
+    running.wait_until_nothing_is_held()
+
+
+def test_logprobs_and_echo(running):
+    result = running.client.complete("hello", max_tokens=5, temperature=0.0, top_logprobs=3, echo=True)
+    assert result.text.startswith("hello")
+    logprobs = result.completions[0].logprobs
+    assert [value.token_id for value in logprobs] == list(result.completions[0].token_ids)
+    assert all(len(value.top) == 3 and value.logprob <= 0.0 for value in logprobs)
+
+
+def test_chat_is_rendered_by_the_models_template(running):
+    messages = [ChatMessage("user", "hello")]
+    token_ids = running.client.tokenize(messages)
+    assert "hello" in running.client.detokenize(token_ids)
+    by_chat = running.client.complete(messages, max_tokens=10, seed=1)
+    by_ids = running.client.complete(token_ids, max_tokens=10, seed=1)
+    assert by_chat.text == by_ids.text
+
+
+BAD = [
+    ("", {}, InvalidRequestError, "text"),
+    ([], {}, InvalidRequestError, "token_ids"),
+    ([5, 400], {}, InvalidRequestError, "token_ids"),
+    ([5] * 2048, {}, InvalidRequestError, "token_ids"),
+    ("a", {"model": "other"}, NotFoundError, None),
+    ("a", {"temperature": float("nan")}, InvalidRequestError, "sampling.temperature"),
+    ("a", {"temperature": -1.0}, InvalidRequestError, "sampling.temperature"),
+    ("a", {"top_p": 0.0}, InvalidRequestError, "sampling.top_p"),
+    ("a", {"min_p": 1.5}, InvalidRequestError, "sampling.min_p"),
+    ("a", {"presence_penalty": 2.5}, InvalidRequestError, "sampling.presence_penalty"),
+    ("a", {"repetition_penalty": 0.0}, InvalidRequestError, "sampling.repetition_penalty"),
+    ("a", {"n": 0}, InvalidRequestError, "sampling.n"),
+    ("a", {"n": 65}, InvalidRequestError, "sampling.n"),
+    ("a", {"max_tokens": 0}, InvalidRequestError, "sampling.max_tokens"),
+    ("a", {"max_tokens": 2048}, InvalidRequestError, "sampling.max_tokens"),
+    ("a", {"max_tokens": 5, "min_tokens": 6}, InvalidRequestError, "sampling.min_tokens"),
+    ("a", {"logit_bias": {1: float("inf")}}, InvalidRequestError, "sampling.logit_bias"),
+    ("a", {"stop": ["x"] * 17}, InvalidRequestError, "stop.strings"),
+    ("a", {"stop": [""]}, InvalidRequestError, "stop.strings"),
+    ("a", {"top_logprobs": 21}, InvalidRequestError, "output.top_logprobs"),
+    ("a", {"prompt_logprobs": 21}, InvalidRequestError, "output.prompt_logprobs"),
+    ("a", {"request_id": "x" * 129}, InvalidRequestError, "request_id"),
+    ("a", {"request_id": "tab\t"}, InvalidRequestError, "request_id"),
+    ("a", {"generated_token_ids": [5]}, InvalidRequestError, "sampling.seed"),
+    ("a", {"prompt_logprobs": 2}, NotSupportedError, None),
+    ("a", {"regex": "a+"}, NotSupportedError, None),
+    ("a", {"resume_window_seconds": 5.0}, NotSupportedError, None),
+    ("a", {"verification_method": "rejection"}, NotSupportedError, None),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "kind", "field"), BAD)
+def test_bad_input_is_refused_by_name_before_any_compute(running, prompt, options, kind, field):
+    before = {node.name: node.step for node in running.status().nodes if node.role is NodeRole.PREFILL}
+    with pytest.raises(kind) as caught:
+        running.client.complete(prompt, **options)
+    if field is not None:
+        assert field in caught.value.field
+    assert {node.name: node.step for node in running.status().nodes if node.role is NodeRole.PREFILL} == before
+
+
+def test_an_empty_chat_role_is_refused(running):
+    with pytest.raises(InvalidRequestError) as caught:
+        running.client.complete([ChatMessage("", "hello")])
+    assert caught.value.field == "chat.messages[0].role"
+
+
+def test_a_request_id_is_taken_while_it_runs_and_free_afterwards(running):
+    with running.client.generate(LONG_PROMPT, request_id="mine", max_tokens=1500, ignore_eos=True) as stream:
+        deltas = iter(stream)
+        next(deltas)
+        with pytest.raises(AlreadyRunningError):
+            running.client.complete(LONG_PROMPT, request_id="mine", max_tokens=1)
+    running.wait_until_nothing_is_held()
+    assert running.client.complete(LONG_PROMPT, request_id="mine", max_tokens=1).request_id == "mine"
+
+
+def test_abort_ends_the_stream_with_its_summary(running):
+    with running.client.generate(LONG_PROMPT, request_id="doomed", max_tokens=1800, ignore_eos=True, n=2) as stream:
+        deltas = iter(stream)
+        next(deltas)
+        assert running.client.abort("doomed")
+        for _ in deltas:
+            pass
+    assert {finished.reason for finished in stream.finished.values()} == {FinishReason.ABORTED}
+    assert stream.summary.usage.num_generated_tokens == len(stream.token_ids(0)) + len(stream.token_ids(1))
+    assert not running.client.abort("doomed")
+    running.wait_until_nothing_is_held()
+
+
+def test_a_client_that_leaves_frees_everything_within_a_second(running):
+    stream = running.client.generate(LONG_PROMPT[::-1], max_tokens=1900, ignore_eos=True, n=3)
+    deltas = iter(stream)
+    next(deltas)
+    stream.cancel()
+    assert running.wait_until_nothing_is_held() < 1.5  # a status is up to 0.2 s old
+
+
+def test_a_passed_deadline_frees_everything_within_a_second(running):
+    with pytest.raises(AbortedError) as caught:
+        running.client.complete(LONG_PROMPT, max_tokens=1900, ignore_eos=True, n=8, timeout_seconds=0.4)
+    assert caught.value.reason == "DEADLINE_EXCEEDED"
+    assert running.wait_until_nothing_is_held() < 1.5
+
+
+def test_the_cluster_is_seen_as_it_is(running):
+    nodes = running.status().nodes
+    assert sorted(node.role.name for node in nodes) == ["DECODE", "DRAFT", "PREFILL"]
+    assert {node.state for node in nodes} == {NodeState.SERVING}
+    assert len({node.name for node in nodes}) == 3
+
+
+def test_the_model_says_who_it_is(running):
+    model = running.client.model()
+    assert (model.dtype, model.max_model_len, model.proposer, model.verification_method) == (
+        "float32",
+        2048,
+        "ngram",
+        "coupled",
+    )
+    assert model.num_speculative_tokens == 5
+    assert re.fullmatch(r"[0-9a-f]{64}", model.fingerprint)
+
+
+def test_each_node_exports_metrics_under_the_known_names(running):
+    running.generate(LONG_PROMPT, max_tokens=20, **REPETITIVE)
+    pages = {}
+    for node in running.cluster.nodes:
+        with urllib.request.urlopen(f"http://{node.metrics_address}/metrics", timeout=10) as page:
+            pages[node.name] = page.read().decode()
+    for name in ("vllm:generation_tokens_total", "vllm:num_requests_running", "vllm:spec_decode_num_drafts_total"):
+        assert name in pages["decode-0"]
+    for name in ("vllm:time_to_first_token_seconds_bucket", "vllm:request_success_total"):
+        assert name in pages["router"]
+    assert "vllm:prompt_tokens_total" in pages["prefill-0"]
+    assert 'model_name="' in pages["draft-0"]
+
+
+def test_two_hundred_requests_with_random_aborts_leave_every_pool_whole(running):
+    choice = random.Random(17)
+    jobs = [
+        {
+            "prompt": [choice.randrange(5, 290) for _ in range(choice.choice((3, 40, 150, 300)))],
+            "n": choice.choice((1, 1, 2)),
+            "max_tokens": choice.choice((1, 20, 120)),
+            "leave_after": choice.choice((None, None, 0, 1, 3)),
+            "timeout_seconds": choice.choice((None, None, 0.3)),
+        }
+        for _ in range(200)
+    ]
+    outcomes = {"finished": 0, "left": 0, "refused": 0}
+    lock = threading.Lock()
+
+    def run(job):
+        outcome = "finished"
+        with Client(running.router_address) as client:
+            stream = client.generate(
+                job["prompt"], n=job["n"], max_tokens=job["max_tokens"], seed=1, timeout_seconds=job["timeout_seconds"]
+            )
+            try:
+                for index, _ in enumerate(stream):
+                    if job["leave_after"] is not None and index >= job["leave_after"]:
+                        stream.cancel()
+                        outcome = "left"
+                        break
+            except OutriderError as error:
+                assert isinstance(error, AbortedError) or error.reason == "QUEUE_FULL", error
+                outcome = "refused"
+        with lock:
+            outcomes[outcome] += 1
+
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+        futures = [pool.submit(run, job) for job in jobs]
+        for future in futures:
+            future.result(timeout=100)
+    assert sum(outcomes.values()) == 200
+    assert outcomes["finished"] > 50
+    assert outcomes["left"] > 10
+    running.wait_until_nothing_is_held(timeout_seconds=20)
+
+
+def test_a_full_queue_refuses_at_once(running):
+    """The default queue takes 1024 requests; this one is asked for more tokens than it may hold."""
+    started = time.monotonic()
+    with pytest.raises(OutriderError):
+        running.client.complete("x" * 100_000, max_tokens=1)
+    assert time.monotonic() - started < 5.0

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+
+
+def test_rows_of_all_sequences_lie_end_to_end():
+    batch = build_input_batch(
+        [
+            SequenceRows([11, 12, 13], start_position=3, block_ids=[7, 2], num_logits=2),
+            SequenceRows([21], start_position=0, block_ids=[5], num_logits=1),
+            SequenceRows([31, 32], start_position=8, block_ids=[1, 9, 4], num_logits=0),
+        ],
+        block_size=4,
+    )
+    assert batch.token_ids.tolist() == [11, 12, 13, 21, 31, 32]
+    assert batch.positions.tolist() == [3, 4, 5, 0, 8, 9]
+    assert batch.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 5 * 4, 4 * 4, 4 * 4 + 1]
+    assert batch.query_start_loc.tolist() == [0, 3, 4, 6]
+    assert batch.seq_lens.tolist() == [6, 1, 10]
+    assert batch.block_tables.tolist() == [[7, 2, 7], [5, 5, 5], [1, 9, 4]]
+    assert batch.logits_rows.tolist() == [1, 2, 3]
+    assert (batch.num_rows, batch.num_seqs) == (6, 3)
+
+
+def test_blocks_reserved_beyond_the_rows_are_not_read():
+    batch = build_input_batch([SequenceRows([1], 0, [3, 8, 9], 1)], block_size=4)
+    assert batch.block_tables.tolist() == [[3]]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        SequenceRows([], 0, [1], 0),
+        SequenceRows([1, 2, 3, 4, 5], 0, [1], 1),
+        SequenceRows([1], 4, [1], 1),
+        SequenceRows([1], 0, [1], 2),
+    ],
+    ids=["no rows", "too few blocks", "too few blocks for the position", "more logits than rows"],
+)
+def test_rows_that_do_not_fit_are_a_bug_of_the_caller(rows):
+    with pytest.raises(ValueError, match="sequence 0"):
+        build_input_batch([rows], block_size=4)
+
+
+def test_a_forward_needs_a_sequence():
+    with pytest.raises(ValueError, match="at least one"):
+        build_input_batch([], block_size=4)

@@ -1,0 +1,176 @@
+"""Our forward over the paged cache against transformers' own, for every family of tiny models."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.model_hub.tiny import ARCHITECTURES, make_tiny_model
+
+BLOCK_SIZE = 4
+PROMPT = [random.Random(3).randrange(299) for _ in range(61)]
+OTHER = [random.Random(4).randrange(299) for _ in range(30)]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def loaded(request, tmp_path_factory):
+    torch.set_num_threads(1)
+    path = make_tiny_model(tmp_path_factory.mktemp(request.param), architecture=request.param, seed=5)
+    return load_model(ModelConfig(id=str(path)))
+
+
+@pytest.fixture
+def node(loaded):
+    """forward(rows…) → logits, over a cache whose blocks are handed out in no order."""
+    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE)
+    return Node(ModelRunner(loaded, cache, make_attention_backend()), cache)
+
+
+class Node:
+    def __init__(self, runner, cache):
+        self.runner = runner
+        self.cache = cache
+        self._free = list(range(cache.num_blocks))
+        random.Random(0).shuffle(self._free)
+
+    def blocks(self, num_tokens):
+        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+
+    def forward(self, *rows):
+        return self.runner.forward(build_input_batch(rows, BLOCK_SIZE))
+
+    def prefill(self, token_ids, blocks, *, chunk=1000):
+        """Logits of every token of a sequence."""
+        parts = [
+            self.forward(SequenceRows(token_ids[start : start + chunk], start, blocks, len(token_ids[start : start + chunk])))
+            for start in range(0, len(token_ids), chunk)
+        ]
+        return torch.cat(parts)
+
+
+def own_logits(loaded, token_ids):
+    loaded.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            return loaded.model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+    finally:
+        loaded.model.set_attn_implementation(ATTENTION_NAME)
+
+
+def assert_same(logits, expected):
+    assert logits.shape == expected.shape
+    assert logits.dtype == torch.float32
+    scale = float(expected.abs().max())
+    assert float((logits - expected).abs().max()) < 2e-5 * scale
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_a_prompt_gives_the_logits_of_transformers_own_forward(loaded, node):
+    assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT))), own_logits(loaded, PROMPT))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_chunks_give_what_the_whole_prompt_gives(loaded, node, chunk):
+    assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT)), chunk=chunk), own_logits(loaded, PROMPT))
+
+
+def test_sequences_in_one_batch_do_not_see_each_other(loaded, node):
+    first, second = node.blocks(len(PROMPT)), node.blocks(len(OTHER))
+    node.prefill(PROMPT[:56], first)
+    logits = node.forward(
+        SequenceRows(PROMPT[56:], 56, first, 5),  # a verification of four drafts
+        SequenceRows(OTHER[:29], 0, second, 0),  # a chunk of a prompt, without logits
+    )
+    assert_same(logits, own_logits(loaded, PROMPT)[56:])
+    logits = node.forward(SequenceRows(OTHER[29:], 29, second, 1), SequenceRows(PROMPT[60:], 60, first, 1))
+    assert_same(logits, torch.stack([own_logits(loaded, OTHER)[-1], own_logits(loaded, PROMPT)[-1]]))
+
+
+def test_blocks_of_a_prefix_serve_another_sequence(loaded, node):
+    shared = node.blocks(16)
+    node.prefill(PROMPT[:16], shared)
+    tail = PROMPT[:16] + OTHER
+    own = node.blocks(len(tail) - 16)
+    logits = node.forward(SequenceRows(tail[16:], 16, shared + own, len(tail) - 16))
+    assert_same(logits, own_logits(loaded, tail)[16:])
+
+
+def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
+    blocks = node.blocks(len(PROMPT))
+    node.prefill(PROMPT[:40], blocks)
+    node.forward(SequenceRows([PROMPT[40], 7, 8, 9, 10], 40, blocks, 5))  # all four drafts are wrong
+    rewritten = node.forward(SequenceRows(PROMPT[41:46], 41, blocks, 5))
+    assert_same(rewritten, own_logits(loaded, PROMPT)[41:46])
+
+    fresh = node.blocks(46)
+    node.prefill(PROMPT[:46], fresh)
+    for plane in ("k", "v"):
+        for_slots = [
+            torch.tensor([table[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(46)])
+            for table in (blocks, fresh)
+        ]
+        layers = range(loaded.spec.num_layers)
+        rolled_back, prefilled = (
+            torch.from_numpy(node.cache.read(plane, layers, slots)).view(torch.float32) for slots in for_slots
+        )
+        torch.testing.assert_close(rolled_back, prefilled, rtol=1e-4, atol=1e-4)
+
+
+def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
+    blocks = node.blocks(len(PROMPT))
+    node.prefill(PROMPT[:-1], blocks)
+    other = PagedKVCache(loaded.spec.planes, num_blocks=30, block_size=3)
+    table = list(range(29, 29 - 21, -1))
+    for plane in ("k", "v"):
+        for start in range(0, 60, 25):
+            tokens = range(start, min(60, start + 25))
+            taken = torch.tensor([blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in tokens])
+            placed = torch.tensor([table[t // 3] * 3 + t % 3 for t in tokens])
+            for layers in (range(2), range(2, 3)):
+                other.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
+    runner = ModelRunner(loaded, other, make_attention_backend())
+    logits = runner.forward(build_input_batch([SequenceRows(PROMPT[-1:], 60, table, 1)], 3))
+    assert_same(logits, own_logits(loaded, PROMPT)[-1:])
+
+
+def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
+    blocks = node.blocks(10)
+    slots = torch.tensor([blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(10)])
+    seen = {}
+    node.runner.forward(
+        build_input_batch([SequenceRows(PROMPT[:10], 0, blocks, 0)], BLOCK_SIZE),
+        on_layer_done=lambda layer: seen.__setitem__(layer, node.cache.read("k", range(layer, layer + 1), slots)),
+    )
+    assert list(seen) == list(range(loaded.spec.num_layers))
+    for layer, keys in seen.items():
+        assert (keys == node.cache.read("k", range(layer, layer + 1), slots)).all()
+        assert keys.any()
+
+
+def test_no_logits_are_computed_where_none_are_wanted(loaded, node):
+    logits = node.forward(SequenceRows(PROMPT, 0, node.blocks(len(PROMPT)), 0))
+    assert logits.shape == (0, loaded.spec.vocab_size)
+
+
+def test_warming_up_changes_no_answer(loaded, node):
+    node.runner.warm_up()
+    assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT))), own_logits(loaded, PROMPT))
+
+
+def test_two_runners_share_a_model(loaded, node):
+    other_cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=BLOCK_SIZE)
+    other = Node(ModelRunner(loaded, other_cache, make_attention_backend()), other_cache)
+    blocks, other_blocks = node.blocks(61), other.blocks(30)
+    node.prefill(PROMPT[:-1], blocks)
+    other.prefill(OTHER[:-1], other_blocks)
+    assert_same(node.forward(SequenceRows(PROMPT[-1:], 60, blocks, 1)), own_logits(loaded, PROMPT)[-1:])
+    assert_same(other.forward(SequenceRows(OTHER[-1:], 29, other_blocks, 1)), own_logits(loaded, OTHER)[-1:])

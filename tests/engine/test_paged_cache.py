@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_spec import ModelSpec
+from outrider.errors import ConfigError, InternalError
+
+SPEC = ModelSpec(
+    architecture="Tiny",
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=100,
+    max_model_len=64,
+    dtype="float32",
+)
+
+
+def make_cache(dtype="float32", num_blocks=6, block_size=4):
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    cache = PagedKVCache(spec.planes, num_blocks=num_blocks, block_size=block_size)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    return cache
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_what_is_read_can_be_written_into_a_cache_of_another_block_size(plane, dtype):
+    source, destination = make_cache(dtype), make_cache(dtype, num_blocks=10, block_size=3)
+    taken = torch.tensor([5, 1, 22, 23])
+    placed = torch.tensor([29, 0, 4, 17])
+    payload = source.read(plane, range(1, 3), taken)
+    assert payload.dtype == np.uint8
+    assert payload.nbytes == 2 * 4 * source.planes[0].bytes_per_token_per_layer
+    destination.write(plane, range(1, 3), placed, memoryview(payload))
+    for layer in (1, 2):
+        wrote = (destination.keys if plane == "k" else destination.values)[layer].flatten(0, 1)[placed]
+        read = (source.keys if plane == "k" else source.values)[layer].flatten(0, 1)[taken]
+        assert torch.equal(wrote, read)
+    assert np.array_equal(destination.read(plane, range(1, 3), placed), payload)
+
+
+def test_the_payload_is_layer_by_layer_and_token_major():
+    cache = make_cache()
+    payload = cache.read("v", range(2), torch.tensor([3, 9])).view(np.float32).reshape(2, 2, 2, 4)
+    assert torch.equal(torch.from_numpy(payload[1, 0]), cache.values[1][0, 3])
+    assert torch.equal(torch.from_numpy(payload[0, 1]), cache.values[0][2, 1])
+
+
+def test_a_read_only_and_unaligned_payload_is_written():
+    cache = make_cache()
+    payload = cache.read("k", range(1), torch.tensor([0])).tobytes()
+    cache.write("k", range(1), torch.tensor([8]), memoryview(b"x" + payload)[1:])
+    assert torch.equal(cache.keys[0][2, 0], cache.keys[0][0, 0])
+
+
+@pytest.mark.parametrize(
+    ("plane", "layers", "slots", "size"),
+    [
+        ("k", range(3), [24], 96),
+        ("k", range(3), [-1], 96),
+        ("k", range(2, 4), [0], 64),
+        ("k", range(-1, 1), [0], 64),
+        ("k", range(0, 3, 2), [0], 64),
+        ("q", range(3), [0], 96),
+        ("k", range(3), [0], 95),
+        ("k", range(3), [0, 1], 96),
+        ("k", range(3), [], 1),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused_and_nothing_written(plane, layers, slots, size):
+    cache = make_cache()
+    before = [tensor.clone() for tensor in (*cache.keys, *cache.values)]
+    with pytest.raises(InternalError):
+        cache.write(plane, layers, torch.tensor(slots, dtype=torch.int64), b"\1" * size)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*cache.keys, *cache.values), strict=True))
+
+
+def test_blocks_are_copied_in_every_layer_and_plane():
+    cache = make_cache()
+    cache.copy_blocks([(0, 5), (1, 4)])
+    for tensor in (*cache.keys, *cache.values):
+        assert torch.equal(tensor[5], tensor[0])
+        assert torch.equal(tensor[4], tensor[1])
+        assert not torch.equal(tensor[3], tensor[0])
+    cache.copy_blocks([])
+
+
+def test_memory_is_taken_only_as_blocks_are_written():
+    before = psutil.Process().memory_info().rss
+    planes = dataclasses.replace(SPEC, num_kv_heads=64, head_dim=64).planes
+    cache = PagedKVCache(planes, num_blocks=1000, block_size=16)  # 1.5 GB
+    assert psutil.Process().memory_info().rss - before < 200e6
+    assert float(cache.keys[2][999].abs().max()) == 0.0
+
+
+def test_threads_write_disjoint_blocks_at_the_same_time():
+    cache = make_cache(num_blocks=40)
+    payloads = {block: bytes([block]) * (3 * 4 * 32) for block in range(40)}
+
+    def write(blocks):
+        for block in blocks:
+            for _ in range(20):
+                cache.write("k", range(3), torch.arange(block * 4, block * 4 + 4), payloads[block])
+
+    threads = [threading.Thread(target=write, args=(range(part, 40, 4),)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    for block, payload in payloads.items():
+        assert cache.read("k", range(3), torch.arange(block * 4, block * 4 + 4)).tobytes() == payload
+
+
+BLOCK_BYTES = SPEC.bytes_per_token * 4
+
+
+def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows():
+    def blocks(free_bytes=10_000 * BLOCK_BYTES, **settings):
+        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), free_bytes=free_bytes)
+
+    assert blocks(num_blocks=50) == 50
+    assert blocks(memory_bytes=70 * BLOCK_BYTES + 1) == 70
+    assert blocks(memory_fraction=0.5) == 5000
+    assert blocks(free_bytes=40 * BLOCK_BYTES, memory_fraction=0.1) == 32  # two windows of 64 tokens
+
+
+def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
+    def blocks(free_bytes, **settings):
+        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), free_bytes=free_bytes)
+
+    with pytest.raises(ConfigError, match=r"num_blocks.*model\.max_model_len"):
+        blocks(10**9, num_blocks=15)
+    with pytest.raises(ConfigError, match=r"model\.max_model_len"):
+        blocks(20 * BLOCK_BYTES)

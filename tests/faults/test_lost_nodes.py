@@ -1,0 +1,163 @@
+"""Killed and frozen processes, on a tiny model: what clients see, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from outrider.client import Client
+from outrider.cluster import ChildState
+from outrider.errors import OutriderError, PeerLostError
+from outrider.service.channels import open_channel
+from outrider.service.node_service import NodeWatcher
+
+PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
+REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
+LONG = {"max_tokens": 1500, "seed": 3, "temperature": 0.9, **REPETITIVE}
+LOST_SECONDS = 8.0  # frozen processes look alive to TCP: their progress has to stop for a while
+
+
+@pytest.fixture(scope="module")
+def faulty(start_cluster):
+    """A cluster of its own: its nodes are killed. They come back one second later, on the same ports."""
+    from tests.conftest import START_SECONDS, RunningCluster  # the shared helper class
+
+    with start_cluster() as cluster:
+        cluster.wait_serving(START_SECONDS)
+        yield RunningCluster(cluster)
+
+
+@pytest.fixture(autouse=True)
+def whole_again(faulty):
+    """Every test begins with all nodes serving and ends with nothing held."""
+    faulty.wait_until_all_serve()
+    yield
+    for node in faulty.cluster.nodes:
+        if node.state in (ChildState.STARTING, ChildState.SERVING):
+            faulty.cluster.kill(node.name, signal.SIGCONT)
+    faulty.wait_until_all_serve()
+    faulty.wait_until_nothing_is_held(timeout_seconds=20)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(faulty):
+    faulty.wait_until_all_serve()
+    token_ids, summary = faulty.generate(PROMPT, **LONG)
+    assert summary.metrics.speculation.num_accepted_draft_tokens > 0
+    return token_ids
+
+
+def stream_with_a_fault(faulty, after_tokens, fault, **options):
+    """Token ids of a stream during which `fault()` happens once that many tokens have come."""
+    with faulty.client.generate(PROMPT, **{**LONG, **options}) as stream:
+        is_done = False
+        for _ in stream:
+            if not is_done and len(stream.token_ids()) >= after_tokens:
+                fault()
+                is_done = True
+        assert is_done
+        return stream.token_ids()
+
+
+@pytest.mark.parametrize("after_tokens", [1, 300])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_losing_the_draft_node_changes_no_token(faulty, undisturbed, number, after_tokens):
+    tokens = stream_with_a_fault(faulty, after_tokens, lambda: faulty.cluster.kill("draft-0", number))
+    assert tokens == undisturbed
+
+
+def test_a_draft_node_that_comes_back_in_mid_stream_changes_no_token(faulty, undisturbed):
+    def freeze_and_thaw():
+        faulty.cluster.kill("draft-0", signal.SIGSTOP)
+        faulty.wait_for(lambda status: any(node.state.name == "LOST" for node in status.nodes))
+        faulty.cluster.kill("draft-0", signal.SIGCONT)
+
+    assert stream_with_a_fault(faulty, 100, freeze_and_thaw) == undisturbed
+
+
+def test_requests_begun_without_a_draft_node_are_served(faulty, undisturbed):
+    faulty.cluster.kill("draft-0", signal.SIGSTOP)
+    tokens, _ = faulty.generate(PROMPT, **LONG)
+    assert tokens == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_losing_the_decode_node_ends_its_requests_and_the_client_goes_on_elsewhere(faulty, undisturbed, number):
+    stream = faulty.client.generate(PROMPT, **LONG)
+    killed_at = 0.0
+    with pytest.raises(PeerLostError) as caught:
+        for _ in stream:
+            if not killed_at and len(stream.token_ids()) >= 20:
+                faulty.cluster.kill("decode-0", number)
+                killed_at = time.monotonic()
+    assert time.monotonic() - killed_at < (2.0 if number is signal.SIGKILL else LOST_SECONDS)
+    assert caught.value.retry_after_seconds > 0
+    held = stream.token_ids()
+    assert held == undisturbed[: len(held)]
+    if number is signal.SIGSTOP:
+        faulty.cluster.kill("decode-0", signal.SIGKILL)
+    faulty.wait_until_all_serve()
+    rest, _ = faulty.generate(PROMPT, generated_token_ids=held, **LONG)
+    assert held + rest == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_losing_the_prefill_node_ends_the_requests_on_it_and_frees_the_decode_node(faulty, number):
+    faulty.cluster.kill("prefill-0", signal.SIGSTOP)  # so that the prompt is on it for certain
+    prompt = [(i * (17 + number)) % 250 + 20 for i in range(400)]
+    started = time.monotonic()
+    with faulty.client.generate(prompt, max_tokens=5, seed=1) as stream:
+        if number is signal.SIGKILL:
+            faulty.wait_for(
+                lambda status: any(node.load.kv_blocks_free < node.load.kv_blocks_total for node in status.nodes)
+            )
+            faulty.cluster.kill("prefill-0", signal.SIGKILL)
+        with pytest.raises(PeerLostError):
+            for _ in stream:
+                pass
+    assert time.monotonic() - started < LOST_SECONDS
+    if number is signal.SIGSTOP:
+        faulty.cluster.kill("prefill-0", signal.SIGCONT)
+    faulty.wait_until_all_serve()
+    faulty.wait_until_nothing_is_held()
+    tokens, _ = faulty.generate(prompt, max_tokens=5, seed=1)
+    assert tokens
+
+
+def test_running_requests_do_not_notice_a_lost_prefill_node(faulty, undisturbed):
+    tokens = stream_with_a_fault(faulty, 50, lambda: faulty.cluster.kill("prefill-0", signal.SIGKILL))
+    assert tokens == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_nodes_free_the_work_of_a_lost_router(faulty, number):
+    decode = faulty.cluster.node("decode-0").address
+    stream = faulty.client.generate(PROMPT, **{**LONG, "max_tokens": 1800, "n": 2})
+    deltas = iter(stream)
+    next(deltas)
+    faulty.cluster.kill("router", number)
+    assert asyncio.run(seconds_until_free(decode)) < LOST_SECONDS
+    if number is signal.SIGSTOP:
+        faulty.cluster.kill("router", signal.SIGCONT)
+    with pytest.raises(OutriderError):
+        for _ in deltas:
+            pass
+    faulty.cluster.wait_node("router", lambda node: node.state is ChildState.SERVING, timeout_seconds=60)
+    faulty.client = Client(faulty.router_address)
+
+
+async def seconds_until_free(decode_address):
+    started = time.monotonic()
+    async with open_channel(decode_address) as channel:
+        reports = NodeWatcher(channel, target=decode_address, interval_seconds=0.1).reports()
+        try:
+            async with asyncio.timeout(30):
+                async for report in reports:
+                    if report.load.kv_blocks_free == report.load.kv_blocks_total and report.load.num_running == 0:
+                        return time.monotonic() - started
+        finally:
+            await reports.aclose()
+    raise AssertionError("the reports ended")

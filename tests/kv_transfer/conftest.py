@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import queue
+import threading
+
+import pytest
+import xxhash
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.kv_transfer.base import FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.inbox import TransferInbox
+from outrider.kv_transfer.manifest import ManifestEntry
+from outrider.kv_transfer.receiver import KvReceiver
+
+INCARNATION = b"i" * 16
+PLANES = (PlaneSpec("k", 4, 1, 4, "float32"), PlaneSpec("v", 2, 1, 8, "bfloat16"))
+CELL_BYTES = 16
+
+
+class RecordingSink:
+    """Keeps the bytes of every cell; `gate` holds writes up."""
+
+    def __init__(self):
+        self.cells = {}
+        self.num_writes = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_writing = threading.Event()
+
+    def write(self, plane, layers, start_token, end_token, payload):
+        self.is_writing.set()
+        assert self.gate.wait(30)
+        data, at = bytes(payload), 0
+        for layer in layers:
+            for token in range(start_token, end_token):
+                self.cells[plane, layer, token] = data[at : at + CELL_BYTES]
+                at += CELL_BYTES
+        self.num_writes += 1
+
+
+class Peers:
+    """What a sender would send, piece by piece, and what the receiving side has said."""
+
+    incarnation = INCARNATION
+    planes = PLANES
+    cell_bytes = CELL_BYTES
+
+    def __init__(self):
+        self.news: queue.SimpleQueue = queue.SimpleQueue()
+        self.completed = {}
+        self.failed = {}
+
+    def on_complete(self, transfer_id, stats):
+        self.completed[transfer_id] = stats
+        self.news.put(("complete", transfer_id))
+
+    def on_failed(self, transfer_id, reason):
+        assert transfer_id not in self.failed, "a failure is reported once"
+        self.failed[transfer_id] = reason
+        self.news.put(("failed", transfer_id))
+
+    def new_inbox(self):
+        return TransferInbox(incarnation=INCARNATION, on_complete=self.on_complete, on_failed=self.on_failed)
+
+    def new_receiver(self, **options):
+        return KvReceiver(
+            incarnation=INCARNATION,
+            host="127.0.0.1",
+            on_complete=self.on_complete,
+            on_failed=self.on_failed,
+            **options,
+        )
+
+    @staticmethod
+    def spec(*, start=3, end=13):
+        return TransferSpec(
+            transfer_id=os.urandom(16), incarnation=INCARNATION, start_token=start, end_token=end, planes=PLANES
+        )
+
+    @staticmethod
+    def sink():
+        return RecordingSink()
+
+    @staticmethod
+    def payload(region, *, salt=0):
+        return b"".join(
+            xxhash.xxh3_128_digest(f"{region.plane}/{layer}/{token}/{salt}".encode())
+            for layer in region.layers
+            for token in range(region.start_token, region.end_token)
+        )
+
+    def frame(self, spec, region, *, salt=0, **changes):
+        """(header, payload) of a frame; `changes` are lies in the header."""
+        payload = self.payload(region, salt=salt)
+        fields = {
+            "transfer_id": spec.transfer_id,
+            "incarnation": spec.incarnation,
+            "region": region,
+            "length": len(payload),
+            "checksum": xxhash.xxh3_64_intdigest(payload),
+        }
+        return FrameHeader(**{**fields, **changes}), memoryview(payload)
+
+    @staticmethod
+    def regions(spec, *, num_tokens=4, num_layers=2):
+        for plane in PLANES:
+            for layer in range(0, plane.num_layers, num_layers):
+                for token in range(spec.start_token, spec.end_token, num_tokens):
+                    yield Region(
+                        plane=plane.name,
+                        start_layer=layer,
+                        end_layer=layer + num_layers,
+                        start_token=token,
+                        end_token=min(token + num_tokens, spec.end_token),
+                    )
+
+    def frames(self, spec):
+        return [self.frame(spec, region) for region in self.regions(spec)]
+
+    @staticmethod
+    def manifest(frames):
+        return tuple(ManifestEntry(header.region, header.checksum) for header, _ in frames)
+
+    def expected_cells(self, spec):
+        whole = [
+            Region(
+                plane=plane.name,
+                start_layer=0,
+                end_layer=plane.num_layers,
+                start_token=spec.start_token,
+                end_token=spec.end_token,
+            )
+            for plane in PLANES
+        ]
+        sink = RecordingSink()
+        for region in whole:
+            sink.write(
+                region.plane, region.layers, region.start_token, region.end_token, memoryview(self.payload(region))
+            )
+        return sink.cells
+
+
+@pytest.fixture
+def peers():
+    return Peers()
+
+
+@pytest.fixture
+def inbox(peers):
+    return peers.new_inbox()
+
+
+@pytest.fixture
+def receiver_factory(peers):
+    """Started receivers with their ports."""
+    receivers = []
+
+    def make(**options):
+        receiver = peers.new_receiver(**options)
+        receivers.append(receiver)
+        return receiver, receiver.start()
+
+    yield make
+    for receiver in receivers:
+        receiver.stop()

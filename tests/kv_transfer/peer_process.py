@@ -1,0 +1,84 @@
+"""The other process of the tests that freeze and kill: `peer_process.py receive|send …`.
+
+Speaks in lines on stdout; ends when stdin closes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.errors import OutriderError
+from outrider.kv_transfer.base import Region, TransferSpec
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.receiver import KvReceiver
+
+INCARNATION = b"i" * 16
+PLANES = (PlaneSpec("k", 1, 1, 16, "float32"),)
+NUM_TOKENS = 4096
+FRAME_TOKENS = 64
+
+
+def spec_of(transfer_id):
+    return TransferSpec(
+        transfer_id=transfer_id, incarnation=INCARNATION, start_token=0, end_token=NUM_TOKENS, planes=PLANES
+    )
+
+
+def say(*words):
+    print(*words, flush=True)
+
+
+class NullSink:
+    def write(self, plane, layers, start_token, end_token, payload):
+        pass
+
+
+def receive(transfer_id):
+    receiver = KvReceiver(
+        incarnation=INCARNATION,
+        host="127.0.0.1",
+        on_complete=lambda _id, stats: say("complete", stats.payload_bytes),
+        on_failed=lambda _id, reason: say("failed", reason),
+    )
+    port = receiver.start()
+    receiver.open(spec_of(transfer_id), NullSink())
+    say("port", port)
+    sys.stdin.read()
+    receiver.stop()
+
+
+def send(transfer_id, address, connector_name):
+    """Puts one frame for each line on stdin; says "put" or the error; reports itself alive meanwhile."""
+    connector = make_connector(
+        KvTransferConfig(connector=connector_name, frame_bytes=4096, arena_bytes=1 << 20, progress_seconds=5)
+    )
+    sender = connector.connect(address, spec_of(transfer_id))
+    stop = threading.Event()
+
+    def live():
+        while not stop.wait(0.2):
+            try:
+                sender.keep_alive()
+            except OutriderError:
+                return
+
+    threading.Thread(target=live, daemon=True).start()
+    say("connected", sender.connector)
+    for index, _ in enumerate(sys.stdin):
+        start = index * FRAME_TOKENS
+        region = Region(plane="k", start_layer=0, end_layer=1, start_token=start, end_token=start + FRAME_TOKENS)
+        try:
+            sender.put(region, bytes(FRAME_TOKENS * 64))
+            say("put")
+        except OutriderError as error:
+            say("error", type(error).__name__)
+    stop.set()
+    connector.close()
+
+
+if __name__ == "__main__":
+    mode, identifier, *rest = sys.argv[1:]
+    {"receive": receive, "send": send}[mode](bytes.fromhex(identifier), *rest)

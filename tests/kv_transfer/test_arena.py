@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+
+import pytest
+
+from outrider.kv_transfer import arena as arena_module
+from outrider.kv_transfer.arena import HEAD_BYTES, MAX_IDLE, Arena, ArenaReader, arena_path
+from outrider.kv_transfer.base import CommitState
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import make_connector
+
+
+@pytest.fixture
+def new_arena(tmp_path):
+    arenas = []
+
+    def make(**options):
+        arenas.append(Arena(**{"directory": str(tmp_path), "num_bytes": 4 << 14, "slot_bytes": 1 << 14, **options}))
+        return arenas[-1]
+
+    yield make
+    for arena in arenas:
+        arena.retire()
+
+
+def test_what_the_sender_writes_the_receiver_reads_and_cannot_change(new_arena, tmp_path):
+    arena, reader = new_arena(), ArenaReader(str(tmp_path))
+    mapping = reader.attach(arena.arena_id, arena.num_bytes)
+    assert mapping.nonce == arena.nonce
+    arena.unlink()
+    offset = arena.take(1)
+    arena.write(offset, memoryview(b"hello"))
+    view = mapping.payload(offset, 5)
+    assert bytes(view) == b"hello"
+    assert view.readonly
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_for_its_owner_only(new_arena, tmp_path):
+    arena = new_arena()
+    assert stat.S_IMODE(arena_path(str(tmp_path), arena.arena_id).stat().st_mode) == 0o600
+
+
+def test_slots_are_bounded_and_come_back(new_arena):
+    arena = new_arena()
+    taken = [arena.take(0) for _ in range(4)]
+    assert sorted(taken) == [HEAD_BYTES + n * (1 << 14) for n in range(4)]
+    assert arena.take(0.01) is None
+    threading.Timer(0.05, arena.release, args=(taken[2],)).start()
+    assert arena.take(5) == taken[2]
+
+
+def test_memory_is_reserved_only_as_slots_are_needed(new_arena, tmp_path):
+    arena = new_arena(num_bytes=64 << 20, slot_bytes=1 << 20)
+    path = arena_path(str(tmp_path), arena.arena_id)
+    before = path.stat().st_blocks * 512
+    arena.take(1)
+    assert before < 1 << 20
+    assert (1 << 20) <= path.stat().st_blocks * 512 < (4 << 20)
+
+
+def test_a_full_file_system_leaves_the_slots_there_are(new_arena, monkeypatch):
+    arena = new_arena()
+    assert arena.take(0) is not None
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(arena_module.os, "posix_fallocate", full)
+    assert arena.take(0) is None
+    arena.release(HEAD_BYTES)
+    assert arena.take(0) == HEAD_BYTES
+    with pytest.raises(OSError, match="no space"):
+        new_arena()
+
+
+def test_no_slot_of_a_retired_arena_is_ever_given_out_again(new_arena):
+    arena = new_arena()
+    offset = arena.take(0)
+    waiting = []
+    waiter = threading.Thread(target=lambda: waiting.append(drain(arena)))
+    waiter.start()
+    arena.retire()
+    waiter.join(5)
+    arena.release(offset)
+    assert arena.take(0) is None
+
+
+def drain(arena):
+    while arena.take(5) is not None:
+        continue
+    return True
+
+
+def test_the_receiver_maps_only_what_cannot_shrink_under_it(new_arena, tmp_path):
+    reader = ArenaReader(str(tmp_path))
+    arena = new_arena()
+    assert reader.attach(arena.arena_id, arena.num_bytes - 1) is None
+    assert reader.attach(arena.arena_id, 1 << 62) is None
+    assert reader.attach(os.urandom(16), arena.num_bytes) is None
+    linked = os.urandom(16)
+    arena_path(str(tmp_path), linked).symlink_to(arena_path(str(tmp_path), arena.arena_id))
+    assert reader.attach(linked, arena.num_bytes) is None
+    pipe = os.urandom(16)
+    os.mkfifo(arena_path(str(tmp_path), pipe))
+    assert reader.attach(pipe, arena.num_bytes) is None
+    assert reader.attach(arena.arena_id, arena.num_bytes) is not None
+
+
+def test_a_file_of_another_user_is_not_mapped(new_arena, tmp_path, monkeypatch):
+    arena, reader = new_arena(), ArenaReader(str(tmp_path))
+    monkeypatch.setattr(arena_module.os, "geteuid", lambda: os.getuid() + 1)
+    assert reader.attach(arena.arena_id, arena.num_bytes) is None
+
+
+def test_idle_mappings_are_kept_for_the_next_transfer_but_not_too_many(new_arena, tmp_path):
+    reader = ArenaReader(str(tmp_path))
+    arenas = [new_arena() for _ in range(MAX_IDLE + 3)]
+    for arena in arenas:
+        reader.release(reader.attach(arena.arena_id, arena.num_bytes))
+        arena.unlink()
+    found = [reader.attach(arena.arena_id, arena.num_bytes) for arena in arenas]
+    assert [mapping is not None for mapping in found] == [False] * 3 + [True] * MAX_IDLE
+
+
+def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_replaced(peers, receiver_factory):
+    receiver, port = receiver_factory()
+    connector = make_connector(KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16))
+    (source,) = connector._sources
+
+    def transfer():
+        spec, sink = peers.spec(), peers.sink()
+        receiver.open(spec, sink)
+        sender = connector.connect(f"127.0.0.1:{port}", spec)
+        for header, payload in peers.frames(spec):
+            sender.put(header.region, payload)
+        sender.commit()
+        assert sink.cells == peers.expected_cells(spec)
+        return source._arenas[peers.incarnation]
+
+    first = transfer()
+    assert transfer() is first
+    receiver._arenas.close()  # as after a minute without transfers
+    second = transfer()
+    assert second is not first
+    assert transfer() is second
+    connector.close()
+
+
+def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again(peers, receiver_factory):
+    receiver, port = receiver_factory()
+    connector = make_connector(
+        KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16, progress_seconds=0.3)
+    )
+    (source,) = connector._sources
+    spec, sink = peers.spec(), peers.sink()
+    receiver.open(spec, sink)
+    sink.gate.clear()
+    sender = connector.connect(f"127.0.0.1:{port}", spec)
+    header, payload = peers.frames(spec)[0]
+    sender.put(header.region, payload)
+    assert sink.is_writing.wait(5)
+    arena = source._arenas[peers.incarnation]
+    other_spec, other_sink = peers.spec(), peers.sink()
+    receiver.open(other_spec, other_sink)
+    other = connector.connect(f"127.0.0.1:{port}", other_spec)
+    sender.cancel()  # the receiver is still in the slot: not drained
+    undrained = bytes(arena._bytes[HEAD_BYTES :][: len(payload)])
+    for other_header, other_payload in peers.frames(other_spec):
+        other.put(other_header.region, other_payload)  # a transfer in the same arena goes on
+    assert other.commit().state is CommitState.COMMITTED
+    assert other_sink.cells == peers.expected_cells(other_spec)
+    assert bytes(arena._bytes[HEAD_BYTES :][: len(payload)]) == undrained
+    assert HEAD_BYTES not in arena._free
+    sink.gate.set()
+    connector.close()
+
+
+def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):
+    arena = new_arena()
+    assert not arena.is_worn
+    arena.quarantine(-(-arena.num_slots // 4))
+    assert arena.is_worn
+    arena.quarantine(-arena.num_slots)
+    assert not arena.is_worn

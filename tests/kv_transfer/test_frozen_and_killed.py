@@ -1,0 +1,192 @@
+"""SIGSTOP looks alive to TCP; kill -9 does not say goodbye. Neither side may wait for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.errors import PeerLostError
+from outrider.kv_transfer.base import DrainState, Region, TransferSpec
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import make_connector
+
+PROGRAM = Path(__file__).with_name("peer_process.py")
+PLANES = (PlaneSpec("k", 1, 1, 16, "float32"),)
+
+
+class Child:
+    def __init__(self, *arguments):
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def line(self, timeout=20):
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(timeout), "the child said nothing"
+        return self.process.stdout.readline().split()
+
+    def say(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def child():
+    children = []
+
+    def start(*arguments):
+        children.append(Child(*arguments))
+        return children[-1]
+
+    yield start
+    for each in children:
+        each.end()
+
+
+@pytest.fixture(params=["grpc", "shared_memory"])
+def connector(request):
+    made = make_connector(
+        KvTransferConfig(
+            connector=request.param,
+            frame_bytes=64 * 1024,
+            arena_bytes=1 << 20,
+            window_bytes=1 << 18,
+            progress_seconds=0.4,
+        )
+    )
+    yield made
+    made.close()
+
+
+def spec_of(transfer_id):
+    return TransferSpec(
+        transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096 * 16, planes=PLANES
+    )
+
+
+def put_until_it_blocks(sender):
+    for start in range(0, 4096 * 16, 1024):
+        region = Region(plane="k", start_layer=0, end_layer=1, start_token=start, end_token=start + 1024)
+        sender.put(region, bytes(64 * 1024))
+
+
+def test_a_frozen_receiver_does_not_hold_the_sender(child, connector):
+    transfer_id = os.urandom(16)
+    receiver = child("receive", transfer_id.hex())
+    port = receiver.line()[1]
+    sender = connector.connect(f"127.0.0.1:{port}", spec_of(transfer_id))
+    receiver.signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError):
+        put_until_it_blocks(sender)
+    assert sender.payload_bytes <= 1 << 20  # what a window or an arena holds, and no more
+    assert sender.cancel() is DrainState.UNKNOWN
+    assert time.monotonic() - started < 8
+
+
+def test_a_frozen_receiver_is_not_connected_to(child, connector):
+    transfer_id = os.urandom(16)
+    receiver = child("receive", transfer_id.hex())
+    port = receiver.line()[1]
+    receiver.signal(signal.SIGSTOP)
+    quick = make_connector(KvTransferConfig(connector=connector.name, connect_seconds=0.5))
+    try:
+        with pytest.raises(PeerLostError):
+            quick.connect(f"127.0.0.1:{port}", spec_of(transfer_id))
+    finally:
+        quick.close()
+
+
+def test_a_killed_receiver_ends_the_sender_at_once(child, connector):
+    transfer_id = os.urandom(16)
+    receiver = child("receive", transfer_id.hex())
+    port = receiver.line()[1]
+    sender = connector.connect(f"127.0.0.1:{port}", spec_of(transfer_id))
+    receiver.signal(signal.SIGKILL)
+    receiver.process.wait(10)
+    with pytest.raises(PeerLostError):
+        put_until_it_blocks(sender)
+    with pytest.raises(PeerLostError):
+        sender.commit()
+    assert sender.cancel() is DrainState.UNKNOWN
+
+
+@pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])
+def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, peers, receiver_factory, connector_name):
+    receiver, port = receiver_factory(progress_seconds=1.0)
+    transfer_id, sink = os.urandom(16), peers.sink()
+    receiver.open(
+        TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
+        sink,
+    )
+    sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", connector_name)
+    assert sender.line() == ["connected", connector_name]
+    sender.say()
+    assert sender.line() == ["put"]
+    sender.signal(signal.SIGSTOP)
+    assert peers.news.get(timeout=10) == ("failed", transfer_id)
+    assert peers.failed[transfer_id] == "the sender made no progress"
+    assert receiver.close(transfer_id) is DrainState.DRAINED
+    num_writes = sink.num_writes
+    sender.signal(signal.SIGCONT)
+    words = []
+    while "error" not in words:
+        sender.say()
+        words = sender.line()
+    assert sink.num_writes == num_writes
+
+
+def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiver_factory):
+    receiver, port = receiver_factory(progress_seconds=1.0)
+    transfer_id, sink = os.urandom(16), peers.sink()
+    receiver.open(
+        TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
+        sink,
+    )
+    sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "grpc")
+    sender.line()
+    with pytest.raises(queue.Empty):  # two deadlines pass
+        peers.news.get(timeout=1.6)
+    sender.say()
+    assert sender.line() == ["put"]
+    assert not peers.failed
+
+
+def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_factory):
+    receiver, port = receiver_factory()
+    transfer_id = os.urandom(16)
+    receiver.open(
+        TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
+        peers.sink(),
+    )
+    sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "shared_memory")
+    sender.line()
+    sender.signal(signal.SIGKILL)
+    assert peers.news.get(timeout=5) == ("failed", transfer_id)
+    assert "broke" in peers.failed[transfer_id]

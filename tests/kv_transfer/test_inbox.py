@@ -1,0 +1,276 @@
+"""The protocol without a transport: what is written, what is refused, what a commit answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+
+import pytest
+
+from outrider.kv_transfer.base import MAX_MISSING, CommitState, DrainState, Region
+from outrider.kv_transfer.inbox import AttachState, Disposition, TransferState
+
+
+@pytest.fixture
+def transfer(peers, inbox):
+    spec, sink = peers.spec(), peers.sink()
+    inbox.open(spec, sink)
+    assert inbox.attach(spec.transfer_id, spec.incarnation, connector="test") is AttachState.ATTACHED
+    return spec, sink
+
+
+def accept_all(inbox, frames):
+    return [inbox.accept(header, payload) for header, payload in frames]
+
+
+def test_frames_in_any_order_complete_the_transfer(peers, inbox, transfer):
+    spec, sink = transfer
+    frames = peers.frames(spec)
+    for seed in range(3):
+        random.Random(seed).shuffle(frames)
+    assert set(accept_all(inbox, frames)) == {Disposition.WRITTEN}
+    assert inbox.commit(spec.transfer_id, peers.manifest(peers.frames(spec))).state is CommitState.COMMITTED
+    assert sink.cells == peers.expected_cells(spec)
+    assert peers.completed[spec.transfer_id].payload_bytes == spec.num_bytes
+    assert peers.completed[spec.transfer_id].connector == "test"
+
+
+def test_duplicates_are_written_once_and_counted(peers, inbox, transfer):
+    spec, sink = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames)
+    assert set(accept_all(inbox, frames)) == {Disposition.DUPLICATE}
+    assert sink.num_writes == len(frames)
+    assert inbox.counters().frames_duplicate == len(frames)
+    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+
+
+def test_a_commit_is_idempotent_even_after_close(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames)
+    for _ in range(3):
+        assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+    inbox.close(spec.transfer_id)
+    assert inbox.commit(spec.transfer_id, ()).state is CommitState.COMMITTED
+    assert len(peers.completed) == 1
+    assert inbox.counters().transfers_completed == 1
+
+
+def test_an_early_commit_names_what_is_missing_and_changes_nothing(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    lost = frames.pop(4)
+    accept_all(inbox, frames)
+    everything = peers.manifest([*frames, lost])
+    early = inbox.commit(spec.transfer_id, everything)
+    assert (early.state, early.missing) == (CommitState.INCOMPLETE, (lost[0].region,))
+    assert inbox.state(spec.transfer_id) is TransferState.OPEN
+    inbox.accept(*lost)
+    assert inbox.commit(spec.transfer_id, everything).state is CommitState.COMMITTED
+
+
+def test_an_early_commit_of_nothing_names_every_plane(peers, inbox, transfer):
+    spec, _ = transfer
+    answer = inbox.commit(spec.transfer_id, ())
+    assert [(region.plane, region.layers) for region in answer.missing] == [("k", range(4)), ("v", range(2))]
+
+
+def test_a_manifest_that_leaves_out_what_arrived_is_not_complete(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames)
+    answer = inbox.commit(spec.transfer_id, peers.manifest(frames[1:]))
+    assert (answer.state, answer.missing) == (CommitState.INCOMPLETE, (frames[0][0].region,))
+
+
+def test_a_manifest_with_another_checksum_is_not_complete(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames)
+    entry, *rest = peers.manifest(frames)
+    lie = dataclasses.replace(entry, checksum=entry.checksum ^ 1)
+    assert inbox.commit(spec.transfer_id, (lie, *rest)).missing == (entry.region,)
+
+
+def test_a_manifest_that_claims_what_never_arrived_is_not_complete(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames[:-1])
+    answer = inbox.commit(spec.transfer_id, peers.manifest(frames))
+    assert answer.missing == (frames[-1][0].region,)
+
+
+def test_the_list_of_what_is_missing_is_bounded(peers, inbox):
+    spec = peers.spec(start=0, end=400)
+    inbox.open(spec, peers.sink())
+    for token in range(0, 400, 2):
+        region = Region(plane="k", start_layer=0, end_layer=4, start_token=token, end_token=token + 1)
+        inbox.accept(*peers.frame(spec, region))
+    assert len(inbox.commit(spec.transfer_id, ()).missing) == MAX_MISSING
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"transfer_id": b"o" * 16},
+        {"incarnation": b"o" * 16},
+    ],
+)
+def test_frames_of_another_transfer_or_incarnation_are_dropped(peers, inbox, transfer, lie):
+    spec, sink = transfer
+    header, payload = peers.frame(spec, next(peers.regions(spec)), **lie)
+    assert inbox.accept(header, payload) is Disposition.STALE
+    assert inbox.counters().frames_stale == 1
+    assert sink.cells == {}
+
+
+def region(**changes):
+    inside = {"plane": "k", "start_layer": 0, "end_layer": 2, "start_token": 3, "end_token": 7}
+    return Region(**{**inside, **changes})
+
+
+@pytest.mark.parametrize(
+    "outside",
+    [
+        region(plane="x"),
+        region(plane=""),
+        region(plane="v", start_layer=1, end_layer=3),
+        region(start_layer=3, end_layer=5),
+        region(start_layer=2, end_layer=2),
+        region(start_layer=2, end_layer=1),
+        region(start_token=2),
+        region(end_token=14),
+        region(start_token=13, end_token=13),
+        region(start_token=9, end_token=5),
+        region(end_token=2**32 - 1),
+    ],
+)
+def test_nothing_is_written_out_of_bounds(peers, inbox, transfer, outside):
+    spec, sink = transfer
+    header, payload = peers.frame(spec, region())
+    header = dataclasses.replace(header, region=outside)
+    assert inbox.accept(header, payload) is Disposition.OUT_OF_BOUNDS
+    assert sink.cells == {}
+    assert inbox.counters().frames_out_of_bounds == 1
+
+
+@pytest.mark.parametrize("length", [0, 8 * 16 - 1, 8 * 16 + 1, 2**63])
+def test_a_length_that_is_not_the_regions_is_refused(peers, inbox, transfer, length):
+    spec, sink = transfer
+    header, payload = peers.frame(spec, region(), length=length)
+    assert inbox.accept(header, payload) is Disposition.OUT_OF_BOUNDS
+    assert sink.cells == {}
+
+
+def test_truncated_and_altered_payload_is_refused(peers, inbox, transfer):
+    spec, sink = transfer
+    header, payload = peers.frame(spec, region())
+    flipped = bytearray(payload)
+    flipped[77] ^= 4
+    for bad in (payload[:-1], payload[:0], memoryview(bytes(payload) + b"x"), memoryview(flipped)):
+        assert inbox.accept(header, bad) is Disposition.CORRUPT
+    assert sink.cells == {}
+    assert inbox.counters().frames_corrupt == 4
+    assert inbox.accept(header, payload) is Disposition.WRITTEN  # the right one is still welcome
+
+
+def test_other_bytes_for_cells_that_were_written_are_refused(peers, inbox, transfer):
+    spec, sink = transfer
+    inbox.accept(*peers.frame(spec, region()))
+    before = dict(sink.cells)
+    assert inbox.accept(*peers.frame(spec, region(), salt=1)) is Disposition.CONFLICTING
+    assert inbox.accept(*peers.frame(spec, region(start_token=6, end_token=9))) is Disposition.CONFLICTING
+    assert sink.cells == before
+
+
+def test_good_payload_steered_to_a_wrong_place_never_completes(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    header, payload = frames[1]
+    inbox.accept(dataclasses.replace(header, region=frames[0][0].region), payload)
+    accept_all(inbox, frames)
+    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.INCOMPLETE
+
+
+def test_after_the_commit_nothing_is_written(peers, inbox, transfer):
+    spec, sink = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames)
+    inbox.commit(spec.transfer_id, peers.manifest(frames))
+    num_writes = sink.num_writes
+    assert set(accept_all(inbox, frames)) == {Disposition.STALE}
+    assert sink.num_writes == num_writes
+
+
+def test_a_failure_is_reported_once_and_the_transfer_stays_dead(peers, inbox, transfer):
+    spec, sink = transfer
+    frames = peers.frames(spec)
+    inbox.fail(spec.transfer_id, "first")
+    inbox.fail(spec.transfer_id, "second")
+    assert peers.failed == {spec.transfer_id: "first"}
+    assert set(accept_all(inbox, frames)) == {Disposition.STALE}
+    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.UNKNOWN
+    assert inbox.attach(spec.transfer_id, spec.incarnation, connector="test") is AttachState.UNKNOWN
+    assert sink.cells == {}
+
+
+def test_close_waits_for_the_write_in_flight(peers, inbox, transfer):
+    spec, sink = transfer
+    sink.gate.clear()
+    writing = threading.Thread(target=inbox.accept, args=peers.frame(spec, region()))
+    writing.start()
+    assert sink.is_writing.wait(5)
+    assert inbox.close(spec.transfer_id, timeout_seconds=0.05) is DrainState.UNKNOWN
+    sink.gate.set()
+    assert inbox.close(spec.transfer_id) is DrainState.DRAINED
+    num_writes = sink.num_writes
+    assert num_writes == 1
+    assert set(accept_all(inbox, peers.frames(spec))) == {Disposition.STALE}
+    assert sink.num_writes == num_writes
+    writing.join(5)
+
+
+def test_closing_is_silent_and_idempotent(peers, inbox, transfer):
+    spec, _ = transfer
+    for _ in range(2):
+        assert inbox.close(spec.transfer_id) is DrainState.DRAINED
+    inbox.fail(spec.transfer_id, "late")
+    assert inbox.close(b"never opened 123") is DrainState.DRAINED
+    assert not peers.failed
+    assert inbox.commit(spec.transfer_id, ()).state is CommitState.UNKNOWN
+
+
+def test_a_sink_that_raises_fails_the_transfer_and_close_still_drains(peers, inbox):
+    spec = peers.spec()
+
+    class BrokenSink:
+        def write(self, plane, layers, start_token, end_token, payload):
+            raise OSError("disk of the wrong shape")
+
+    inbox.open(spec, BrokenSink())
+    assert inbox.accept(*peers.frame(spec, region())) is Disposition.FAILED
+    assert "wrong shape" in peers.failed[spec.transfer_id]
+    assert inbox.close(spec.transfer_id) is DrainState.DRAINED
+
+
+def test_frames_from_many_threads_are_each_written_once(peers, inbox):
+    spec, sink = peers.spec(start=0, end=200), peers.sink()
+    inbox.open(spec, sink)
+    frames = [peers.frame(spec, r) for r in peers.regions(spec, num_tokens=7)]
+    results = []
+
+    def push(seed):
+        mine = list(frames)
+        random.Random(seed).shuffle(mine)
+        results.extend(accept_all(inbox, mine))
+
+    threads = [threading.Thread(target=push, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert results.count(Disposition.WRITTEN) == len(frames) == sink.num_writes
+    assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+    assert sink.cells == peers.expected_cells(spec)

@@ -1,0 +1,291 @@
+"""What the receiver makes of peers that break the protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import os
+import queue
+import socket
+
+import grpc
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.kv_transfer.arena import Arena
+from outrider.kv_transfer.base import CommitState, DrainState
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.frames import (
+    MAX_MESSAGE_BYTES,
+    METHOD,
+    Hello,
+    decode_receiver_message,
+    encode_alive,
+    encode_commit,
+    encode_frame,
+    encode_hello,
+    encode_slot_frame,
+)
+from outrider.kv_transfer.inbox import AttachState, Disposition
+
+
+class RawStream:
+    """A sender that says whatever a test wants."""
+
+    def __init__(self, port):
+        self.channel = grpc.insecure_channel(
+            f"127.0.0.1:{port}",
+            options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
+        )
+        self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
+        self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=15)
+
+    def say(self, message):
+        self.outgoing.put(message)
+
+    def ask(self, message):
+        self.say(message)
+        return decode_receiver_message(next(self.call))
+
+    def end(self):
+        self.outgoing.put(None)
+        self.channel.close()
+
+
+@pytest.fixture
+def raw():
+    streams = []
+
+    def open_stream(port):
+        streams.append(RawStream(port))
+        return streams[-1]
+
+    yield open_stream
+    for stream in streams:
+        stream.end()
+
+
+@pytest.fixture
+def attached(peers, receiver_factory, raw):
+    """A receiver, an open transfer, and a raw stream that is attached to it."""
+    receiver, port = receiver_factory()
+    spec, sink = peers.spec(), peers.sink()
+    receiver.open(spec, sink)
+    stream = raw(port)
+    welcome = stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
+    assert welcome.state is AttachState.ATTACHED
+    return receiver, port, spec, sink, stream
+
+
+def encoded(sequence, frame):
+    return encode_frame(sequence, *frame)
+
+
+def finish(peers, spec, stream):
+    """The transfer still completes after whatever went wrong."""
+    frames = peers.frames(spec)
+    for sequence, frame in enumerate(frames, start=1000):
+        stream.ask(encoded(sequence, frame))
+    return stream.ask(encode_commit(peers.manifest(frames))).state
+
+
+def test_refused_frames_are_counted_and_do_not_disturb_the_transfer(peers, attached):
+    receiver, _, spec, sink, stream = attached
+    good = peers.frames(spec)[0]
+    header, payload = good
+    flipped = bytearray(encoded(1, good))
+    flipped[-1] ^= 1
+    outside = dataclasses.replace(header, region=dataclasses.replace(header.region, end_token=1000))
+    refused = {
+        bytes(flipped): Disposition.CORRUPT,
+        encoded(2, good)[:-5]: Disposition.CORRUPT,
+        encoded(3, (outside, payload)): Disposition.OUT_OF_BOUNDS,
+        encoded(4, (dataclasses.replace(header, transfer_id=b"o" * 16), payload)): Disposition.STALE,
+        encoded(5, (dataclasses.replace(header, incarnation=b"o" * 16), payload)): Disposition.STALE,
+        encode_slot_frame(6, header, 4096): Disposition.OUT_OF_BOUNDS,  # no arena is attached
+    }
+    for message, disposition in refused.items():
+        assert stream.ask(message).disposition is disposition
+    assert sink.num_writes == 0
+    assert receiver.counters.frames_dropped == len(refused)
+    assert receiver.counters.frames_stale == 2
+    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    assert sink.cells == peers.expected_cells(spec)
+
+
+def test_messages_that_do_not_parse_are_counted_and_the_commit_misses_their_frames(peers, attached):
+    receiver, _, spec, _, stream = attached
+    frames = peers.frames(spec)
+    broken_header = bytearray(encoded(1, frames[0]))
+    broken_header[30] ^= 0x80
+    for message in (b"", b"\xff" * 100, bytes(broken_header), encoded(2, frames[0])[:40], os.urandom(5000)):
+        stream.say(message)
+    answer = stream.ask(encode_commit(peers.manifest(frames)))
+    assert answer.state is CommitState.INCOMPLETE
+    assert receiver.counters.messages_malformed == 5
+    assert finish(peers, spec, stream) is CommitState.COMMITTED
+
+
+def test_another_transfers_frames_are_dropped_even_if_that_one_is_open(peers, attached):
+    receiver, _, _, _, stream = attached
+    other, other_sink = peers.spec(), peers.sink()
+    receiver.open(other, other_sink)
+    assert stream.ask(encoded(1, peers.frames(other)[0])).disposition is Disposition.STALE
+    hello = Hello(transfer_id=other.transfer_id, incarnation=other.incarnation)
+    assert stream.ask(encode_hello(hello)).state is AttachState.BUSY
+    assert other_sink.num_writes == 0
+
+
+def test_a_stream_that_does_not_begin_with_a_hello_is_ended(peers, receiver_factory, raw):
+    receiver, port = receiver_factory()
+    spec, sink = peers.spec(), peers.sink()
+    receiver.open(spec, sink)
+    for first in (b"GET / HTTP/1.1", encoded(1, peers.frames(spec)[0]), encode_commit(()), encode_alive()):
+        stream = raw(port)
+        stream.say(first)
+        with pytest.raises(grpc.RpcError):
+            next(stream.call)
+    assert receiver.counters.messages_malformed == 4
+    assert sink.num_writes == 0
+    assert not peers.failed
+
+
+def test_a_broken_stream_fails_the_transfer(peers, attached):
+    receiver, _, spec, sink, stream = attached
+    stream.ask(encoded(1, peers.frames(spec)[0]))
+    stream.call.cancel()
+    assert peers.news.get(timeout=5) == ("failed", spec.transfer_id)
+    assert "broke" in peers.failed[spec.transfer_id]
+    assert receiver.close(spec.transfer_id) is DrainState.DRAINED
+    assert sink.num_writes == 1
+
+
+def test_a_stream_that_ends_without_a_commit_fails_the_transfer(peers, attached):
+    _, _, spec, _, stream = attached
+    stream.outgoing.put(None)
+    assert peers.news.get(timeout=5) == ("failed", spec.transfer_id)
+
+
+def test_a_stream_that_ends_after_its_commit_does_no_harm(peers, attached):
+    _, _, spec, _, stream = attached
+    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    stream.outgoing.put(None)
+    assert list(stream.call) == []
+    assert not peers.failed
+
+
+def test_a_commit_whose_answer_was_lost_is_answered_on_another_stream(peers, attached, raw):
+    _, port, spec, _, stream = attached
+    frames = peers.frames(spec)
+    for sequence, frame in enumerate(frames):
+        stream.ask(encoded(sequence, frame))
+    stream.say(encode_commit(peers.manifest(frames)))
+    assert peers.news.get(timeout=5) == ("complete", spec.transfer_id)
+    stream.call.cancel()
+    again = raw(port)
+    again.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
+    assert again.ask(encode_commit(peers.manifest(frames))).state is CommitState.COMMITTED
+    assert len(peers.completed) == 1
+    assert not peers.failed
+
+
+def test_a_silent_stream_is_ended(peers, receiver_factory, raw):
+    receiver, port = receiver_factory(progress_seconds=0.3)
+    spec = peers.spec()
+    receiver.open(spec, peers.sink())
+    mute = raw(port)  # not even a hello
+    with pytest.raises(grpc.RpcError):
+        next(mute.call)
+    stream = raw(port)
+    stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
+    assert peers.news.get(timeout=5) == ("failed", spec.transfer_id)
+    assert peers.failed[spec.transfer_id] == "the sender made no progress"
+
+
+def test_a_message_over_the_limit_breaks_its_stream_only(peers, attached, raw):
+    _, port, spec, _, stream = attached
+    big = raw(port)
+    big.say(bytes(MAX_MESSAGE_BYTES + 1))
+    with pytest.raises(grpc.RpcError):
+        next(big.call)
+    assert finish(peers, spec, stream) is CommitState.COMMITTED
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 500]
+)
+def test_garbage_on_the_port_disturbs_nobody(peers, attached, garbage):
+    _, port, spec, _, stream = attached
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.sendall(garbage)
+        connection.settimeout(5)
+        try:
+            while connection.recv(4096):
+                pass
+        except (ConnectionError, TimeoutError):
+            pass
+    assert finish(peers, spec, stream) is CommitState.COMMITTED
+
+
+def test_http_1_on_the_port_is_refused(attached):
+    _, port, *_ = attached
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", "/")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        connection.getresponse()
+
+
+def test_slots_outside_the_arena_are_refused(peers, receiver_factory, raw, tmp_path):
+    receiver, port = receiver_factory(arena_directory=str(tmp_path))
+    spec, sink = peers.spec(), peers.sink()
+    receiver.open(spec, sink)
+    arena = Arena(directory=str(tmp_path), num_bytes=1 << 16, slot_bytes=1 << 14)
+    stream = raw(port)
+    hello = Hello(
+        transfer_id=spec.transfer_id,
+        incarnation=spec.incarnation,
+        arena_id=arena.arena_id,
+        arena_bytes=arena.num_bytes,
+    )
+    assert stream.ask(encode_hello(hello)).nonce == arena.nonce
+    header, payload = peers.frames(spec)[0]
+    for sequence, offset in enumerate((0, 4095, arena.num_bytes - 1, arena.num_bytes, 2**63, 2**64 - 1)):
+        assert stream.ask(encode_slot_frame(sequence, header, offset)).disposition is Disposition.OUT_OF_BOUNDS
+    slot = arena.take(1)
+    arena.write(slot, payload)
+    assert stream.ask(encode_slot_frame(99, header, slot + 1)).disposition is Disposition.CORRUPT
+    assert stream.ask(encode_slot_frame(99, header, slot)).disposition is Disposition.WRITTEN
+    assert sink.num_writes == 1
+    arena.retire()
+
+
+def test_a_receiver_without_grpc_takes_only_shared_memory(peers, receiver_factory):
+    receiver, port = receiver_factory(connectors=("shared_memory",))
+    spec = peers.spec()
+    receiver.open(spec, peers.sink())
+    connector = make_connector(KvTransferConfig(connector="auto"))
+    sender = connector.connect(f"127.0.0.1:{port}", spec)
+    assert sender.connector == "shared_memory"
+    sender.cancel()
+    connector.close()
+
+
+def test_auto_falls_back_to_grpc_when_the_receiver_cannot_attach(peers, receiver_factory, tmp_path):
+    receiver, port = receiver_factory(arena_directory=str(tmp_path))  # another /dev/shm, as in another container
+    spec, sink = peers.spec(), peers.sink()
+    receiver.open(spec, sink)
+    connector = make_connector(KvTransferConfig(connector="auto"))
+    sender = connector.connect(f"127.0.0.1:{port}", spec)
+    assert sender.connector == "grpc"
+    for header, payload in peers.frames(spec):
+        sender.put(header.region, payload)
+    assert sender.commit().state is CommitState.COMMITTED
+    assert peers.completed[spec.transfer_id].connector == "grpc"
+    connector.close()
+
+
+def test_a_port_that_is_taken_is_a_config_error(peers, receiver_factory):
+    _, port = receiver_factory()
+    with pytest.raises(ConfigError):
+        peers.new_receiver(port=port).start()

@@ -1,0 +1,267 @@
+"""Queue, priority, overload, abort, cancel, deadline: and nothing is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import grpc
+import pytest
+
+from outrider.v1 import router_pb2
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+LONG = 400
+
+
+async def start_long(cluster, request_id="", **fields):
+    """A request that runs until it is stopped; its Started has been read."""
+    sampling = cluster.sampling(max_tokens=LONG, **fields.pop("sampling", {}))
+    call = cluster.stub.Generate(cluster.request(request_id=request_id, sampling=sampling, **fields))
+    assert (await call.read()).HasField("started")
+    return call
+
+
+async def wait_for_queue(cluster, num_waiting):
+    await cluster.eventually(lambda: cluster.services.admission.num_waiting == num_waiting, what="queue")
+
+
+@pytest.fixture
+async def full(cluster):
+    """One running request fills the only decode node."""
+    cluster.decode.max_running = 1
+    cluster.decode.step_seconds = 0.002
+    return cluster
+
+
+async def test_more_than_max_waiting_is_refused_at_once_with_retry_info(full):
+    await full.serve(max_waiting=1)
+    running = await start_long(full)
+    waiting = asyncio.ensure_future(full.generate(sampling=full.sampling(max_tokens=2)))
+    await wait_for_queue(full, 1)
+    failure = await full.fail(sampling=full.sampling())
+    assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
+    assert failure.retry_seconds > 0
+    running.cancel()
+    assert (await waiting).summary.metrics.queue_seconds > 0
+    await full.is_empty()
+
+
+async def test_more_than_max_waiting_tokens_is_refused_at_once(full):
+    await full.serve(max_waiting_tokens=10)
+    running = await start_long(full)
+    waiting = asyncio.ensure_future(full.generate(text="8 tokens", sampling=full.sampling(max_tokens=2)))
+    await wait_for_queue(full, 1)
+    failure = await full.fail(text="more", sampling=full.sampling())
+    assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
+    assert failure.retry_seconds > 0
+    running.cancel()
+    await waiting
+    await full.is_empty()
+
+
+async def test_without_a_queue_a_full_system_refuses(full):
+    await full.serve(max_waiting=0)
+    running = await start_long(full)
+    assert (await full.fail(sampling=full.sampling())).code is EXHAUSTED
+    running.cancel()
+    await full.is_empty()
+    assert (await full.generate(sampling=full.sampling())).token_ids()
+
+
+async def test_a_full_journal_refuses(cluster):
+    await cluster.serve(journal_bytes=65_536)
+    failure = await cluster.fail(sampling=cluster.sampling(n=8, max_tokens=LONG))
+    assert (failure.code, failure.reason) == (EXHAUSTED, "JOURNAL_FULL")
+    assert failure.retry_seconds > 0
+    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    await cluster.is_empty()
+
+
+async def test_higher_priority_goes_first_then_arrival(full):
+    await full.serve()
+    running = await start_long(full)
+    order = []
+
+    async def one(name, priority, num_before):
+        await full.generate(request_id=name, priority=priority, sampling=full.sampling(max_tokens=2))
+        order.append(name)
+
+    tasks = []
+    for num_before, (name, priority) in enumerate([("first", 0), ("second", 0), ("low", -5), ("high", 9)]):
+        tasks.append(asyncio.ensure_future(one(name, priority, num_before)))
+        await wait_for_queue(full, num_before + 1)
+    running.cancel()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks)
+    assert order == ["high", "first", "second", "low"]
+    await full.is_empty()
+
+
+async def test_a_prompt_that_fits_no_decode_node_is_invalid(cluster):
+    cluster.decode.num_blocks = 4
+    await cluster.serve()
+    failure = await cluster.fail(text="x" * 100, sampling=cluster.sampling())
+    assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE")
+    await cluster.is_empty()
+
+
+async def test_a_prefill_node_is_given_no_more_than_its_share(cluster):
+    cluster.prefill.prefill_seconds = 0.02
+    await cluster.serve(prefill_outstanding_tokens=64)
+    answers = [
+        cluster.generate(text=chr(97 + index) * 30, sampling=cluster.sampling(max_tokens=2)) for index in range(10)
+    ]
+    await asyncio.gather(*answers)
+    assert 29 <= cluster.prefill.most_outstanding_tokens <= 64
+    big = await cluster.generate(text="y" * 200, sampling=cluster.sampling(max_tokens=2))
+    assert big.token_ids(), "a prompt beyond the share goes alone"
+    await cluster.is_empty()
+
+
+# ---------------------------------------------------------------- abort
+
+
+async def test_abort_ends_the_call_with_aborted_samples_and_ok(cluster):
+    cluster.decode.step_seconds = 0.002
+    cluster.decode.script = lambda opened, sample: [97] * (3 if sample == 0 else LONG)
+    await cluster.serve()
+    call = cluster.stub.Generate(
+        cluster.request(request_id="a", sampling=cluster.sampling(max_tokens=3, n=1)),
+    )
+    async for _ in call:
+        pass
+    cluster.decode.script = lambda opened, sample: [97, 256] if sample == 0 else [98] * LONG
+    task = asyncio.ensure_future(cluster.generate(request_id="a", sampling=cluster.sampling(n=2, max_tokens=LONG)))
+    await cluster.eventually(lambda: any(0 not in group.tokens for group in cluster.decode.groups))
+    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
+    answer = await task
+    assert answer.finished[0].reason == router_pb2.FINISH_REASON_STOP
+    assert answer.finished[1].reason == router_pb2.FINISH_REASON_ABORTED
+    assert answer.summary.usage.num_generated_tokens == len(answer.token_ids(0)) + len(answer.token_ids(1))
+    assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
+    await cluster.is_empty()
+
+
+async def test_abort_of_an_unknown_request_is_false(serving):
+    assert not (await serving.stub.Abort(router_pb2.AbortRequest(request_id="nobody"))).aborted
+
+
+async def test_abort_in_the_queue_ends_in_the_same_way(full):
+    await full.serve()
+    running = await start_long(full)
+    task = asyncio.ensure_future(full.generate(request_id="q", sampling=full.sampling(n=2)))
+    await wait_for_queue(full, 1)
+    assert (await full.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
+    answer = await task
+    assert {finished.reason for finished in answer.finished.values()} == {router_pb2.FINISH_REASON_ABORTED}
+    assert answer.summary.usage.num_cached_tokens == 0
+    running.cancel()
+    await full.is_empty()
+
+
+async def test_abort_before_the_decode_node_has_answered(cluster):
+    cluster.decode.answers_opens = False
+    await cluster.serve()
+    task = asyncio.ensure_future(cluster.generate(request_id="q", sampling=cluster.sampling()))
+    await cluster.eventually(lambda: len(cluster.decode.opened) == 1)
+    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
+    assert (await task).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
+    await cluster.is_empty()
+
+
+async def test_abort_during_prefill_cancels_the_prefill(cluster):
+    cluster.prefill.prefill_seconds = 30.0
+    await cluster.serve()
+    task = asyncio.ensure_future(cluster.stub.Complete(cluster.request(request_id="q", sampling=cluster.sampling())))
+    await cluster.eventually(lambda: cluster.prefill.num_active == 1)
+    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
+    response = await task
+    assert response.completions[0].finished.reason == router_pb2.FINISH_REASON_ABORTED
+    assert response.started.num_prompt_tokens == 8
+    await cluster.is_empty()
+
+
+# ---------------------------------------------------------------- cancel and deadline
+
+
+@pytest.mark.parametrize("phase", ["queue", "open", "prefill", "stream"])
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+async def test_a_client_that_leaves_frees_everything_within_a_second(cluster, phase, how):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve()
+    blocker = None
+    if phase == "queue":
+        cluster.decode.max_running = 1
+        blocker = await start_long(cluster)
+    elif phase == "open":
+        cluster.decode.answers_opens = False
+    elif phase == "prefill":
+        cluster.prefill.prefill_seconds = 30.0
+    timeout = 0.3 if how == "deadline" else None
+    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=LONG)), timeout=timeout)
+    reached = {
+        "queue": lambda: cluster.services.admission.num_waiting == 1,
+        "open": lambda: len(cluster.decode.opened) == 1,
+        "prefill": lambda: cluster.prefill.num_active == 1,
+        "stream": lambda: cluster.decode.num_blocks_used > 0,
+    }[phase]
+    await cluster.eventually(reached)
+    if how == "cancel":
+        call.cancel()
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)) as caught:
+        async for _ in call:
+            pass
+    if how == "deadline":
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    if blocker is not None:
+        await wait_for_queue(cluster, 0)
+        blocker.cancel()
+    await cluster.is_empty(seconds=1.0)
+
+
+async def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(cluster):
+    generator = random.Random(7)
+    cluster.decode.max_running = 24
+    cluster.decode.num_blocks = 120
+    cluster.prefill.prefill_seconds = 0.001
+    cluster.decode.tokens_per_step = 2
+    await cluster.serve(max_waiting=300)
+    outcomes: dict[str, int] = {}
+
+    async def one(index: int) -> None:
+        request = cluster.request(
+            request_id=f"r{index}",
+            text="x" * generator.randint(1, 60),
+            sampling=cluster.sampling(seed=index, n=generator.choice((1, 1, 2)), max_tokens=generator.randint(1, 40)),
+            stop=router_pb2.StopConditions(strings=["q"]),
+            priority=generator.randint(-1, 1),
+        )
+        fate = generator.choice(("finish", "finish", "cancel", "abort", "deadline"))
+        delay = generator.random() * 0.3
+        call = cluster.stub.Generate(request, timeout=delay if fate == "deadline" else 30)
+
+        async def interfere() -> None:
+            await asyncio.sleep(delay)
+            if fate == "cancel":
+                call.cancel()
+            elif fate == "abort":
+                await cluster.stub.Abort(router_pb2.AbortRequest(request_id=f"r{index}"))
+
+        meddler = asyncio.ensure_future(interfere())
+        try:
+            messages = [message async for message in call]
+            assert messages[-1].HasField("summary")
+            outcomes["ok"] = outcomes.get("ok", 0) + 1
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            name = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "CANCELLED"
+            outcomes[name] = outcomes.get(name, 0) + 1
+        await meddler
+
+    async with asyncio.timeout(40):
+        await asyncio.gather(*(one(index) for index in range(200)))
+    assert outcomes["ok"] > 60, outcomes
+    assert set(outcomes) <= {"ok", "CANCELLED", "DEADLINE_EXCEEDED"}, outcomes
+    await cluster.is_empty()
+    answer = await cluster.generate(sampling=cluster.sampling())
+    assert len(answer.token_ids()) == 8

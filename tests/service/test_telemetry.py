@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+
+from outrider.node import NodeLoad
+from outrider.request import FinishReason
+from outrider.service.config import TelemetryConfig
+from outrider.service.telemetry.logging import configure_logging, get_logger
+from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics
+from outrider.session import SpeculationCounts
+
+
+@pytest.fixture
+def log_to():
+    """Configures the process's log onto a string, and puts everything back afterwards."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+
+    def configure(**settings) -> io.StringIO:
+        stream = io.StringIO()
+        configure_logging(TelemetryConfig(**settings), role="router", stream=stream)
+        return stream
+
+    yield configure
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_an_event_is_one_json_line_with_its_request_and_role(log_to):
+    stream = log_to(log_format="json")
+    get_logger("flow").info("request admitted", request_id="r1", num_prompt_tokens=7)
+    (line,) = stream.getvalue().splitlines()
+    event = json.loads(line)
+    assert event.pop("timestamp")
+    assert event == {
+        "level": "info", "role": "router", "component": "flow", "event": "request admitted", "request_id": "r1",
+        "num_prompt_tokens": 7,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("log_text", "is_there"), [(False, False), (True, True)])
+def test_prompt_text_is_logged_only_when_asked_for(log_to, log_text, is_there):
+    stream = log_to(log_format="json", log_text=log_text)
+    get_logger("flow").info("request admitted", text="a secret prompt")
+    assert ("a secret prompt" in stream.getvalue()) is is_there
+
+
+def test_the_level_and_other_libraries_are_respected(log_to):
+    stream = log_to(log_format="text", log_level="warning")
+    get_logger("flow").info("too quiet")
+    logging.getLogger("grpc").warning("from a library")
+    logging.getLogger("grpc").info("chatter")
+    (line,) = stream.getvalue().splitlines()
+    assert "from a library" in line
+
+
+def test_a_trace_stays_on_one_json_line(log_to):
+    stream = log_to(log_format="json")
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError as error:
+        get_logger("flow").error("internal error", exc_info=error)
+    (line,) = stream.getvalue().splitlines()
+    assert json.loads(line)["exception"][0]["exc_type"] == "RuntimeError"
+
+
+def exported(registry: CollectorRegistry) -> dict[str, float]:
+    lines = generate_latest(registry).decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+
+
+def test_engine_metrics_have_the_names_of_vllm():
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(model_name="m", registry=registry)
+    metrics.set_load(NodeLoad(num_running=3, num_waiting=1, kv_blocks_total=8, kv_blocks_free=2))
+    metrics.add_tokens(num_prompt_tokens=5, num_generated_tokens=2)
+    metrics.add_prefix_lookup(num_query_tokens=10, num_hit_tokens=4)
+    metrics.add_preemptions(1)
+    metrics.observe_step(seconds=0.02, num_rows=9)
+    metrics.add_speculation(
+        SpeculationCounts(
+            num_spec_steps=3,
+            num_draft_tokens=6,
+            num_accepted_draft_tokens=3,
+            acceptance_histogram=(1, 1, 1),
+            num_wanting_steps=4,
+            num_hit_steps=3,
+        )
+    )
+    metrics.observe_transfer(connector="shared_memory", num_bytes=100, seconds=0.01, exposed_seconds=0.002)
+    metrics.add_dropped_frames("stale")
+    metrics.add_refused_proposals("too_long", 2)
+    metrics.set_breaker("127.0.0.1:1", is_open=True)
+    figures = exported(registry)
+    label = 'model_name="m"'
+    assert figures[f"vllm:num_requests_running{{{label}}}"] == 3
+    assert figures[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0.75
+    assert figures[f"vllm:generation_tokens_total{{{label}}}"] == 2
+    assert figures[f"vllm:spec_decode_num_accepted_tokens_total{{{label}}}"] == 3
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert figures[f'{per_position}{{{label},position="0"}}'] == 2
+    assert figures[f'{per_position}{{{label},position="1"}}'] == 1
+    assert figures[f'outrider:kv_frames_dropped_total{{{label},reason="stale"}}'] == 1
+    assert figures[f'outrider:draft_breaker_open{{{label},target="127.0.0.1:1"}}'] == 1
+
+
+def test_router_metrics_have_the_names_of_vllm():
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(model_name="m", registry=registry)
+    metrics.set_load(num_running=2, num_waiting=5)
+    metrics.observe_admitted(queue_seconds=0.1, num_prompt_tokens=7)
+    metrics.observe_first_token(0.2)
+    metrics.observe_tokens(num_tokens=1, seconds_since_last=None)
+    metrics.observe_tokens(num_tokens=4, seconds_since_last=0.08)
+    metrics.observe_finished_sample(FinishReason.ABORTED)
+    metrics.observe_finished_request(e2e_seconds=1.5)
+    metrics.add_failure("OVERLOADED")
+    metrics.add_lost_node("decode")
+    figures = exported(registry)
+    label = 'model_name="m"'
+    assert figures[f"vllm:generation_tokens_total{{{label}}}"] == 5
+    assert figures[f"vllm:inter_token_latency_seconds_sum{{{label}}}"] == pytest.approx(0.02)
+    assert figures[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 1
+    assert figures[f'vllm:request_success_total{{finished_reason="abort",{label}}}'] == 1
+    assert figures[f"vllm:e2e_request_latency_seconds_sum{{{label}}}"] == 1.5
+    assert figures[f"vllm:num_requests_waiting{{{label}}}"] == 5
