@@ -41,11 +41,7 @@ class TakenDrafts:
 
     token_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     waited_seconds: float = 0.0
-
-    @property
-    def hits(self) -> frozenset[int]:
-        """Sequences that found a proposal."""
-        return frozenset(self.token_ids)
+    hits: frozenset[int] = frozenset()  # sequences that found theirs waiting for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +128,7 @@ class DraftClient:
         started = self._clock()
         with self._changed:
             found, missing = self._book.find(wants, wait_seconds=wait_seconds)
+            hits = frozenset(found)
             waits = bool(missing) and wait_seconds > 0.0
             if waits:
                 self._wake()
@@ -144,7 +141,7 @@ class DraftClient:
             self._book.judge(wants, found, unanswered=missing if waits else ())
         if not waits:
             self._wake()
-        return TakenDrafts(found, self._clock() - started)
+        return TakenDrafts(found, self._clock() - started, hits)
 
     def status(self) -> DraftClientStatus:
         with self._changed:

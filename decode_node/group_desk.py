@@ -10,6 +10,7 @@ from decode_node.ingest import Ingest
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence
+from outrider.kv_transfer.base import DrainState
 from outrider.session import (
     Granted,
     KvReady,
@@ -47,6 +48,7 @@ class GroupDesk:
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
         self._is_draining = False
+        self._quarantined: list[SequenceKV | None] = []
 
     @property
     def num_groups(self) -> int:
@@ -229,8 +231,10 @@ class GroupDesk:
         self._free(group)
 
     def _free(self, group: SequenceGroup) -> None:
-        if group.is_waiting_for_kv:
-            self._ingest.close(group.transfer_id)
+        if group.is_waiting_for_kv and self._ingest.close(group.transfer_id) is DrainState.UNKNOWN:
+            # A write may still be under way: these blocks are never handed out again.
+            self._quarantined.append(group.kv)
+            group.kv = None
         for sample in tuple(group.samples.values()):
             self._drop(sample)
         if group.kv is not None:

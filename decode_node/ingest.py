@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.kv_transfer.base import TransferSpec, TransferStats
+from outrider.kv_transfer.base import DrainState, TransferSpec, TransferStats
 from outrider.kv_transfer.receiver import KvReceiver
 
 if TYPE_CHECKING:
@@ -83,6 +83,6 @@ class Ingest:
             ReservedBlocks(self._kv_cache, block_ids),
         )
 
-    def close(self, transfer_id: bytes) -> None:
-        """When it returns, no byte of this transfer is written any more."""
-        self.receiver.close(transfer_id)
+    def close(self, transfer_id: bytes) -> DrainState:
+        """DRAINED: no byte of this transfer is written any more. UNKNOWN: its blocks must not be used again."""
+        return self.receiver.close(transfer_id)

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from prometheus_client import REGISTRY
+
 from draft_node.config import DraftNodeConfig
 from draft_node.server import DraftNodeService
 from outrider.config import parse_role_arguments
@@ -20,9 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "100")
     sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
     config: DraftNodeConfig = sections["draft_node"]
-    return run_service(
-        DraftNodeService(config), server=config.server, telemetry=sections["telemetry"], role="draft_node"
-    )
+    service = DraftNodeService(config, registry=REGISTRY)
+    return run_service(service, server=config.server, telemetry=sections["telemetry"], role="draft_node")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class DraftStepStats:
     seconds: float
     num_updates: int
     num_refused: int
+    num_held: int  # sequences
+    num_waiting: int  # of them, not caught up yet
     num_requests: int
     num_proposed_tokens: int
 
@@ -61,9 +63,17 @@ class DraftLoop:
     and `run` belong to one.
     """
 
-    def __init__(self, proposer: Proposer, limits: DraftLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        limits: DraftLimits,
+        *,
+        on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._proposer = proposer
         self._limits = limits
+        self._on_step = on_step
         self._clock = clock
         self._held = HeldSequences(max_sequences=limits.max_sequences, clock=clock, on_forgotten=proposer.forget)
         self._pending: dict[int, HeldSequence] = {}  # by key: want a proposal, or to be caught up with
@@ -124,7 +134,7 @@ class DraftLoop:
                     self._changed.wait(IDLE_SECONDS)
                 if self._is_stopping:
                     return
-            self.step()
+            self._on_step(self.step())
 
     def step(self) -> DraftStepStats:
         """Newest states in, proposals out. What is not caught up yet stays for the next step."""
@@ -236,6 +246,8 @@ class DraftLoop:
             seconds=now - started,
             num_updates=num_updates,
             num_refused=num_refused,
+            num_held=self._num_running,
+            num_waiting=len(self._pending),
             num_requests=len(proposals),
             num_proposed_tokens=num_tokens,
         )

@@ -6,20 +6,23 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
-from draft_node.draft_loop import DraftLimits, DraftLoop
+from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
 from draft_node.draft_peer import DraftPeer
 from outrider import __version__
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
-from outrider.node import ModelInfo, NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.announce import announce_progress
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.status import rpc_errors
 from outrider.service.telemetry.logging import get_logger
+from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.draft_stream import DraftHello
 from outrider.speculation.proposers.base import Proposer
@@ -38,8 +41,11 @@ class DraftNodeService:
 
     service_names: tuple[str, ...] = ("outrider.v1.DraftService", "outrider.v1.NodeService")
 
-    def __init__(self, config: DraftNodeConfig, *, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self, config: DraftNodeConfig, *, registry: CollectorRegistry, proposer: Proposer | None = None
+    ) -> None:
         self._config = config
+        self._registry = registry
         self._proposer = proposer  # None: made in `start`
         self._incarnation = make_incarnation()
         self._name = ""
@@ -59,12 +65,11 @@ class DraftNodeService:
             self._proposer = await asyncio.to_thread(
                 make_proposer, self._config.proposer, self._config.proposer_settings, progress=announce_progress
             )
-        self._loop = DraftLoop(
-            self._proposer,
-            DraftLimits(
-                num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
-            ),
+        limits = DraftLimits(
+            num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
         )
+        metrics = EngineMetrics(model_name=self._proposer.name, registry=self._registry)
+        self._loop = DraftLoop(self._proposer, limits, on_step=partial(_count_step, metrics))
         self._thread = threading.Thread(target=self._loop.run, name="draft loop", daemon=True)
         self._thread.start()
         self._state = NodeState.SERVING
@@ -146,6 +151,13 @@ class DraftNodeService:
             proposer=proposer.name,
             num_speculative_tokens=self._config.num_speculative_tokens,
         )
+
+
+def _count_step(metrics: EngineMetrics, stats: DraftStepStats) -> None:
+    """On the draft loop's thread."""
+    metrics.set_load(NodeLoad(num_running=stats.num_held, num_waiting=stats.num_waiting))
+    metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_requests)
+    metrics.add_tokens(num_generated_tokens=stats.num_proposed_tokens)
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):

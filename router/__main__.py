@@ -12,6 +12,7 @@ from router.service import RouterService
 
 
 def main() -> int:
+    """The exit status, where the service did not get to run."""
     sections = parse_role_arguments("router", {"router": RouterConfig, "telemetry": TelemetryConfig})
     config: RouterConfig = sections["router"]
     telemetry: TelemetryConfig = sections["telemetry"]

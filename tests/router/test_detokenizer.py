@@ -24,7 +24,7 @@ def decode_with(detokenizer, token_ids):
     return "".join([*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.finish()])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(token_ids=st.lists(st.integers(0, 263), max_size=40), skip=st.booleans())
 def test_any_bytes_decode_as_the_library_decodes_them(token_ids, skip):
     whole = BYTE_LEVEL.decode(token_ids, skip_special_tokens=skip)
@@ -76,7 +76,7 @@ def word_piece():
     return tokenizer
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     pieces=st.lists(
         st.sampled_from(["▁the", "▁cat", "▁", "s", "at", "▁sat", "é", "日", "é-bytes", "🙂-bytes"]), max_size=20

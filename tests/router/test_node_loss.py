@@ -173,8 +173,10 @@ async def test_tokens_at_a_wrong_position_are_never_passed_on(cluster):
 
 async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(cluster):
     other = FakeDecodeNode(name="stranger", model=fake_model_info(fingerprint="0" * 64))
+    other.state = NodeState.STARTING
     cluster.nodes.append(other)
     await cluster.serve()
+    other.state = NodeState.SERVING
     links = cluster.service.cluster._links.values()
     await cluster.eventually(lambda: any(link.refusal for link in links))
     refused = next(link for link in links if link.refusal)

@@ -56,7 +56,7 @@ def test_an_end_that_could_begin_a_stop_string_is_held_back_and_no_more():
     assert matcher.finish() == "S"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     text=st.text(alphabet="ab", max_size=24),
     strings=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4),

@@ -84,9 +84,7 @@ class _Plan:
             else:
                 yield from _cut(sorted(members, key=lambda index: -int(spans[index])), spans.tolist())
 
-    def _make_group(
-        self, members: Sequence[int], window: int | None, heads_per_kv: int, dtype: torch.dtype
-    ) -> _Group:
+    def _make_group(self, members: Sequence[int], window: int | None, heads_per_kv: int, dtype: torch.dtype) -> _Group:
         index = np.asarray(members)
         seq_lens = self._seq_lens[index].astype(np.int64)  # [num_seqs]
         num_rows = int(self._num_rows[members[0]])

@@ -51,9 +51,7 @@ class PagedKVCache:
         self.values: tuple[Tensor, ...] = self._tensors["v"].unbind(0)
 
     @classmethod
-    def sized_for(
-        cls, spec: ModelSpec, config: KVCacheConfig, *, device: torch.device | str = "cpu"
-    ) -> PagedKVCache:
+    def sized_for(cls, spec: ModelSpec, config: KVCacheConfig, *, device: torch.device | str = "cpu") -> PagedKVCache:
         """A cache of as many blocks as `config` and free memory allow. Raises ConfigError when two windows do not fit."""
         num_blocks = cls.num_blocks_for(spec, config, free_bytes=free_memory_bytes(torch.device(device)))
         return cls(spec.planes, num_blocks=num_blocks, block_size=config.block_size, device=device)

@@ -1,0 +1,161 @@
+"""The draft node's gRPC face, spoken to with bare stubs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from draft_node.config import DraftNodeConfig
+from draft_node.server import DraftNodeService
+from outrider.service.config import ServerConfig
+from outrider.session import PROTOCOL_VERSION
+from outrider.speculation.prefix_hash import prefix_hash
+from outrider.speculation.proposers.ngram import NgramProposer
+from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
+
+HELLO = draft_pb2.DraftHello(
+    protocol_version=PROTOCOL_VERSION, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
+)
+PATIENCE_SECONDS = 10.0
+
+
+@contextlib.asynccontextmanager
+async def running(*, starts=True, registry=None):
+    config = DraftNodeConfig(server=ServerConfig(name="draft@test"))
+    service = DraftNodeService(config, registry=registry or CollectorRegistry(), proposer=NgramProposer())
+    server = grpc.aio.server()
+    service.add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    if starts:
+        await service.start(f"127.0.0.1:{port}")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield service, channel
+    await server.stop(0)
+    await service.stop()
+
+
+async def status_of(call) -> tuple[grpc.StatusCode, str]:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        return await call.code(), await call.details()
+
+
+async def connect(channel, hello=HELLO):
+    call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+    await call.write(draft_pb2.DraftUpdate(hello=hello))
+    first = None
+    with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal, which the caller looks at
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            first = await call.read()
+    return call, first
+
+
+def update_of(text, **changes) -> draft_pb2.SequenceUpdate:
+    values = {
+        "sequence_id": 1,
+        "start": draft_pb2.SequenceStart(prompt_length=1, sampling=router_pb2.SamplingParams(max_tokens=100)),
+        "token_ids": text,
+        "length": len(text),
+        "prefix_hash": prefix_hash(text),
+        "num_wanted": 2,
+        **changes,
+    }
+    return draft_pb2.SequenceUpdate(**values)
+
+
+async def test_the_first_answer_is_the_nodes_hello_and_then_proposals_come():
+    async with running() as (_, channel):
+        call, first = await connect(channel)
+        assert first.hello.name == "draft@test"
+        assert first.hello.model.proposer == "ngram"
+        assert not first.sequences
+        await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2, 3, 1, 2])]))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            answer = await call.read()
+        assert not answer.HasField("hello")
+        assert list(answer.sequences[0].branches[0].token_ids[:2]) == [3, 1]
+        call.cancel()
+
+
+async def test_garbage_in_one_sequence_disturbs_no_other():
+    async with running() as (_, channel):
+        call, _ = await connect(channel)
+        garbage = [
+            update_of([1, 2], sequence_id=2, prefix_hash=9),
+            update_of([1, 2], sequence_id=3, length=77),
+            update_of([100], sequence_id=4),
+            update_of([1], sequence_id=5, start_length=12, length=13),
+            draft_pb2.SequenceUpdate(sequence_id=6),
+            draft_pb2.SequenceUpdate(sequence_id=7, closed=True),
+        ]
+        await call.write(draft_pb2.DraftUpdate(sequences=[*garbage, update_of([1, 2, 3, 1, 2])]))
+        answers = {}
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(answers) < 6:
+                answers |= {answer.sequence_id: answer for answer in (await call.read()).sequences}
+        assert answers[1].branches
+        assert [key for key, answer in sorted(answers.items()) if answer.need_sync] == [2, 5]
+        call.cancel()
+
+
+async def test_a_stream_without_a_hello_is_refused():
+    async with running() as (_, channel):
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1])]))
+        assert await status_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "the first message carries the hello")
+
+
+async def test_another_protocol_version_is_refused_and_both_sides_are_named():
+    async with running() as (_, channel):
+        hello = draft_pb2.DraftHello(protocol_version=99, incarnation=bytes(16), name="decode@new")
+        call, _ = await connect(channel, hello)
+        code, details = await status_of(call)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "decode@new" in details
+        assert "draft@test" in details
+
+
+async def test_before_it_serves_it_is_unavailable():
+    async with running(starts=False) as (_, channel):
+        call, _ = await connect(channel)
+        assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_draining_ends_the_streams_at_once_and_takes_no_new_ones():
+    async with running() as (service, channel):
+        call, _ = await connect(channel)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await service.drain(30.0)
+        assert (await status_of(call))[0] is grpc.StatusCode.OK
+        refused, _ = await connect(channel)
+        assert (await status_of(refused))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_it_reports_its_load_and_has_no_tokenizer():
+    registry = CollectorRegistry()
+    async with running(registry=registry) as (_, channel):
+        call, _ = await connect(channel)
+        await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2, 3, 1, 2])]))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await call.read()
+        stub = node_pb2_grpc.NodeServiceStub(channel)
+        watch = stub.Watch(node_pb2.WatchNodeRequest())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            report = await watch.read()
+        watch.cancel()
+        assert report.load.num_running == 1
+        assert report.step == 1
+        labels = {"model_name": "ngram"}
+        async with asyncio.timeout(PATIENCE_SECONDS):  # counted after the answer is pushed
+            while registry.get_sample_value("vllm:num_requests_running", labels) != 1:
+                await asyncio.sleep(0.002)
+        assert registry.get_sample_value("vllm:generation_tokens_total", labels) >= 2
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.GetTokenizer(node_pb2.GetTokenizerRequest()).read()
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+        call.cancel()

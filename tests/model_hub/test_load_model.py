@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from outrider.errors import ConfigError, ModelError, NotFoundError
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model, resolve_device, resolve_dtype
+from outrider.model_hub.tiny import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), seed=1)
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def load(path, **settings):
+    return load_model(ModelConfig(id=str(path), **settings))
+
+
+def test_a_local_directory_is_loaded_and_described(tiny):
+    stages = []
+    loaded = load_model(ModelConfig(id=str(tiny), name="mine"), progress=lambda *report: stages.append(report))
+    spec = loaded.spec
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (3, 4, 2, 16)
+    assert (spec.vocab_size, spec.max_model_len, spec.dtype) == (320, 2048, "float32")
+    assert spec.bytes_per_token == 2 * 3 * 2 * 16 * 4
+    assert loaded.info.name == "mine"
+    assert loaded.info.eos_token_ids == (EOS_TOKEN_ID,)
+    assert len(loaded.info.fingerprint) == len(loaded.info.vocabulary_fingerprint) == 64
+    assert loaded.known_token_ids.tolist() == [index < 299 for index in range(320)]
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(loaded.tokenizer_files)
+    assert {stage for stage, _, _ in stages} == {"weights"}
+    assert stages[-1][1] == stages[-1][2] > 10
+
+
+def test_the_tiny_tokenizer_knows_every_byte_and_transformers_reads_it(tiny):
+    text = "the thing — ünïcödé\t\x00 and\nmore <|im_end|>"
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert ids[-1] == EOS_TOKEN_ID
+    assert len(ids) < len(text.encode())  # merges are at work
+    theirs = AutoTokenizer.from_pretrained(tiny)
+    assert theirs(text).input_ids == ids
+    rendered = theirs.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny_tokenizer().to_str() == tokenizer.to_str()
+
+
+def test_equal_seeds_give_equal_models(tiny, tmp_path):
+    again = make_tiny_model(tmp_path / "again", seed=1)
+    other = make_tiny_model(tmp_path / "other", seed=2)
+    assert load(again).info.fingerprint == load(tiny).info.fingerprint
+    assert load(other).info.fingerprint != load(tiny).info.fingerprint
+    assert load(other).info.vocabulary_fingerprint == load(tiny).info.vocabulary_fingerprint
+
+
+def test_bfloat16_is_loaded_when_asked_for(tiny):
+    loaded = load(tiny, dtype="bfloat16")
+    assert loaded.spec.dtype == loaded.info.dtype == "bfloat16"
+    assert loaded.model.dtype == torch.bfloat16
+
+
+def test_auto_is_float32_on_a_cpu_and_the_checkpoints_dtype_on_a_gpu():
+    config = AutoConfig.for_model("llama")
+    config.dtype = torch.bfloat16
+    assert resolve_dtype("auto", torch.device("cpu"), config) == "float32"
+    assert resolve_dtype("auto", torch.device("cuda"), config) == "bfloat16"
+    assert resolve_dtype("float32", torch.device("cuda"), config) == "float32"
+
+
+def test_the_window_is_the_models_or_less(tiny):
+    assert load(tiny, max_model_len=100).spec.max_model_len == 100
+    with pytest.raises(ConfigError, match="2048"):
+        load(tiny, max_model_len=2049)
+
+
+def test_devices_that_are_not_there_are_named():
+    with pytest.raises(ConfigError, match="cuda:99"):
+        resolve_device("cuda:99")
+    with pytest.raises(ConfigError, match="gpu"):
+        resolve_device("gpu")
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "two words", "a/b/c"])
+def test_a_name_that_is_no_model_is_not_found(name):
+    with pytest.raises(NotFoundError, match="neither a directory"):
+        load_model(ModelConfig(id=name))
+
+
+def test_a_directory_without_a_model_says_what_is_missing(tmp_path, copy):
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(tmp_path)
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        load(copy)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        load(copy)
+
+
+def test_damaged_weights_are_refused(copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="copy"):
+        load(copy)
+
+
+def test_an_unknown_architecture_is_refused(copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "no_such_model"}))
+    with pytest.raises(ModelError, match="no_such_model"):
+        load(copy)
+
+
+UNSERVABLE = {
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 320},
+    "deepseek_v3": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 2,
+        "vocab_size": 320,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": 320},
+    "gpt_oss": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "vocab_size": 320,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", UNSERVABLE)
+def test_layers_that_keep_no_plain_keys_and_values_are_refused_by_name(architecture, copy):
+    config = AutoConfig.for_model(architecture, **UNSERVABLE[architecture])
+    (copy / "model.safetensors").unlink()
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(copy)
+    with pytest.raises(ModelError, match=type(model).__name__):
+        load(copy)
+
+
+def test_an_encoder_decoder_is_refused_by_name(copy):
+    config = AutoConfig.for_model("t5", d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=320)
+    (copy / "model.safetensors").unlink()
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(copy)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        load(copy)
+
+
+def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
+    """The negative control of the check at load: attention that is one key short."""
+    from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
+    from outrider.engine.attention.base import AttentionOptions
+
+    plain = TorchSdpaAttention.attend
+
+    def forgetful(self, plan, query, key_cache, value_cache, options):
+        return plain(self, plan, query, key_cache, value_cache, AttentionOptions(options.scaling, sliding_window=11))
+
+    monkeypatch.setattr(TorchSdpaAttention, "attend", forgetful)
+    with pytest.raises(ModelError, match="differs from the model's own"):
+        load(tiny)

@@ -1,0 +1,86 @@
+"""The default model itself: the tokens that transformers' generate gives, from our paged forward."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 200
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nExplain in a few paragraphs how a bicycle stays upright.<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model(ModelConfig(max_model_len=1024))
+
+
+def decode(loaded, prompt, *, num_rows):
+    """Greedy tokens after `prompt`, `num_rows` at a time: one known token and, as drafts, what really follows."""
+    block_size = 16
+    cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=block_size)
+    runner = ModelRunner(loaded, cache, make_attention_backend())
+    blocks = list(range(63, -1, -1))
+    runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
+    token_ids, gaps = list(prompt), []
+    while len(token_ids) < len(prompt) + NUM_TOKENS:
+        rows = [token_ids[-1]]
+        if num_rows > 1:
+            rows += [1234] * (num_rows - 1)  # drafts that are wrong, as most are
+        logits = runner.forward(
+            build_input_batch([SequenceRows(rows, len(token_ids) - 1, blocks, num_rows)], block_size)
+        )
+        best = logits[0].topk(2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        token_ids.append(int(best.indices[0]))
+    return token_ids[len(prompt) :], gaps
+
+
+def test_greedy_tokens_are_those_of_transformers_generate(loaded):
+    prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
+    theirs = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS
+        )[0, len(prompt) :].tolist()
+    del theirs
+    # min_new_tokens bans the end of text there; here nothing does, so compare up to it.
+    end = next((i for i, token in enumerate(expected) if token in loaded.info.eos_token_ids), NUM_TOKENS)
+    for num_rows in (1, 5):
+        ours, gaps = decode(loaded, prompt, num_rows=num_rows)
+        stop = next((i for i, token in enumerate(ours) if token in loaded.info.eos_token_ids), end)
+        parted = next((i for i in range(min(end, stop)) if ours[i] != expected[i]), None)
+        assert parted is None, f"{num_rows} rows: token {parted} differs, its best two are {gaps[parted]:.2g} apart"
+        assert min(end, stop) == NUM_TOKENS, "the prompt must be one that is answered at length"
+
+
+def test_identity_of_the_default_model(loaded):
+    assert loaded.info.name == "smollm2-135m-instruct"
+    assert loaded.info.eos_token_ids == (2,)
+    assert (loaded.info.vocab_size, int(loaded.known_token_ids.sum())) == (49152, 49152)
+    config = json.loads(loaded.tokenizer_files["tokenizer_config.json"])
+    assert config["eos_token"] == "<|im_end|>"
+    assert b"add_generation_prompt" in loaded.tokenizer_files["chat_template.jinja"]
+
+
+@pytest.mark.parametrize("text", ["I paid $3.50 in 2024 for v2.", "naïve  spaces\n\n\tand tabs", "x²+½ ٣"])
+def test_the_tokenizer_returns_what_it_was_given(loaded, text):
+    tokenizer = Tokenizer.from_file(str(loaded.directory / "tokenizer.json"))
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert all(len(tokenizer.decode([token])) == 1 for token in ids if tokenizer.decode([token]).strip().isdigit())

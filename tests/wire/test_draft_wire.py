@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from outrider.request import SamplingParams
+from outrider.speculation.draft_stream import Branch, DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.v1 import draft_pb2
+from outrider.wire.draft import (
+    hello_from_proto,
+    hello_to_proto,
+    proposals_from_proto,
+    proposals_to_proto,
+    update_from_proto,
+    update_to_proto,
+)
+
+START = SequenceStart(
+    params=SamplingParams(
+        seed=2**64 - 1,
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        logit_bias=((1, -1.5), (9, 2.0)),
+        min_tokens=2,
+    ),
+    sample=3,
+    prompt_length=2,
+    stop_token_ids=(0, 5),
+)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        SequenceUpdate(
+            sequence_id=2**63,
+            start=START,
+            token_ids=(1, 2, 2**32 - 1),
+            length=3,
+            prefix_hash=2**64 - 1,
+            num_wanted=5,
+            budget_seconds=0.002,
+        ),
+        SequenceUpdate(sequence_id=1, start_length=3, token_ids=(4,), length=4, prefix_hash=0),
+        SequenceUpdate(sequence_id=1, closed=True),
+    ],
+    ids=["first", "later", "closed"],
+)
+def test_an_update_survives_the_wire(update):
+    data = update_to_proto(update).SerializeToString()
+    assert update_from_proto(draft_pb2.SequenceUpdate.FromString(data)) == update
+
+
+@pytest.mark.parametrize(
+    "proposals",
+    [
+        SequenceProposals(
+            sequence_id=1,
+            acked_length=9,
+            branches=(Branch(9, 2**64 - 1, (1, 2), (0.5, 0.25)), Branch(8, 0, (3,))),
+        ),
+        SequenceProposals(sequence_id=1, acked_length=9),
+        SequenceProposals(sequence_id=1, need_sync=True),
+    ],
+    ids=["branches", "nothing", "need_sync"],
+)
+def test_proposals_survive_the_wire(proposals):
+    data = proposals_to_proto(proposals).SerializeToString()
+    assert proposals_from_proto(draft_pb2.SequenceProposals.FromString(data)) == proposals
+
+
+def test_a_hello_survives_the_wire():
+    hello = DraftHello(
+        protocol_version=1,
+        incarnation=bytes(range(16)),
+        name="decode@1.2.3.4:5",
+        vocab_size=49152,
+        vocabulary_fingerprint="ab",
+        max_model_len=8192,
+    )
+    assert hello_from_proto(draft_pb2.DraftHello.FromString(hello_to_proto(hello).SerializeToString())) == hello
