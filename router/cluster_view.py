@@ -217,8 +217,8 @@ class ClusterView:
         link.is_alias = any(
             other is not link
             and not other.is_alias
+            and other.state is not NodeState.LOST
             and other.info is not None
-            and other.report is not None
             and other.info.incarnation == info.incarnation
             for other in self._links.values()
         )

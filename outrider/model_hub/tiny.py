@@ -97,9 +97,9 @@ def tiny_tokenizer() -> Any:
     """A byte-level BPE `tokenizers.Tokenizer`: special tokens, 256 bytes, and the merges above."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    merges = [tuple(merge.split(" ")) for merge in MERGES]
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    entries = dict.fromkeys([*SPECIAL_TOKENS, *alphabet, *("".join(merge) for merge in merges)])
+    entries = dict.fromkeys([*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)])
     tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -35,7 +35,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def vocabulary(tokenizer_json: bytes) -> dict[int, str]:
-    """Every id that has an entry in a tokenizer.json, added tokens included. Raises ModelError when it cannot be read."""
+    """Every id that has an entry in a tokenizer.json, added tokens included. Raises ModelError for anything else."""
     try:
         tokenizer: dict[str, Any] = json.loads(tokenizer_json)
         entries = tokenizer["model"]["vocab"]

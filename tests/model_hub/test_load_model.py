@@ -183,8 +183,8 @@ def test_an_encoder_decoder_is_refused_by_name(copy):
 
 def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
     """The negative control of the check at load: attention that is one key short."""
-    from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
     from outrider.engine.attention.base import AttentionOptions
+    from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 
     plain = TorchSdpaAttention.attend
 

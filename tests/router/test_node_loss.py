@@ -286,15 +286,16 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_fo
 
 async def test_one_node_under_two_names_is_one_node(cluster):
     async def resolve(target):
-        return [target.replace("localhost", "127.0.0.1")] if not target.startswith("alias") else ["alias"]
+        return [f"ipv4:{cluster.decode.address}"] if target == "alias:1" else [target]
 
-    await cluster.start(resolver=resolve)
-    del resolve
-    port = cluster.decode.address.rpartition(":")[2]
-    cluster.service.cluster._targets.append((NodeRole.DECODE, f"127.0.0.2:{port}"))
-    await asyncio.wait_for(cluster.service.start(cluster.address), 5)
-    await asyncio.sleep(0)
-    assert [status.name for status in cluster.service.cluster.statuses()].count("decode-0") == 1
+    await cluster.decode.start()
+    targets = (cluster.decode.address, "alias:1")
+    await cluster.serve(resolver=resolve, decode_targets=targets)
+    links = cluster.service.cluster._links.values()
+    await cluster.eventually(lambda: [link.is_alias for link in links if link.role is NodeRole.DECODE].count(True) == 1)
+    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    assert [status.name for status in cluster.service.cluster.statuses()] == ["prefill-0", "decode-0"]
+    assert cluster.decode.num_sessions == 1
 
 
 async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(cluster):

@@ -13,7 +13,7 @@ __all__ = ["AttentionBackend", "AttentionOptions", "make_attention_backend"]
 
 
 def make_attention_backend(name: str = "auto", device: torch.device | str = "cpu") -> AttentionBackend:
-    """A new backend. "auto": flash_attn on a GPU that has it, else torch_sdpa. Raises ConfigError when it cannot run."""
+    """A new backend; "auto" is flash_attn on a GPU that has it, else torch_sdpa. Raises ConfigError if impossible."""
     device = torch.device(device)
     has_flash_attn = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     if name == "auto":

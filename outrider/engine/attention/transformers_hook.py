@@ -41,7 +41,7 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
-def _attention(
+def _attention(  # noqa: PLR0917 the signature is transformers'
     module: nn.Module,
     query: Tensor,  # [1, num_heads, num_rows, head_dim]
     key: Tensor,  # [1, num_kv_heads, num_rows, head_dim]

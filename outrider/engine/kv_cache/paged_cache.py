@@ -52,7 +52,7 @@ class PagedKVCache:
 
     @classmethod
     def sized_for(cls, spec: ModelSpec, config: KVCacheConfig, *, device: torch.device | str = "cpu") -> PagedKVCache:
-        """A cache of as many blocks as `config` and free memory allow. Raises ConfigError when two windows do not fit."""
+        """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few."""
         num_blocks = cls.num_blocks_for(spec, config, free_bytes=free_memory_bytes(torch.device(device)))
         return cls(spec.planes, num_blocks=num_blocks, block_size=config.block_size, device=device)
 
@@ -107,7 +107,7 @@ class PagedKVCache:
         return array
 
     def write(self, plane: str, layers: range, slots: Tensor, payload: bytes | bytearray | memoryview) -> None:
-        """Writes what `read` gave. Raises InternalError when layers, slots or size do not fit; then nothing is written."""
+        """Writes what `read` gave. Raises InternalError, nothing written, when layers, slots or size do not fit."""
         rows = self._rows(plane, layers, slots)
         expected = len(layers) * slots.numel() * rows.shape[2] * rows.element_size()
         view = memoryview(payload).cast("B")

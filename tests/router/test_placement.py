@@ -1,0 +1,149 @@
+"""The queue and the choice of nodes, without a wire."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.errors import CapacityError, PeerLostError
+from outrider.request import Request, SamplingParams
+from router.admission import Admission, Waiting
+from router.journal import JournalBudget
+from router.placement import PREFIX_CHUNK_TOKENS, PrefixMap, prefix_hashes
+
+
+class FakePlace:
+    def __init__(self, places):
+        self._places = places
+
+    def release(self):
+        self._places.num_free += 1
+
+
+class FakePlaces:
+    """So many places; `has_nodes` may be taken away."""
+
+    def __init__(self, num_free=0):
+        self.num_free = num_free
+        self.has_nodes = True
+
+    def place(self, request, *, excluded):
+        if not self.num_free or not self.has_nodes:
+            return None
+        self.num_free -= 1
+        return FakePlace(self)
+
+
+def waiting(num_tokens=4, priority=0):
+    sampling = SamplingParams(seed=0, max_tokens=1)
+    return Waiting(Request(request_id="r", prompt_token_ids=(1,) * num_tokens, sampling=sampling, priority=priority))
+
+
+def make_admission(places, **limits):
+    values = {"max_waiting": 4, "max_waiting_tokens": 100, "no_node_timeout_seconds": 60.0}
+    return Admission(places, **values | limits)
+
+
+async def queue_up(admission, *entries):
+    tasks = [asyncio.ensure_future(admission.wait_for_place(entry)) for entry in entries]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
+    places = FakePlaces(1)
+    admission = make_admission(places, max_waiting=2)
+    first = waiting()
+    await admission.wait_for_place(first)
+    others = await queue_up(admission, waiting(), waiting())
+    first.has_waited = True
+    (again,) = await queue_up(admission, first)
+    places.num_free = 1
+    admission.pump()
+    await asyncio.sleep(0)
+    assert [task.done() for task in (again, *others)] == [True, False, False]
+    places.num_free = 2
+    admission.pump()
+    await asyncio.gather(*others)
+    assert admission.num_waiting == admission.num_waiting_tokens == 0
+
+
+async def test_a_place_given_to_someone_who_has_just_left_is_given_back():
+    places = FakePlaces()
+    admission = make_admission(places)
+    (task,) = await queue_up(admission, waiting())
+    places.num_free = 1
+    admission.pump()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert places.num_free == 1
+    assert admission.num_waiting == 0
+
+
+async def test_those_who_leave_from_the_middle_do_not_pile_up():
+    places = FakePlaces()
+    admission = make_admission(places, max_waiting=4)
+    (first,) = await queue_up(admission, waiting())
+    for _ in range(200):
+        (task,) = await queue_up(admission, waiting())
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert len(admission._heap) < 40
+    first.cancel()
+
+
+async def test_limits_count_requests_and_tokens():
+    admission = make_admission(FakePlaces(), max_waiting=2, max_waiting_tokens=10)
+    tasks = await queue_up(admission, waiting(4))
+    with pytest.raises(CapacityError):
+        await admission.wait_for_place(waiting(7))
+    tasks += await queue_up(admission, waiting(6))
+    with pytest.raises(CapacityError):
+        await admission.wait_for_place(waiting(0))
+    for task in tasks:
+        task.cancel()
+
+
+async def test_without_nodes_everyone_who_waits_is_told():
+    places = FakePlaces()
+    places.has_nodes = False
+    now = [0.0]
+    admission = make_admission(places, no_node_timeout_seconds=5.0)
+    admission._clock = lambda: now[0]
+    tasks = await queue_up(admission, waiting(), waiting())
+    admission.pump()
+    now[0] = 4.9
+    admission.pump()
+    assert not any(task.done() for task in tasks)
+    now[0] = 5.1
+    admission.pump()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, PeerLostError) for result in results)
+
+
+def test_prefixes_are_known_by_whole_chunks_and_by_node():
+    prefixes = PrefixMap(max_chunks=8)
+    tokens = list(range(3 * PREFIX_CHUNK_TOKENS + 1))
+    hashes = prefix_hashes(tokens)
+    assert len(hashes) == 3
+    assert len(prefix_hashes(tokens[:-1])) == 2, "the last token is always computed"
+    prefixes.remember(hashes[:2], b"a")
+    assert prefixes.num_held_tokens(hashes, b"a") == 2 * PREFIX_CHUNK_TOKENS
+    assert prefixes.num_held_tokens(hashes, b"b") == 0
+    other = prefix_hashes([9, *tokens[1:]])
+    assert prefixes.num_held_tokens(other, b"a") == 0
+    for start in range(1000, 1020):
+        prefixes.remember(prefix_hashes(list(range(start, start + PREFIX_CHUNK_TOKENS + 1))), b"a")
+    assert len(prefixes._nodes) == 8
+    assert prefixes.num_held_tokens(hashes, b"a") == 0, "the least recently used is forgotten"
+
+
+def test_the_journal_budget_is_never_exceeded():
+    budget = JournalBudget(100)
+    with budget.hold(60), pytest.raises(CapacityError), budget.hold(41):
+        pass
+    with budget.hold(100):
+        assert budget.reserved_bytes == 100
+    assert budget.reserved_bytes == 0
