@@ -82,9 +82,16 @@ class DecodeLoop:
         self._desk.free_all()
 
     def turn(self) -> None:
-        """Commands, then a step if there is work, then what both have to tell."""
+        """Commands and their answers, then a step if there is work, and what it has to tell.
+
+        A grant does not wait for the step: the prefill that it allows runs beside it.
+        """
         self._handle_commands(wait=not self._engine.scheduler.has_work)
-        stats = self.step() if self._engine.scheduler.has_work else None
+        self._emit_events(None)
+        if self._engine.scheduler.has_work:
+            self._emit_events(self.step())
+
+    def _emit_events(self, stats: StepStats | None) -> None:
         events = self._desk.take_events()
         if events or stats:
             self._emit(events, stats)

@@ -171,6 +171,8 @@ class Attempt:
             self._running_samples.clear()
         elif answer.transfer_id != self._transfer_id:
             raise InternalError("a grant names another transfer")
+        else:
+            self._record.mark_admitted()
         if not self._answer.done():
             self._answer.set_result(answer)
 

@@ -133,7 +133,6 @@ class RequestFlow:
     def _take_grant(self, granted: Granted) -> None:
         attempt = self._attempt
         assert attempt is not None, "a grant answers an attempt"
-        self._record.mark_admitted()
         self._record.num_tokens_to_compute = granted.num_tokens_to_compute
         attempt.start_prefill(
             granted,

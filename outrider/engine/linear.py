@@ -107,7 +107,7 @@ def _join(module: nn.Module, names: Sequence[str]) -> int:
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:
         return 0
     weight = torch.cat([layer.weight.detach() for layer in plain])
-    biases = [layer.bias for layer in plain if layer.bias is not None]
+    biases = [layer.bias.detach() for layer in plain if layer.bias is not None]
     joined = PackedLinear(weight, torch.cat(biases) if biases else None)
     sizes = [layer.out_features for layer in plain]
     last: list[tuple[Tensor, ...]] = [()]
