@@ -118,6 +118,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                 vocab_size=info.vocab_size,
             ),
             max_local_prefill_tokens=config.max_local_prefill_tokens,
+            transfer_timeout_seconds=config.transfer_timeout_seconds,
         )
         loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, emit=emit)
         return DecodeParts(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from decode_node.groups import GroupTable
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.request import LogprobsRequest, SamplingParams
 from outrider.session import OpenSequenceGroup, RejectReason
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 MEAN_OUTPUT_WEIGHT = 0.05  # of the newest finished sample in the running mean
+MAX_TOP_LOGPROBS = 20
 
 
 class Admission:
@@ -28,9 +32,7 @@ class Admission:
     def observe_finished(self, num_generated: int) -> None:
         self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
 
-    def why_invalid(  # noqa: PLR0911 a list of reasons
-        self, opened: OpenSequenceGroup
-    ) -> tuple[RejectReason, str] | None:
+    def why_invalid(self, opened: OpenSequenceGroup) -> tuple[RejectReason, str] | None:
         """Reasons that no waiting changes; a router that validates never sees them."""
         sampling = opened.sampling
         num_prompt = len(opened.prompt_token_ids)
@@ -42,6 +44,8 @@ class Admission:
             return RejectReason.INVALID, "max_tokens are generated already"
         if max(*opened.prompt_token_ids, *opened.generated_token_ids, 0) >= self._vocab_size:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
+        if not (_is_in_range(sampling) and _may_be_answered(opened.logprobs)):
+            return RejectReason.INVALID, "a sampling parameter is out of its range"
         longest = num_prompt + sampling.max_tokens
         if longest > self._max_model_len:
             return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
@@ -53,9 +57,12 @@ class Admission:
         return None
 
     def has_room(self, opened: OpenSequenceGroup, *, num_new_blocks: int, groups: GroupTable) -> bool:
-        """`num_new_blocks`: what the prompt needs beyond the cached prefix. An empty node always has room."""
+        """`num_new_blocks`: what the prompt needs beyond the cached prefix. An empty node always has room.
+
+        Unless a broken transfer of a group that is gone still holds blocks.
+        """
         if len(groups) == 0:
-            return True
+            return num_new_blocks <= self._pool.num_free_blocks
         num_sequences = groups.num_sequences
         if num_sequences + opened.sampling.n > self._max_running:
             return False
@@ -75,3 +82,20 @@ class Admission:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
+
+
+def _is_in_range(sampling: SamplingParams) -> bool:
+    """As the contract says. NaN is in no range: what is drawn with it means nothing."""
+    return (
+        0.0 <= sampling.temperature < math.inf
+        and 0.0 < sampling.top_p <= 1.0
+        and sampling.top_k >= 0
+        and 0.0 <= sampling.min_p <= 1.0
+        and all(-2.0 <= penalty <= 2.0 for penalty in (sampling.presence_penalty, sampling.frequency_penalty))
+        and 0.0 < sampling.repetition_penalty < math.inf
+        and all(math.isfinite(bias) for _, bias in sampling.logit_bias)
+    )
+
+
+def _may_be_answered(logprobs: LogprobsRequest | None) -> bool:
+    return logprobs is None or 0 <= logprobs.num_top <= MAX_TOP_LOGPROBS

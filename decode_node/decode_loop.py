@@ -66,6 +66,7 @@ class DecodeLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self.progress = StepProgress(clock)
+        self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
 
     def submit(self, command: Command) -> None:
         self._inbox.put(command)
@@ -87,6 +88,7 @@ class DecodeLoop:
         A grant does not wait for the step: the prefill that it allows runs beside it.
         """
         self._handle_commands(wait=not self._engine.scheduler.has_work)
+        self._desk.tend_transfers()
         self._emit_events(None)
         if self._engine.scheduler.has_work:
             self._emit_events(self.step())
@@ -95,6 +97,7 @@ class DecodeLoop:
         events = self._desk.take_events()
         if events or stats:
             self._emit(events, stats)
+        self.is_drained = self._desk.is_draining and self._desk.num_groups == 0
 
     def step(self) -> StepStats | None:
         """One forward pass of the target model over every planned sequence, and what follows from it.
@@ -130,17 +133,14 @@ class DecodeLoop:
     # --- commands -------------------------------------------------------------------------
 
     def _handle_commands(self, *, wait: bool) -> None:
-        """Everything that is in the inbox; with `wait` also the first thing that comes."""
+        """What is in the inbox now; with `wait` also the first thing that comes. What comes meanwhile waits a step."""
         if wait:
             try:
                 self._handle(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
             except queue.Empty:
                 return
-        while True:
-            try:
-                self._handle(self._inbox.get_nowait())
-            except queue.Empty:
-                return
+        for _ in range(self._inbox.qsize()):
+            self._handle(self._inbox.get_nowait())
 
     def _handle(self, command: Command) -> None:
         match command:

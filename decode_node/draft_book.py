@@ -236,8 +236,8 @@ class DraftBook:
         state.probe_sent_at = None
         for answer in answers:
             tracked = self._sequences.get(answer.sequence_id)
-            if tracked is None or tracked.target != target:
-                self._count(num_stale_answers=1)
+            if tracked is None or tracked.target != target or not tracked.sent_length:
+                self._count(num_stale_answers=1)  # it ended, moved, or has come back just now
             elif not tracked.is_plausible(answer, vocab_size=self._vocab_size):
                 self._quarantine(answer.sequence_id, tracked)
             else:

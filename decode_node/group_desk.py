@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from decode_node.admission import Admission
 from decode_node.commands import AddressedEvent, GroupCancelled, GroupOpened, TransferCompleted, TransferFailed
 from decode_node.draft_gathering import DraftGatherer
@@ -38,17 +41,21 @@ class GroupDesk:
         ingest: Ingest,
         admission: Admission,
         max_local_prefill_tokens: int,
+        transfer_timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._drafts = drafts
         self._ingest = ingest
         self._admission = admission
         self._max_local_prefill_tokens = max_local_prefill_tokens
+        self._transfer_timeout_seconds = transfer_timeout_seconds
+        self._clock = clock
         self._groups = GroupTable()
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
-        self._is_draining = False
-        self._quarantined: list[SequenceKV | None] = []
+        self.is_draining = False
+        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: a write into these blocks may be under way
 
     @property
     def num_groups(self) -> int:
@@ -82,11 +89,13 @@ class GroupDesk:
     def open(self, command: GroupOpened) -> None:
         """Granted or Rejected, at once."""
         opened = command.group
-        if self._is_draining:
+        if self.is_draining:
             self._reject(command, RejectReason.DRAINING, "the node is draining")
             return
-        if self._groups.find(command.session_id, opened.sequence_group_id) or self._groups.find_transfer(
-            opened.transfer_id
+        if (
+            self._groups.find(command.session_id, opened.sequence_group_id) is not None
+            or self._groups.find_transfer(opened.transfer_id) is not None
+            or self._ingest.has_seen(opened.transfer_id)
         ):
             self._reject(command, RejectReason.INVALID, "the sequence group or transfer id is in use")
             return
@@ -114,6 +123,7 @@ class GroupDesk:
         held = kv.num_tokens
         kv.reserve(num_kv_tokens)
         group.transfer_id = opened.transfer_id
+        group.kv_deadline = self._clock() + self._transfer_timeout_seconds
         self._groups.add(group)
         self._ingest.open(opened.transfer_id, kv.block_ids, start_token=held, end_token=num_kv_tokens)
         self._grant(group, kv_address=self._ingest.address(command.kv_host), held=held, num_to_compute=1)
@@ -144,13 +154,26 @@ class GroupDesk:
         if group is not None:
             self._fail(group, f"the KV transfer failed: {command.reason}")
 
+    def tend_transfers(self) -> None:
+        """Gives up those that are overdue, and frees the blocks of those that have drained meanwhile."""
+        now = self._clock()
+        for group in self._groups.waiting_for_kv():
+            if now < group.kv_deadline:
+                break  # the others were granted later
+            self._fail(group, f"the KV transfer took more than {self._transfer_timeout_seconds:g} s")
+        for transfer_id, kv in tuple(self._undrained.items()):
+            if self._ingest.close(transfer_id) is DrainState.DRAINED:
+                del self._undrained[transfer_id]
+                kv.free()
+
     def _start_samples(self, group: SequenceGroup) -> None:
         """The samples share the prompt's blocks; the first write into a shared one copies it."""
         opened, kv = group.opened, group.kv
         assert kv is not None
-        tables = [kv, *(kv.fork() for _ in range(1, opened.sampling.n))]
+        indexes = group.wanted_samples
+        tables = [kv, *(kv.fork() for _ in indexes[1:])]
         group.kv = None
-        for index, table in enumerate(tables):
+        for index, table in zip(indexes, tables, strict=True):
             sequence = EngineSequence(
                 key=self._groups.next_sequence_id(),
                 token_ids=list(opened.known_token_ids),
@@ -201,6 +224,11 @@ class GroupDesk:
         if not command.cancel.samples:
             self._free(group)
             return
+        if group.is_waiting_for_kv:
+            group.cancelled_samples.update(command.cancel.samples)
+            if not group.wanted_samples:
+                self._free(group)
+            return
         for index in command.cancel.samples:
             sample = group.samples.get(index)
             if sample is not None:
@@ -213,7 +241,7 @@ class GroupDesk:
         self._events = [event for event in self._events if event.session_id != session_id]
 
     def refuse_new_groups(self) -> None:
-        self._is_draining = True
+        self.is_draining = True
 
     def give_up_all(self, why: str) -> None:
         for group in self._groups:
@@ -232,8 +260,8 @@ class GroupDesk:
 
     def _free(self, group: SequenceGroup) -> None:
         if group.is_waiting_for_kv and self._ingest.close(group.transfer_id) is DrainState.UNKNOWN:
-            # A write may still be under way: these blocks are never handed out again.
-            self._quarantined.append(group.kv)
+            assert group.kv is not None
+            self._undrained[group.transfer_id] = group.kv  # freed by `tend_transfers`
             group.kv = None
         for sample in tuple(group.samples.values()):
             self._drop(sample)

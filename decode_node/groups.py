@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -45,6 +46,8 @@ class SequenceGroup:
     arrival: int
     kv: SequenceKV | None
     transfer_id: bytes = b""  # set while a transfer is awaited
+    kv_deadline: float = math.inf  # when that is given up, on the desk's clock
+    cancelled_samples: set[int] = field(default_factory=set)  # before they could start
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished ones, by index
 
     @property
@@ -53,7 +56,12 @@ class SequenceGroup:
 
     @property
     def num_unstarted_samples(self) -> int:
-        return self.opened.sampling.n if self.is_waiting_for_kv else 0
+        return len(self.wanted_samples) if self.is_waiting_for_kv else 0
+
+    @property
+    def wanted_samples(self) -> list[int]:
+        """Indexes of the samples to start, lowest first."""
+        return [index for index in range(self.opened.sampling.n) if index not in self.cancelled_samples]
 
 
 class GroupTable:
@@ -95,6 +103,10 @@ class GroupTable:
 
     def find_transfer(self, transfer_id: bytes) -> SequenceGroup | None:
         return self._by_transfer.get(transfer_id)
+
+    def waiting_for_kv(self) -> list[SequenceGroup]:
+        """Longest waiting first."""
+        return list(self._by_transfer.values())
 
     def of_session(self, session_id: int) -> list[SequenceGroup]:
         return [group for group in self._groups.values() if group.session_id == session_id]

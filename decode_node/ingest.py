@@ -83,6 +83,13 @@ class Ingest:
             ReservedBlocks(self._kv_cache, block_ids),
         )
 
+    def has_seen(self, transfer_id: bytes) -> bool:
+        """Whether the id is taken, or was until lately: what is still under way for it must not meet another."""
+        return self.receiver.has_seen(transfer_id)
+
     def close(self, transfer_id: bytes) -> DrainState:
-        """DRAINED: no byte of this transfer is written any more. UNKNOWN: its blocks must not be used again."""
-        return self.receiver.close(transfer_id)
+        """DRAINED: no byte of this transfer is written any more. UNKNOWN: keep its blocks, and call again.
+
+        Never waits for a write in flight: steps must go on.
+        """
+        return self.receiver.close(transfer_id, timeout_seconds=0.0)

@@ -131,8 +131,12 @@ class DecodeNode:
         return dict(self._parts.description) if self._parts else {}
 
     async def _until_idle(self, parts: DecodeParts) -> None:
-        # Polled: the engine thread's table must not know about event loops.
-        while parts.desk.num_groups or self._sessions.has_unsent_events:  # noqa: ASYNC110 see above
+        # Polled: the engine thread must not know about event loops. What it emitted before it
+        # was drained has been delivered when the first sleep after that is over.
+        while not parts.loop.is_drained:  # noqa: ASYNC110 see above
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        await asyncio.sleep(DRAIN_POLL_SECONDS)
+        while self._sessions.has_unsent_events:  # noqa: ASYNC110 see above
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     # --- engine thread ⇄ event loop -------------------------------------------------------

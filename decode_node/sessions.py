@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from decode_node.commands import AddressedEvent, Command, GroupCancelled, GroupOpened, SessionEnded
@@ -85,7 +85,10 @@ class Sessions:
         try:
             yield report_message_to_proto(self._report(), (), hello=self._info())
             while not reader.done():
-                yield await self._next_report(session)
+                await self._something_to_say(session)
+                events = tuple(session.events)
+                yield report_message_to_proto(self._report(), merge_tokens(events))
+                del session.events[: len(events)]  # written: a drain waits for that
             reader.result()  # raises what the reader found wrong
         finally:
             reader.cancel()
@@ -125,19 +128,17 @@ class Sessions:
             else:
                 self._submit(GroupCancelled(session.session_id, command))
 
-    async def _next_report(self, session: RouterSession) -> session_pb2.SessionReport:
-        """Waits for something to say, at most `REPORT_SECONDS`."""
+    async def _something_to_say(self, session: RouterSession) -> None:
+        """Waits for it, at most `REPORT_SECONDS`."""
         try:
             async with asyncio.timeout(REPORT_SECONDS):
                 await session.wake.wait()
         except TimeoutError:
             pass  # nothing happened: the report itself says that this node lives
         session.wake.clear()
-        events, session.events = session.events, []
-        return report_message_to_proto(self._report(), merge_tokens(events))
 
 
-def merge_tokens(events: list[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
+def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
     """Consecutive SampleTokens of one sample become one; the order of everything else stays."""
     merged: list[SequenceGroupEvent] = []
     newest: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in merged of its tokens

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 FIRST_STEP_SECONDS = 1.0  # expected of a row bucket that was never run
 NEWEST_WEIGHT = 0.2
+OUTLIER_FACTOR = 3.0  # a step of more than so many times the expected counts as that: this process may have been frozen
 RATE_WINDOW_SECONDS = 10.0
 
 
@@ -59,6 +60,7 @@ class StepProgress:
         if at_hand.started is not None:
             seconds = self._clock() - at_hand.started
             known = self._seconds_by_bucket.get(self._bucket, seconds)
+            seconds = min(seconds, OUTLIER_FACTOR * known)
             self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (seconds - known)
         self.at_hand = StepAtHand(at_hand.step)
 

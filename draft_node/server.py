@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,10 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2_grpc
 from outrider.wire.draft import hello_from_proto, proposals_to_proto, update_from_proto
 from outrider.wire.node import info_to_proto
 
+EXIT_LOOP_FAILED = 70  # EX_SOFTWARE
+LEAST_EXPECTED_STEP_SECONDS = 1.0
+"""A step that follows a short one may have a long prefix to catch up with: that is not a death."""
+
 DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
 _log = get_logger("draft_node")
@@ -42,11 +47,18 @@ class DraftNodeService:
     service_names: tuple[str, ...] = ("outrider.v1.DraftService", "outrider.v1.NodeService")
 
     def __init__(
-        self, config: DraftNodeConfig, *, registry: CollectorRegistry, proposer: Proposer | None = None
+        self,
+        config: DraftNodeConfig,
+        *,
+        registry: CollectorRegistry,
+        proposer: Proposer | None = None,
+        exit_process: Callable[[int], None] = os._exit,
     ) -> None:
+        """`exit_process` ends the process at once when the draft loop has failed."""
         self._config = config
         self._registry = registry
         self._proposer = proposer  # None: made in `start`
+        self._exit_process = exit_process
         self._incarnation = make_incarnation()
         self._name = ""
         self._state = NodeState.STARTING
@@ -70,7 +82,7 @@ class DraftNodeService:
         )
         metrics = EngineMetrics(model_name=self._proposer.name, registry=self._registry)
         self._loop = DraftLoop(self._proposer, limits, on_step=partial(_count_step, metrics))
-        self._thread = threading.Thread(target=self._loop.run, name="draft loop", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, args=(self._loop,), name="draft loop", daemon=True)
         self._thread.start()
         self._state = NodeState.SERVING
 
@@ -84,6 +96,13 @@ class DraftNodeService:
         if self._loop is not None and self._thread is not None:
             self._loop.stop()
             await asyncio.to_thread(self._thread.join, 5.0)
+
+    def _run_loop(self, loop: DraftLoop) -> None:
+        try:
+            loop.run()
+        except Exception as error:  # noqa: BLE001 a bug of ours: a node that drafts no more must not look alive
+            _log.error("the draft loop failed; the process ends", error=str(error), exc_info=error)
+            self._exit_process(EXIT_LOOP_FAILED)
 
     def describe(self) -> Mapping[str, Any]:
         return {
@@ -118,7 +137,7 @@ class DraftNodeService:
             state=self._state,
             incarnation=self._incarnation,
             step=loop.num_steps,
-            expected_step_seconds=0.0 if started is None else loop.last_step_seconds,
+            expected_step_seconds=0.0 if started is None else max(loop.last_step_seconds, LEAST_EXPECTED_STEP_SECONDS),
             step_age_seconds=0.0 if started is None else max(0.0, time.monotonic() - started),
             load=loop.load(),
         )

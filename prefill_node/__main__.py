@@ -80,7 +80,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
             connector=connector,
             frame_bytes=config.kv_transfer.frame_bytes,
             max_rows_per_step=config.max_rows_per_step,
-            keep_alive_seconds=config.kv_transfer.progress_seconds / 4,
+            keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
             emit=emit,
         )
         return PrefillParts(

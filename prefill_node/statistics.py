@@ -9,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 RATE_SECONDS = 10.0
+FIRST_STEP_SECONDS = 1.0
+"""Expected of a step before any was measured: a long first chunk on a busy machine is not a death."""
+OUTLIER_FACTOR = 3.0
+"""A step of more than so many times the expected counts as that: this process may have been frozen."""
 SMOOTHING = 0.3
 """Weight of the newest step in the expected time of a row."""
 
@@ -47,7 +51,7 @@ class Progress:
         with self._lock:
             self._step += 1
             self._started_at = self._clock()
-            self._expected_seconds = self._seconds_per_row * num_rows
+            self._expected_seconds = self._seconds_per_row * num_rows or FIRST_STEP_SECONDS
 
     def end_step(self, num_rows: int) -> float:
         """The step's seconds."""
@@ -57,8 +61,9 @@ class Progress:
             seconds = now - self._started_at
             self._started_at, self._expected_seconds = None, 0.0
             if num_rows:
-                per_row = seconds / num_rows
-                weight = SMOOTHING if self._seconds_per_row else 1.0
+                per_row, weight = seconds / num_rows, 1.0
+                if self._seconds_per_row:
+                    per_row, weight = min(per_row, OUTLIER_FACTOR * self._seconds_per_row), SMOOTHING
                 self._seconds_per_row += weight * (per_row - self._seconds_per_row)
                 self._computed.append((now, num_rows))
             return seconds

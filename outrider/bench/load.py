@@ -49,6 +49,7 @@ class RequestRecord:
     token_times: tuple[tuple[float, int], ...] = ()  # (arrival of a delta, its number of tokens)
     token_ids: tuple[int, ...] = ()
     error: str = ""  # empty: answered; else the reason
+    error_message: str = ""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
@@ -142,9 +143,9 @@ class LoadGenerator:
                     if delta.token_ids:
                         token_times.append((time.monotonic(), len(delta.token_ids)))  # noqa: PERF401 what came before an error counts
         except OutriderError as failure:
-            error = failure.reason
+            error, error_message = failure.reason, str(failure)
         else:
-            error = "" if stream.is_complete else "NO_SUMMARY"
+            error, error_message = ("", "") if stream.is_complete else ("NO_SUMMARY", "the answer ended without one")
         summary = stream.summary if stream.is_complete else _NO_SUMMARY
         return RequestRecord(
             prompt_id=prompt.id,
@@ -154,6 +155,7 @@ class LoadGenerator:
             token_times=tuple(token_times),
             token_ids=stream.token_ids(),
             error=error,
+            error_message=error_message,
             usage=summary.usage,
             metrics=summary.metrics,
         )

@@ -44,6 +44,7 @@ class LevelFigures:
     speculation: bool
     num_requests: int
     errors: Mapping[str, int]  # by reason
+    error_messages: Mapping[str, str]  # by reason, the first
     num_generated_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -80,6 +81,7 @@ def figures_of(
         speculation=speculation,
         num_requests=len(records),
         errors=dict(Counter(record.error for record in records if record.error)),
+        error_messages={record.error: record.error_message for record in reversed(records) if record.error},
         num_generated_tokens=num_generated,
         num_prompt_tokens=sum(record.usage.num_prompt_tokens for record in answered),
         num_cached_tokens=sum(record.usage.num_cached_tokens for record in answered),

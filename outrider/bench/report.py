@@ -41,7 +41,9 @@ def as_text(result: BenchResult, *, machine: MachineInfo, model: dict[str, Any])
         *_table([_HEADINGS, *(_row(figures) for figures in result.figures)]),
     ]
     failed = [f for f in result.figures if f.errors]
-    lines += [f"errors at {f.level} ({_mode(f)}): {_counts(f.errors)}" for f in failed]
+    for figures in failed:
+        lines.append(f"errors at {figures.level} ({_mode(figures)}): {_counts(figures.errors)}")
+        lines += [f"  {reason}: {message}" for reason, message in sorted(figures.error_messages.items())]
     if result.comparisons:
         lines += ["", *_table([_COMPARISON_HEADINGS, *(_comparison_row(one) for one in result.comparisons)])]
     return "\n".join(lines)

@@ -27,6 +27,8 @@ class BenchPlan:
     # Both modes get the very same prompts, so that answers can be compared; then the
     # second one finds its prompts in the prefix caches. Otherwise each prompt is new.
     same_prompts: bool = False
+    # In front of every prompt, so that a router that has seen an earlier run does not know it.
+    run_mark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions,
     load = LoadGenerator(client, replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens)))
     level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)
     for mode in plan.modes:
-        prompts = [prompt.salted(f"[warm-up {int(mode)}]") for prompt in plan.prompts[:WARM_UP_PROMPTS]]
+        prompts = [prompt.salted(f"[{plan.run_mark}warm-up {int(mode)}]") for prompt in plan.prompts[:WARM_UP_PROMPTS]]
         progress.pass_started(level, speculation=mode, num_requests=len(prompts))
         await load.run(prompts, level, speculation=mode, on_done=progress.request_done)
         progress.pass_ended()
@@ -103,7 +105,7 @@ async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions,
 
 def _salt(plan: BenchPlan, level: Level, number: int, *, speculation: bool) -> str:
     mode = "same" if plan.same_prompts else ("spec" if speculation else "plain")
-    return f"[{level.name} {number} {mode}]"
+    return f"[{plan.run_mark}{level.name} {number} {mode}]"
 
 
 def _sum(readings: Sequence[CpuReading]) -> CpuReading:

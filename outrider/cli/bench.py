@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from outrider.bench.run import BenchPlan, BenchResult, run_bench
 from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
+from outrider.client.options import make_request
 from outrider.client.sync import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError
 
@@ -73,6 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_eos=arguments.ignore_eos,
         timeout_seconds=arguments.timeout,
     )
+    check_options(options)
+    if arguments.json:
+        check_writable(arguments.json)
     with _router(arguments) as (target, cluster_pids):
         model = describe_model(target)
         result = asyncio.run(_bench(target, plan, options, cluster_pids=cluster_pids))
@@ -105,7 +110,21 @@ def make_plan(arguments: argparse.Namespace) -> BenchPlan:
         modes=(False, True) if arguments.compare else (not arguments.no_speculation,),
         rounds=arguments.rounds,
         same_prompts=arguments.same_prompts or (arguments.spawn and arguments.compare),
+        run_mark="" if arguments.spawn else f"{secrets.token_hex(3)} ",
     )
+
+
+def check_options(options: AnswerOptions) -> None:
+    """Raises: InvalidRequestError for what no request can carry."""
+    make_request("", {"top_k": options.top_k, "seed": options.seed, "max_tokens": options.max_tokens})
+
+
+def check_writable(path: Path) -> None:
+    """Before the work of an hour is lost. Raises: InvalidRequestError."""
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise InvalidRequestError(f"--json {path}: {error.strerror}", field="json") from error
 
 
 @contextmanager

@@ -26,23 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 for an error (one line on stderr), 2 for a wrong command line, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
-    parser = argparse.ArgumentParser(
-        prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
-        if name == chosen:  # the others' imports are not needed
-            module = importlib.import_module(f"outrider.cli.{name}")
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
     try:
+        arguments = _make_parser(chosen).parse_args(argv)
         return int(arguments.run(arguments))
     except OutriderError as error:
         sys.stdout.flush()
         sys.stderr.write(f"outrider {chosen}: {error}\n")
+        return 1
+    except ModuleNotFoundError as error:
+        # The client and the router install without what nodes need.
+        sys.stderr.write(f"outrider {chosen}: {error.name} is not installed; pip install 'outrider[node]' brings it\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\n")
@@ -51,6 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has left; the interpreter must not complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _make_parser(chosen: str) -> argparse.ArgumentParser:
+    """The flags of the chosen command only: the others' imports are not needed."""
+    parser = argparse.ArgumentParser(
+        prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
+        if name == chosen:
+            module = importlib.import_module(f"outrider.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
 
 
 if __name__ == "__main__":

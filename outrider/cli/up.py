@@ -44,7 +44,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_cluster(arguments: argparse.Namespace) -> Cluster:
-    """Raises: ConfigError."""
+    """Raises: ConfigError, also for a setting that only a child would read."""
     default = os.environ.get(CONFIG_FILE_VARIABLE)
     file = arguments.config or (Path(default) if default else None)
     flags = {
@@ -57,7 +57,7 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster:
         "cluster.port": arguments.port,
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    config: ClusterConfig = load_config({"cluster": ClusterConfig}, file=file, environ=os.environ, overrides=overrides)[
+    config: ClusterConfig = load_config(sections_of(None), file=file, environ=os.environ, overrides=overrides)[
         "cluster"
     ]
     launch = Launch(config_file=file, overrides=tuple(overrides), log_directory=arguments.log_dir)

@@ -76,6 +76,7 @@ _SAMPLING = (
 )
 _STOP = {"stop": "strings", "stop_token_ids": "token_ids", "ignore_eos": "ignore_eos", "include_match": "include_match"}
 _OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only")
+_SPECULATION = {"speculation": "enabled", "num_speculative_tokens": "num_speculative_tokens"}
 _PLAIN = ("request_id", "model", "priority", "generated_token_ids")
 
 
@@ -97,8 +98,8 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
         _assign(request.output, name, values.get(name), f"output.{name}")
     if "logprobs_mode" in options:
         request.output.logprobs_mode = _choose(LOGPROBS_MODES, options["logprobs_mode"], "output.logprobs_mode")
-    _assign(request.speculation, "enabled", values.get("speculation"), "speculation.enabled")
-    _assign(request.speculation, "num_speculative_tokens", values.get("num_speculative_tokens"), "speculation")
+    for name, field in _SPECULATION.items():
+        _assign(request.speculation, field, values.get(name), f"speculation.{field}")
     if "verification_method" in options:
         request.speculation.method = _choose(METHODS, options["verification_method"], "speculation.method")
     for name in _PLAIN:

@@ -13,7 +13,7 @@ DRAFT_MODEL_PREFIX = "draft_model:"
 class ClusterConfig:
     """Section `cluster`: which processes there are, and how they are kept."""
 
-    prefill_nodes: int = setting(1, at_least=0, at_most=64, help="Prefill nodes.")
+    prefill_nodes: int = setting(1, at_least=1, at_most=64, help="Prefill nodes.")
     decode_nodes: int = setting(1, at_least=1, at_most=64, help="Decode nodes.")
     draft_nodes: int = setting(1, at_least=0, at_most=64, help="Draft nodes.")
     draft: str = setting("ngram", help="Who proposes: ngram, draft_model:PATH, or none (plain decoding).")
@@ -33,6 +33,6 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         if self.draft not in ("ngram", "none") and not self.draft.removeprefix(DRAFT_MODEL_PREFIX).strip():
-            raise ValueError("draft_model: needs the path or the id of a model")
+            raise ValueError(f"draft {self.draft!r} needs the path or the id of a model after {DRAFT_MODEL_PREFIX}")
         if self.draft not in ("ngram", "none") and not self.draft.startswith(DRAFT_MODEL_PREFIX):
             raise ValueError(f"draft must be ngram, none or {DRAFT_MODEL_PREFIX}PATH, not {self.draft!r}")

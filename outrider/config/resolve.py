@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -86,7 +87,8 @@ class _Settings:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-            raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from error
+            problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+            raise ConfigError(f"{where}: not YAML: {problem}") from error
 
     def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], source: str) -> None:
         kind = self._type_at(path, source) if path else dict
@@ -94,9 +96,13 @@ class _Settings:
             return  # a section of another role
         nested = not path or nested_type(kind) is not None
         if isinstance(node, yaml.MappingNode) and nested:
+            lines: dict[str, int] = {}
             for key_node, value_node in node.value:
-                key = str(loader.construct_object(key_node, deep=True))
-                where = f"{source.rpartition(':')[0]}:{key_node.start_mark.line + 1}"
+                key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+                where = f"{source.rpartition(':')[0]}:{line}"
+                if key in lines:
+                    raise ConfigError(f"{where}: {'.'.join((*path, key))} stands in line {lines[key]} already")
+                lines[key] = line
                 self._take_node(loader, value_node, (*path, key), where)
             return
         value = loader.construct_object(node, deep=True)
@@ -112,7 +118,7 @@ class _Settings:
             if not name.startswith(ENVIRONMENT_PREFIX):
                 continue
             path = tuple(name[len(ENVIRONMENT_PREFIX) :].lower().split("__"))
-            if len(path) == 1 and path[0] not in SECTIONS:
+            if len(path) == 1 and not path[0].startswith(SECTIONS):
                 continue  # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, …: not settings
             self._take_text(path, environ[name], f"environment variable {name}")
 
@@ -155,7 +161,7 @@ class _Settings:
 
     def _build(self, path: tuple[str, ...], kind: Any, default: Any) -> Any:
         changes: dict[str, Any] = {}
-        source = ""
+        sources: dict[str, str] = {}  # by field
         hints = typing.get_type_hints(kind)
         for item in fields(kind):
             here = (*path, item.name)
@@ -167,13 +173,20 @@ class _Settings:
                     changes[item.name] = self._build(here, owner, inner)
             elif here in self._values:
                 value, source = self._values[here]
+                sources[item.name] = source
                 changes[item.name] = checked(value, hints[item.name], ".".join(here), source, item.metadata)
         if not changes:
             return default
         try:
             return replace(default, **changes)
         except ValueError as error:  # a check over several fields, in __post_init__
-            raise ConfigError(f"{source}: {'.'.join(path)}: {error}") from error
+            raise ConfigError(f"{_blamed(str(error), sources)}: {'.'.join(path)}: {error}") from error
+
+
+def _blamed(message: str, sources: Mapping[str, str]) -> str:
+    """Where the fields that a message names were set; all sources when it names none of them."""
+    named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", message)]
+    return ", ".join(dict.fromkeys(named or sources.values()))
 
 
 def environment_name(key: str) -> str:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 ID_BYTES = 16
 """Length of transfer ids and incarnations."""
 
+PROGRESS_SECONDS = 10.0
+"""A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
+
 
 class DrainState(enum.Enum):
     """Whether a write may still be in flight after the end of a transfer."""

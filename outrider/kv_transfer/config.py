@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from outrider.config import setting
 from outrider.kv_transfer.arena import ARENA_DIRECTORY
+from outrider.kv_transfer.base import PROGRESS_SECONDS
 from outrider.kv_transfer.frames import MAX_FRAME_BYTES
 
 
@@ -29,6 +30,14 @@ class KvTransferConfig:
     )
     connect_seconds: float = setting(5.0, above=0, at_most=600, help="How long a decode node may take to attach.")
     progress_seconds: float = setting(
-        10.0, above=0, at_most=600, help="A decode node that acknowledges nothing for longer is taken for dead."
+        PROGRESS_SECONDS,
+        above=0,
+        at_most=600,
+        help="A decode node that acknowledges nothing for longer is taken for dead.",
     )
     arena_directory: str = setting(ARENA_DIRECTORY, help="A file system in memory, shared with the decode node.")
+
+    @property
+    def keep_alive_seconds(self) -> float:
+        """How often a sender with nothing to send says that it lives: receivers do not know `progress_seconds`."""
+        return min(self.progress_seconds, PROGRESS_SECONDS) / 4

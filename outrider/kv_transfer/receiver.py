@@ -13,7 +13,7 @@ import grpc
 
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ARENA_DIRECTORY, ArenaReader
-from outrider.kv_transfer.base import DrainState, KvSink, TransferSpec, TransferStats
+from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, KvSink, TransferSpec, TransferStats
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
@@ -40,7 +40,7 @@ class KvReceiver:
         connectors: Sequence[str] = DEFAULT_CONNECTORS,
         on_complete: Callable[[bytes, TransferStats], None],
         on_failed: Callable[[bytes, str], None],
-        progress_seconds: float = 10.0,
+        progress_seconds: float = PROGRESS_SECONDS,
         max_senders: int = 128,
         arena_directory: str = ARENA_DIRECTORY,
         tls: TlsConfig | None = None,
@@ -93,12 +93,16 @@ class KvReceiver:
         """Expects a transfer; before its grant is announced. Its id must be new."""
         self._inbox.open(spec, sink)
 
-    def close(self, transfer_id: bytes) -> DrainState:
+    def has_seen(self, transfer_id: bytes) -> bool:
+        """Whether the transfer is open or not drained yet, or was committed of late: `open` wants another id."""
+        return self._inbox.state(transfer_id) is not None or self._inbox.was_committed(transfer_id)
+
+    def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
 
-        UNKNOWN (a write does not end): keep the blocks, and call again.
+        Waits so long at most for the write in flight. UNKNOWN: keep the blocks, and call again.
         """
-        state = self._inbox.close(transfer_id)
+        state = self._inbox.close(transfer_id, timeout_seconds=timeout_seconds)
         for stream in list(self._streams):
             if stream.transfer_id == transfer_id:
                 stream.end_unless_committed()

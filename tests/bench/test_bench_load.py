@@ -119,7 +119,29 @@ async def test_a_refused_request_is_an_error_among_answers():
     async with serving(ScriptedRouter()) as client:
         load = LoadGenerator(client, AnswerOptions())
         done = await load.run((refused, PROMPTS[1]), Level(is_open_loop=False, value=1), speculation=True)
-    assert [record.error for record in done.records] == ["OVERLOADED", ""]
+    assert [(record.error, record.error_message) for record in done.records] == [("OVERLOADED", "full"), ("", "")]
+
+
+async def test_the_report_says_why_requests_failed():
+    refused = BenchPrompt(id="x", kind="chat", content="fail")
+    plan = BenchPlan(prompts=(refused, PROMPTS[1]), levels=(Level(is_open_loop=False, value=1),), modes=(True,))
+    async with serving(ScriptedRouter()) as client:
+        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=SilentProgress())
+    assert "errors at 1 (speculative): 1 × OVERLOADED\n  OVERLOADED: full" in as_text(
+        result, machine=describe_machine(), model={}
+    )
+
+
+async def test_runs_with_different_marks_share_no_prompt():
+    router = ScriptedRouter()
+    async with serving(router) as client:
+        for mark in ("a ", "b "):
+            plan = BenchPlan(
+                prompts=PROMPTS, levels=(Level(is_open_loop=False, value=1),), modes=(True,), run_mark=mark
+            )
+            await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=SilentProgress())
+    sent = Counter(request.text or request.chat.messages[0].content for request in router.requests)
+    assert max(sent.values()) == 1
 
 
 async def test_compared_modes_alternate_and_no_prompt_is_sent_twice():

@@ -22,13 +22,13 @@ import runpy, sys
 sys.argv = [{path!r}, {role!r}, *sys.argv[1:]]
 runpy.run_path({path!r}, run_name="__main__")
 """
-ROUTER_CONFIG = """
+ROLE_CONFIG = """
 from dataclasses import dataclass, field
 from outrider.service.config import ServerConfig
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
-    server: ServerConfig = field(default_factory=lambda: ServerConfig(port=50051))
+class {name}:
+    server: ServerConfig = field(default_factory=lambda: ServerConfig(port={port}))
 """
 
 
@@ -36,11 +36,16 @@ class Up:
     """`outrider up` as a person starts it, in a directory whose `python -m router` is a stand-in."""
 
     def __init__(self, directory: Path) -> None:
-        for role in ("router", "prefill_node", "decode_node", "draft_node"):
+        for role, name, port in (
+            ("router", "RouterConfig", 50051),
+            ("prefill_node", "PrefillNodeConfig", 0),
+            ("decode_node", "DecodeNodeConfig", 0),
+            ("draft_node", "DraftNodeConfig", 0),
+        ):
             (directory / role).mkdir()
             (directory / role / "__init__.py").touch()
             (directory / role / "__main__.py").write_text(ROLE_MODULE.format(path=str(ROLE_PROCESS), role=role))
-        (directory / "router" / "config.py").write_text(ROUTER_CONFIG)
+            (directory / role / "config.py").write_text(ROLE_CONFIG.format(name=name, port=port))
         (directory / "config.json").write_text("{}")  # a model's directory, as far as `up` looks
         self.status_file = directory / "status.json"
         self.process = subprocess.Popen(
@@ -73,6 +78,23 @@ def up(tmp_path_factory):
 def target(up):
     (address,) = (line.removeprefix("serving on ") for line in up.lines if line.startswith("serving on "))
     return f"--target={address}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draft", "guess"], "--set cluster.draft=guess: cluster: draft must be ngram, none or draft_model:PATH"),
+        (["--prefill-nodes", "0"], "cluster.prefill_nodes = 0 is out of range: must be at least 1"),
+        (["--set", "decode_node.kv_prt=1"], "unknown key decode_node.kv_prt; the nearest is decode_node.kv_port"),
+        (["--set", "model.dtype=int8"], "model.dtype = 'int8' is out of range"),
+    ],
+)
+def test_up_refuses_a_wrong_setting_of_any_role_before_it_starts_one(capsys, arguments, message):
+    assert main(["up", "--port", "0", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert "starting" not in shown.out
 
 
 def test_up_tells_its_story_and_the_status_file_matches(up, target):
@@ -123,6 +145,15 @@ def test_ctrl_c_ends_generate_with_130(target):
         _, errors = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130
     assert b"Traceback" not in errors
+
+
+def test_ctrl_c_while_a_command_is_still_being_imported_is_no_traceback(capsys, monkeypatch):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.cli.main.importlib.import_module", interrupt)
+    assert main(["config"]) == 130
+    assert capsys.readouterr().err == "\n"
 
 
 def test_chat_keeps_the_conversation_until_its_end(target, capsys, monkeypatch):
@@ -178,3 +209,27 @@ def test_an_unknown_command_and_help(capsys):
         main(["--help"])
     assert helped.value.code == 0
     assert "start a local cluster" in capsys.readouterr().out
+
+
+def test_a_command_that_needs_what_only_nodes_install_says_so(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prefill_node.config", None)
+    assert main(["config"]) == 1
+    assert capsys.readouterr().err == (
+        "outrider config: prefill_node.config is not installed; pip install 'outrider[node]' brings it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-k", "-1"], "sampling.top_k: Value out of range: -1"),
+        (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: No such file or directory"),
+        (["--prompts", "/nowhere/prompts.jsonl"], "No such file or directory"),
+        (["--compare", "--no-speculation"], "leave --no-speculation out"),
+    ],
+)
+def test_bench_says_what_cannot_work_before_it_starts(capsys, arguments, message):
+    assert main(["bench", *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1

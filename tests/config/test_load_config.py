@@ -149,6 +149,9 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("decode_node: 3\n", ":1: decode_node is a group of settings, not 3"),
         ("- 1\n", ":1: the file is a group of settings"),
         ("a: [\n", "not YAML"),
+        ("\x01", "not YAML"),
+        ("decode_node:\n  share: 0.5\n  share: 0.6\n", ":3: decode_node.share stands in line 2 already"),
+        ("decode_node: {}\ndecode_node: {}\n", ":2: decode_node stands in line 1 already"),
         ("nonsense:\n  a: 1\n", ":1: unknown key nonsense"),
     ],
 )
@@ -156,6 +159,12 @@ def test_a_mistake_in_a_file_is_found_by_its_line(write, text, message):
     with pytest.raises(ConfigError) as raised:
         load(file=write(text))
     assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_mistake_over_several_fields_names_the_source_of_those_it_is_about():
+    with pytest.raises(ConfigError, match=r"^--set decode_node.low=3: decode_node: low 3 is above high 2"):
+        load("decode_node.low=3", "decode_node.max_running=5", "decode_node.share=0.5")
 
 
 def test_a_mistake_in_the_environment_names_the_variable():
@@ -163,6 +172,8 @@ def test_a_mistake_in_the_environment_names_the_variable():
         load(OUTRIDER_DECODE_NODE__SHARE="7")
     with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECOD_NODE__SHARE: unknown key decod_node"):
         load(OUTRIDER_DECOD_NODE__SHARE="7")
+    with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECODE_NODE_SHARE: unknown key"):
+        load(OUTRIDER_DECODE_NODE_SHARE="7")
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):

@@ -293,3 +293,20 @@ def test_a_node_whose_answers_take_longer_than_the_budget_is_not_waited_for_unti
     assert not any(is_waited_for(0.030) for _ in range(5))
     assert [is_waited_for(0.001) for _ in range(20)][-1]
     assert not book.is_breaker_open(0)
+
+
+def test_a_late_answer_of_a_node_that_a_sequence_has_come_back_to_is_stale_and_no_lie(clock):
+    book = DraftBook(2, vocab_size=1000, clock=clock)
+    book.connected(0)
+    book.open(1, start_of(5), num_wanted=3)
+    book.open(2, start_of(5), num_wanted=3)
+    _, asked = book.take_updates(0)
+    book.connected(1)
+    for _ in range(5):
+        miss(book, 1, 2)
+    assert book.num_sequences(1) == 1
+    book.disconnected(1)
+    assert book.num_sequences(0) == 2
+    book.take_proposals(0, [answer_to(asked, 7)])
+    assert (book.counters().num_quarantined, book.counters().num_stale_answers) == (0, 1)
+    assert book.num_sequences(0) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import grpc
 import grpc.aio
@@ -17,6 +18,7 @@ from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
+from outrider.wire.draft import hello_from_proto
 
 HELLO = draft_pb2.DraftHello(
     protocol_version=PROTOCOL_VERSION, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
@@ -159,3 +161,36 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
             await stub.GetTokenizer(node_pb2.GetTokenizerRequest()).read()
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
         call.cancel()
+
+
+async def test_a_loop_that_fails_ends_the_process():
+    """A node that drafts no more must not look alive: the supervisor starts another."""
+    ended = asyncio.Event()
+    event_loop = asyncio.get_running_loop()
+    statuses = []
+
+    def exit_process(status):
+        statuses.append(status)
+        event_loop.call_soon_threadsafe(ended.set)
+
+    config = DraftNodeConfig(server=ServerConfig(name="draft@test"))
+    service = DraftNodeService(
+        config, registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=exit_process
+    )
+    await service.start("127.0.0.1:1")
+    service.draft_loop().step = lambda: 1 // 0
+    service.draft_loop().submit(service.draft_loop().connect(hello_from_proto(HELLO), lambda: None), [])
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await ended.wait()
+    assert statuses == [70]
+    await service.stop()
+
+
+async def test_a_step_that_catches_up_after_short_ones_is_given_time():
+    async with running() as (service, _):
+        loop = service.draft_loop()
+        loop.last_step_seconds = 0.0001
+        loop.step_started_at = time.monotonic()
+        assert service.report().expected_step_seconds >= 1.0
+        loop.step_started_at = None
+        assert service.report().expected_step_seconds == 0.0

@@ -1,0 +1,94 @@
+"""Everything at once on a scripted engine: pushes, cancels, drafts that lie, a pool that is too small."""
+
+from __future__ import annotations
+
+import random
+
+from decode_node.commands import SessionEnded
+from decode_node.drafts import NoDrafts, TakenDrafts
+from outrider.errors import AbortedError
+from outrider.session import Granted, Rejected, SampleDone, SampleTokens
+
+
+class HalfRightDrafts(NoDrafts):
+    """Knows the model, and lies now and then."""
+
+    def __init__(self, model, choice):
+        self.model, self.choice = model, choice
+
+    def take(self, wants, *, wait_seconds):
+        return TakenDrafts({want.sequence_id: self._draft(want) for want in wants if self.choice.random() < 0.8})
+
+    def _draft(self, want):
+        draft = self.model.generate(list(want.token_ids), want.num_wanted)
+        if self.choice.random() < 0.5:
+            draft[self.choice.randrange(len(draft))] = self.choice.randrange(64)
+        return tuple(draft)
+
+
+def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost(make_scripted_node):
+    nodes = [_soak(make_scripted_node, seed) for seed in range(8)]
+    assert sum(node.num_preempted for node in nodes) > 0
+    assert sum(isinstance(addressed.event, SampleDone) for node in nodes for addressed in node.events) > 50
+
+
+def _soak(make_scripted_node, seed):
+    choice = random.Random(seed)
+    node = make_scripted_node(num_blocks=choice.choice((24, 32, 40)), num_speculative_tokens=4)
+    node.loop._drafts._client = HalfRightDrafts(node.model, choice)
+    stems = [tuple(choice.randrange(64) for _ in range(24)) for _ in range(3)]
+    opened = {}
+    for _ in range(120):
+        if choice.random() < 0.4:
+            stem = choice.choice(stems)
+            prompt = stem[: choice.randrange(1, 25)] + tuple(choice.randrange(64) for _ in range(choice.randrange(8)))
+            sampling = {"n": choice.choice((1, 1, 2, 4)), "max_tokens": choice.randrange(1, 50)}
+            session = choice.choice((1, 1, 2))
+            group_id = node.open(prompt=prompt, session=session, sampling=sampling, priority=choice.randrange(2))
+            opened[group_id] = (prompt, sampling["n"], sampling["max_tokens"])
+        if opened and choice.random() < 0.15:
+            node.cancel(choice.choice(list(opened)), *choice.choice(((), (0,), (1,), (0, 1))))
+        if choice.random() < 0.01:
+            node.loop.submit(SessionEnded(2))
+        node.desk._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
+        node.turn()
+        _push_some(node, opened, choice)
+        node.engine.pool.check_integrity(_tables(node))
+    node.clock.advance(node.transfer_timeout_seconds)  # pushes that never came
+    node.run()
+    _check_tokens(node, opened)
+    node.assert_nothing_is_held()
+    return node
+
+
+def _push_some(node, opened, choice):
+    for group_id, (prompt, _, _) in opened.items():
+        waiting = node.ingest.inbox.state(group_id[::-1]) is not None
+        if waiting and choice.random() < 0.3:
+            try:
+                node.push(group_id, prompt[:-1])
+            except AbortedError:
+                continue  # cancelled meanwhile
+
+
+def _tables(node):
+    desk = node.desk
+    for group in desk._groups:
+        if group.kv is not None:
+            yield group.kv.block_ids
+        for sample in group.samples.values():
+            if sample.sequence.kv is not None:
+                yield sample.sequence.kv.block_ids
+    yield from (kv.block_ids for kv in desk._undrained.values())
+
+
+def _check_tokens(node, opened):
+    for group_id, (prompt, n, max_tokens) in opened.items():
+        expected = node.model.generate(prompt, max_tokens)
+        finished = {done.sample for done in node.find(SampleDone, group_id)}
+        for sample in range(n):
+            tokens = node.tokens(group_id, sample)
+            assert tokens == (expected if sample in finished else expected[: len(tokens)])
+        for event in node.find(SampleTokens, group_id):
+            assert event.token_ids
+        assert len(node.find(Granted, group_id)) + len(node.find(Rejected, group_id)) <= 1

@@ -1,0 +1,218 @@
+"""Grants, transfers, cancels and ends on a scripted engine: nothing is lost, whoever misbehaves."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from decode_node.commands import (
+    DrainStarted,
+    SessionEnded,
+    TransferCompleted,
+    TransferFailed,
+)
+from outrider.kv_transfer.base import Region, TransferStats
+from outrider.kv_transfer.in_memory import InMemoryConnector
+from outrider.request import LogprobsRequest
+from outrider.session import (
+    KvReady,
+    Rejected,
+    RejectReason,
+    SampleDone,
+    SequenceGroupFailed,
+)
+
+LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
+SHORT_PROMPT = (1, 2, 3)  # computed here
+PATIENCE_SECONDS = 10.0
+
+
+@pytest.fixture
+def node(make_scripted_node):
+    return make_scripted_node()
+
+
+def test_a_pushed_prompt_gives_the_tokens_of_one_that_is_computed_here(node):
+    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
+    node.granted(group_id)
+    node.push(group_id, LONG_PROMPT)
+    node.run()
+    assert len(node.find(KvReady, group_id)) == 1
+    assert [node.tokens(group_id, sample) for sample in range(3)] == [node.model.generate(LONG_PROMPT, 5)] * 3
+    node.assert_nothing_is_held()
+
+
+def test_a_grant_whose_kv_never_comes_is_given_up(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.clock.advance(node.transfer_timeout_seconds - 1.0)
+    later = node.open(prompt=LONG_PROMPT[::-1])
+    node.turn()
+    assert not node.find(SequenceGroupFailed, group_id)
+    node.clock.advance(1.0)
+    node.turn()
+    (failed,) = node.find(SequenceGroupFailed, group_id)
+    assert failed.code == 14
+    assert node.desk.num_groups == 1
+    assert not node.find(SequenceGroupFailed, later)
+    node.clock.advance(node.transfer_timeout_seconds)
+    node.turn()
+    node.assert_nothing_is_held()
+
+
+def test_samples_cancelled_before_the_kv_is_there_never_start(node):
+    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
+    node.granted(group_id)
+    node.cancel(group_id, 0, 2, 7)
+    node.turn()
+    node.push(group_id, LONG_PROMPT)
+    node.run()
+    assert node.tokens(group_id, 1) == node.model.generate(LONG_PROMPT, 5)
+    assert [done.sample for done in node.find(SampleDone, group_id)] == [1]
+    node.assert_nothing_is_held()
+
+
+def test_cancelling_every_sample_before_the_kv_is_there_cancels_the_group(node):
+    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 2})
+    node.granted(group_id)
+    node.cancel(group_id, 0)
+    node.cancel(group_id, 1)
+    node.turn()
+    node.assert_nothing_is_held()
+
+
+def test_a_cancel_overtakes_a_completed_transfer_that_nobody_has_looked_at(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.cancel(group_id)
+    node.push(group_id, LONG_PROMPT)  # its TransferCompleted lies behind the cancel
+    node.run()
+    assert not node.find(KvReady, group_id)
+    node.assert_nothing_is_held()
+
+
+def test_a_write_that_does_not_end_holds_its_blocks_but_not_the_steps(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.ingest.gate.clear()
+    pushing = threading.Thread(target=_put_one_frame, args=(node, group_id))
+    pushing.start()
+    assert node.ingest.writing.wait(PATIENCE_SECONDS)
+    other = node.open()
+    node.cancel(group_id)
+    node.run()
+    assert node.tokens(other) == node.model.generate(SHORT_PROMPT, 5)
+    assert node.desk.num_groups == 0
+    pool = node.engine.pool
+    assert pool.num_free_blocks == pool.num_blocks - 7
+
+    too_large_now = node.open(prompt=tuple(range(30, 60)), sampling={"max_tokens": 150})
+    held = pool.allocate(pool.num_free_blocks - 4)
+    node.turn()
+    assert node.find(Rejected, too_large_now)[0].reason is RejectReason.NO_ROOM
+    pool.release(held)
+
+    node.ingest.gate.set()
+    pushing.join(PATIENCE_SECONDS)
+    node.turn()
+    node.assert_nothing_is_held()
+
+
+def _put_one_frame(node, group_id):
+    spec = node.ingest.specs[group_id[::-1]]
+    connector = InMemoryConnector({"decode:1": node.ingest.inbox})
+    region = Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=1)
+    connector.connect("decode:1", spec).put(region, memoryview(bytes(4)))
+
+
+def test_a_transfer_id_that_was_used_is_refused(node):
+    """Else news of the first transfer would be taken for news of the second, whose blocks are empty."""
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.cancel(group_id)
+    node.push(group_id, LONG_PROMPT)
+    again = node.open(prompt=LONG_PROMPT[::-1], transfer_id=group_id[::-1])
+    node.run()
+    assert node.find(Rejected, again)[0].reason is RejectReason.INVALID
+    node.assert_nothing_is_held()
+
+
+def test_a_failed_transfer_fails_its_group_once(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.ingest.inbox.fail(group_id[::-1], "the stream broke")
+    node.run()
+    node.loop.submit(TransferFailed(group_id[::-1], "late"))
+    node.loop.submit(TransferCompleted(group_id[::-1], TransferStats(connector="", payload_bytes=0, seconds=0.0)))
+    node.run()
+    assert len(node.find(SequenceGroupFailed, group_id)) == 1
+    node.assert_nothing_is_held()
+
+
+def test_a_session_that_ends_behind_its_own_commands_leaves_nothing(node):
+    node.open(prompt=LONG_PROMPT)
+    node.open(sampling={"n": 2})
+    node.loop.submit(SessionEnded(1))
+    node.run()
+    node.assert_nothing_is_held()
+    assert node.events == []
+
+
+def test_a_loop_is_drained_once_the_last_events_are_out(node):
+    group_id = node.open()
+    node.loop.submit(DrainStarted())
+    node.turn()
+    assert not node.loop.is_drained
+    node.run()
+    assert node.loop.is_drained
+    assert len(node.find(SampleDone, group_id)) == 1
+
+
+def test_a_flood_of_commands_does_not_keep_steps_from_running(node):
+    group_id = node.open(sampling={"max_tokens": 50})
+    node.turn()
+    before = len(node.tokens(group_id))
+    find = node.desk.cancel
+
+    def cancel_and_ask_again(command):
+        find(command)
+        node.cancel(bytes(16))
+
+    node.desk.cancel = cancel_and_ask_again
+    node.cancel(bytes(16))
+    node.turn()
+    assert len(node.tokens(group_id)) == before + 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": math.nan},
+        {"temperature": -1.0},
+        {"temperature": math.inf},
+        {"top_p": 0.0},
+        {"top_p": math.nan},
+        {"top_p": 1.5},
+        {"min_p": math.nan},
+        {"min_p": 2.0},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": 3.0},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.inf},
+        {"logit_bias": ((1, math.nan),)},
+        {"n": 0},
+    ],
+)
+def test_parameters_out_of_range_are_refused(node, sampling):
+    group_id = node.open(sampling=sampling)
+    node.run()
+    assert node.find(Rejected, group_id)[0].reason is RejectReason.INVALID
+    node.assert_nothing_is_held()
+
+
+def test_more_alternatives_than_the_contract_allows_are_refused(node):
+    group_id = node.open(logprobs=LogprobsRequest(num_top=10_000_000))
+    node.run()
+    assert node.find(Rejected, group_id)[0].reason is RejectReason.INVALID

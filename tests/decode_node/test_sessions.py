@@ -1,0 +1,147 @@
+"""Router sessions over gRPC: the stream is the lease, and what was said is heard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+
+from decode_node.commands import AddressedEvent, GroupOpened, SessionEnded
+from decode_node.server import DecodeServicer
+from decode_node.sessions import Sessions, merge_tokens
+from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.request import FinishReason
+from outrider.session import PROTOCOL_VERSION, SampleDone, SampleTokens
+from outrider.v1 import session_pb2, session_pb2_grpc
+
+PATIENCE_SECONDS = 10.0
+GROUP = bytes(16)
+INFO = NodeInfo(
+    protocol_version=PROTOCOL_VERSION,
+    incarnation=bytes(16),
+    name="decode",
+    role=NodeRole.DECODE,
+    state=NodeState.SERVING,
+    version="0",
+)
+HELLO = session_pb2.SessionCommand(
+    hello=session_pb2.SessionHello(protocol_version=PROTOCOL_VERSION, name="router", reached_at="127.0.0.1:1")
+)
+
+
+class Engine:
+    """Takes commands down."""
+
+    def __init__(self):
+        self.commands = []
+        self.changed = asyncio.Event()
+
+    def submit(self, command):
+        self.commands.append(command)
+        self.changed.set()
+
+    async def until(self, kind):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (found := [command for command in self.commands if isinstance(command, kind)]):
+                await self.changed.wait()
+                self.changed.clear()
+        return found
+
+
+@contextlib.asynccontextmanager
+async def serving():
+    engine = Engine()
+    sessions = Sessions(
+        submit=engine.submit,
+        info=lambda: INFO,
+        report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
+    )
+    servicer = DecodeServicer()
+    servicer.sessions = sessions
+    server = grpc.aio.server()
+    session_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield engine, sessions, channel
+    await server.stop(0)
+
+
+async def connect(channel):
+    call = session_pb2_grpc.DecodeServiceStub(channel).Session()
+    await call.write(HELLO)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        first = await call.read()
+    assert first.hello.name == "decode"
+    return call
+
+
+def tokens(*token_ids, start=0):
+    return SampleTokens(sequence_group_id=GROUP, sample=0, start_position=start, token_ids=token_ids)
+
+
+async def test_a_router_that_hangs_up_ends_its_session():
+    async with serving() as (engine, _, channel):
+        call = await connect(channel)
+        opened = session_pb2.OpenSequenceGroup(
+            sequence_group_id=GROUP, transfer_id=GROUP, prompt_token_ids=[1], request_id="r"
+        )
+        await call.write(session_pb2.SessionCommand(open=opened))
+        (command,) = await engine.until(GroupOpened)
+        call.cancel()
+        (ended,) = await engine.until(SessionEnded)
+        assert ended.session_id == command.session_id
+
+
+async def test_a_router_that_does_not_read_and_then_hangs_up_ends_its_session():
+    async with serving() as (engine, sessions, channel):
+        call = await connect(channel)
+        for number in range(40):  # more than the stream's window takes
+            sessions.deliver([AddressedEvent(1, tokens(*range(50_000), start=number))])
+            await asyncio.sleep(0)
+        call.cancel()
+        await engine.until(SessionEnded)
+        assert not sessions.has_unsent_events
+
+
+async def test_events_count_as_unsent_until_they_are_written():
+    sessions = Sessions(
+        submit=lambda _: None,
+        info=lambda: INFO,
+        report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
+    )
+
+    async def commands():
+        yield HELLO
+        await asyncio.Event().wait()
+
+    reports = sessions.serve(commands())
+    await anext(reports)
+    sessions.deliver([AddressedEvent(1, tokens(1))])
+    written = await anext(reports)
+    assert list(written.events[0].tokens.token_ids) == [1]
+    assert sessions.has_unsent_events  # the stream has not come back for more
+    sessions.deliver([AddressedEvent(1, tokens(2, start=1))])
+    written = await anext(reports)
+    assert [list(event.tokens.token_ids) for event in written.events] == [[2]]
+    await anext(reports)
+    assert not sessions.has_unsent_events
+    await reports.aclose()
+
+
+async def test_another_protocol_version_is_refused():
+    async with serving() as (_, _, channel):
+        call = session_pb2_grpc.DecodeServiceStub(channel).Session()
+        await call.write(session_pb2.SessionCommand(hello=session_pb2.SessionHello(protocol_version=99, name="router")))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_tokens_of_one_sample_are_merged_and_ends_stay_behind_them():
+    done = SampleDone(sequence_group_id=GROUP, sample=0, reason=FinishReason.LENGTH)
+    merged = merge_tokens([tokens(1, start=5), tokens(2, 3, start=6), done])
+    assert [event.token_ids for event in merged[:1]] == [(1, 2, 3)]
+    assert merged[0].start_position == 5
+    assert merged[1:] == [done]
