@@ -209,10 +209,10 @@ class ScriptedSampler:
         params: SamplingParams,
         *,
         sample: int,
-        prompt_token_ids: Sequence[int],  # noqa: ARG002 - part of the Sampler interface
+        prompt_token_ids: Sequence[int],
         generated_token_ids: Sequence[int] = (),
         stop_token_ids: Sequence[int] = (),
-        logprobs: LogprobsRequest | None = None,  # noqa: ARG002 - part of the Sampler interface
+        logprobs: LogprobsRequest | None = None,
     ) -> ScriptedSampling:
         return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids))
 

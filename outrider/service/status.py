@@ -89,6 +89,9 @@ async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
         yield
     except grpc.aio.AbortError:
         raise
+    except DecodeError as error:  # a peer's bytes, not a mistake of ours
+        _log.warning("message refused", error=str(error), peer=context.peer())
+        await abort_with(context, errors.InvalidRequestError("a message does not parse", field=""))
     except Exception as error:  # noqa: BLE001 the border of the process: everything becomes a status
         await abort_with(context, error)
 

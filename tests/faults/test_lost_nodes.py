@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import signal
 import time
 
@@ -87,12 +88,13 @@ def test_requests_begun_without_a_draft_node_are_served(faulty, undisturbed):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_losing_the_decode_node_ends_its_requests_and_the_client_goes_on_elsewhere(faulty, undisturbed, number):
     stream = faulty.client.generate(PROMPT, **LONG)
-    killed_at = 0.0
+    deltas = iter(stream)
+    while len(stream.token_ids()) < 20:
+        next(deltas)
+    faulty.cluster.kill("decode-0", number)
+    killed_at = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
-        for _ in stream:
-            if not killed_at and len(stream.token_ids()) >= 20:
-                faulty.cluster.kill("decode-0", number)
-                killed_at = time.monotonic()
+        collections.deque(deltas, maxlen=0)
     assert time.monotonic() - killed_at < (2.0 if number is signal.SIGKILL else LOST_SECONDS)
     assert caught.value.retry_after_seconds > 0
     held = stream.token_ids()

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import grpc
+import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
-from outrider.service.status import DETAILS_KEY, from_rpc_error, status_code, to_status
+from outrider.service.status import DETAILS_KEY, from_rpc_error, rpc_errors, status_code, to_status
+from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 
 class SeenError(grpc.RpcError):
@@ -95,3 +97,26 @@ def test_details_from_a_stranger_are_survived():
     status.details.add(type_url="type.googleapis.com/who.Knows", value=b"\x01")
     strange = SeenError(grpc.StatusCode.NOT_FOUND, "no", ((DETAILS_KEY, status.SerializeToString()),))
     assert isinstance(from_rpc_error(strange), errors.NotFoundError)
+
+
+async def test_bytes_that_do_not_parse_are_the_callers_mistake():
+    class Servicer(draft_pb2_grpc.DraftServiceServicer):
+        async def Draft(self, request_iterator, context):
+            async with rpc_errors(context):
+                async for _ in request_iterator:
+                    yield draft_pb2.DraftProposals()
+
+    server = grpc.aio.server()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(Servicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream("/outrider.v1.DraftService/Draft")(iter([b"\xff" * 64]), timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                async for _ in call:
+                    pass
+    finally:
+        await server.stop(None)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert raised.value.details() == "a message does not parse"
