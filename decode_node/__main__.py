@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from outrider.config import parse_role_arguments
+from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
@@ -24,11 +25,16 @@ def main(argv: list[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: DecodeNodeConfig}, argv
     )
+    prepare_environment()
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
 
     config: DecodeNodeConfig = sections[ROLE]
-    node = DecodeNode(build=make_build(config, sections["model"]), configured_name=config.server.name)
+    node = DecodeNode(
+        build=make_build(config, sections["model"]),
+        configured_name=config.server.name,
+        session_timeout_seconds=config.session_timeout_seconds,
+    )
     return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
 
 

@@ -23,6 +23,9 @@ class DecodeNodeConfig:
     transfer_timeout_seconds: float = setting(
         60.0, above=0, help="A KV transfer that takes longer is given up and its blocks are freed."
     )
+    session_timeout_seconds: float = setting(
+        4.0, at_least=1.0, help="A router that says nothing for so long is taken for dead; its work is freed."
+    )
     draft_targets: tuple[str, ...] = setting((), help="host:port of the draft nodes; none: no remote drafts.")
     num_speculative_tokens: int = setting(
         5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."

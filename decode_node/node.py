@@ -60,7 +60,7 @@ class DecodeNode:
 
     service_names: tuple[str, ...] = ("outrider.v1.DecodeService", NODE_SERVICE_NAME)
 
-    def __init__(self, *, build: Build, configured_name: str) -> None:
+    def __init__(self, *, build: Build, configured_name: str, session_timeout_seconds: float) -> None:
         self._build = build
         self._configured_name = configured_name
         self._incarnation = make_incarnation()
@@ -73,7 +73,9 @@ class DecodeNode:
         self._servicer = DecodeServicer()
         self._thread: threading.Thread | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._sessions = Sessions(submit=self._submit, info=self._info, report=self._report)
+        self._sessions = Sessions(
+            submit=self._submit, info=self._info, report=self._report, timeout_seconds=session_timeout_seconds
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         session_pb2_grpc.add_DecodeServiceServicer_to_server(self._servicer, server)

@@ -23,13 +23,8 @@ class DecodeServicer(session_pb2_grpc.DecodeServiceServicer):
         self,
         request_iterator: AsyncIterator[session_pb2.SessionCommand],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[session_pb2.SessionReport]:
+    ) -> None:
         async with rpc_errors(context):
             if self.sessions is None:
                 raise PeerLostError("the decode node is still loading its model", reason="STARTING")
-            reports = self.sessions.serve(request_iterator)
-            try:
-                async for report in reports:
-                    yield report
-            finally:
-                await reports.aclose()
+            await self.sessions.serve(request_iterator, context.write)

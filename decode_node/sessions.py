@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from decode_node.commands import AddressedEvent, Command, GroupCancelled, GroupOpened, SessionEnded
-from outrider.errors import InvalidRequestError, MismatchError
+from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import PROTOCOL_VERSION, OpenSequenceGroup, SampleTokens, SequenceGroupEvent
@@ -46,7 +46,10 @@ class Sessions:
         submit: Callable[[Command], None],
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
+        timeout_seconds: float,
     ) -> None:
+        """`timeout_seconds`: a router that is silent for longer (it sends heartbeats) has lost its lease."""
+        self._timeout_seconds = timeout_seconds
         self._submit = submit
         self._info = info
         self._report = report
@@ -68,12 +71,14 @@ class Sessions:
         return any(session.events for session in self._sessions.values())
 
     async def serve(
-        self, commands: AsyncIterator[session_pb2.SessionCommand]
-    ) -> AsyncGenerator[session_pb2.SessionReport, None]:
+        self,
+        commands: AsyncIterator[session_pb2.SessionCommand],
+        write: Callable[[session_pb2.SessionReport], Awaitable[None]],
+    ) -> None:
         """One session, from hello to the end of the stream, however it ends.
 
         Raises: MismatchError for another protocol version or model, InvalidRequestError
-        for a message that breaks the protocol.
+        for a message that breaks the protocol, PeerLostError for a router that fell silent.
         """
         hello = await self._read_hello(commands)
         session = RouterSession(next(self._session_ids), hello.name or "router")
@@ -81,15 +86,21 @@ class Sessions:
         self._sessions[session.session_id] = session
         _log.info("session opened", router=session.router, session=session.session_id)
         reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
-        reader.add_done_callback(lambda _: session.wake.set())
+        writer = asyncio.current_task()
+        reader.add_done_callback(lambda done: _end_writer(done, session, writer))
         try:
-            yield report_message_to_proto(self._report(), (), hello=self._info())
+            await write(report_message_to_proto(self._report(), (), hello=self._info()))
             while not reader.done():
                 await self._something_to_say(session)
                 events = tuple(session.events)
-                yield report_message_to_proto(self._report(), merge_tokens(events))
+                await write(report_message_to_proto(self._report(), merge_tokens(events)))
                 del session.events[: len(events)]  # written: a drain waits for that
             reader.result()  # raises what the reader found wrong
+        except asyncio.CancelledError:
+            if writer is None or not _has_lost_its_peer(reader):
+                raise
+            writer.uncancel()  # it was us: see `_end_writer`
+            reader.result()
         finally:
             reader.cancel()
             del self._sessions[session.session_id]
@@ -121,12 +132,30 @@ class Sessions:
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> None:
-        async for proto in commands:
+        async for proto in self._until_silent(session, commands):
+            if proto.WhichOneof("command") == "heartbeat":
+                continue
             command = command_from_proto(proto)
             if isinstance(command, OpenSequenceGroup):
                 self._submit(GroupOpened(session.session_id, command, kv_host))
             else:
                 self._submit(GroupCancelled(session.session_id, command))
+
+    async def _until_silent(
+        self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
+    ) -> AsyncIterator[session_pb2.SessionCommand]:
+        """Raises: PeerLostError when nothing came for too long: SIGSTOP looks alive to TCP."""
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_seconds):
+                    proto = await anext(commands)
+            except StopAsyncIteration:
+                return
+            except TimeoutError as error:
+                _log.warning("router is silent", router=session.router, session=session.session_id)
+                message = f"router {session.router} was silent for {self._timeout_seconds:g} s"
+                raise PeerLostError(message, node=session.router) from error
+            yield proto
 
     async def _something_to_say(self, session: RouterSession) -> None:
         """Waits for it, at most `REPORT_SECONDS`."""
@@ -136,6 +165,17 @@ class Sessions:
         except TimeoutError:
             pass  # nothing happened: the report itself says that this node lives
         session.wake.clear()
+
+
+def _end_writer(reader: asyncio.Task[None], session: RouterSession, writer: asyncio.Task[object] | None) -> None:
+    """A writer that waits for news sees that the reader has ended; one that waits for a frozen peer never would."""
+    session.wake.set()
+    if writer is not None and _has_lost_its_peer(reader):
+        writer.cancel()
+
+
+def _has_lost_its_peer(reader: asyncio.Task[None]) -> bool:
+    return reader.done() and not reader.cancelled() and isinstance(reader.exception(), PeerLostError)
 
 
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -11,15 +10,14 @@ from prometheus_client import REGISTRY
 from draft_node.config import DraftNodeConfig
 from draft_node.server import DraftNodeService
 from outrider.config import parse_role_arguments
+from outrider.engine.processor import prepare_environment
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
-    # A draft model shares the cores with its target: threads that spin while they wait
-    # would take them from it. Read when torch is loaded, which is later.
-    os.environ.setdefault("GOMP_SPINCOUNT", "100")
+    prepare_environment()
     sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
     config: DraftNodeConfig = sections["draft_node"]
     service = DraftNodeService(config, registry=REGISTRY)

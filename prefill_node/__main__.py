@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_role_arguments
+from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: PrefillNodeConfig}, argv
     )
-    # Before torch: OpenMP threads that spin at barriers starve the other processes of a small machine.
-    os.environ.setdefault("GOMP_SPINCOUNT", "100")
+    prepare_environment()
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
 

@@ -24,6 +24,8 @@ from outrider.session import (
 from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
+HEARTBEAT_SECONDS = 0.5
+
 _log = get_logger("sessions")
 
 SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
@@ -133,7 +135,15 @@ class DecodeSession:
         )
         await call.write(session_pb2.SessionCommand(hello=hello))
         while True:
-            await call.write(await self._commands.get())
+            await call.write(await self._next_command())
+
+    async def _next_command(self) -> session_pb2.SessionCommand:
+        """What is queued, or a heartbeat: a node frees the work of a router that falls silent."""
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                return await self._commands.get()
+        except TimeoutError:
+            return session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
 
     async def _read(self, call: SessionCall) -> None:
         while True:

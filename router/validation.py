@@ -88,7 +88,7 @@ def check_token_ids(token_ids: Iterable[int], model: ModelInfo, *, field: str) -
 
 def check_model_name(name: str, model: ModelInfo) -> None:
     if name and name != model.name:
-        raise NotFoundError(f"model {name!r} is not served; {model.name!r} is", reason="MODEL_NOT_FOUND")
+        raise NotFoundError(f"model {name!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
 
 
 def prompt_field(proto: router_pb2.GenerateRequest) -> str:

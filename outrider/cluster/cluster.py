@@ -26,7 +26,6 @@ from outrider.cluster.plan import (
     ROUTER,
     Launch,
     child_command,
-    child_environment,
     plan_children,
 )
 from outrider.errors import InternalError, NotFoundError, PeerLostError
@@ -269,7 +268,7 @@ class Cluster:
         command = child_command(child.spec, self.config, self.launch, targets=targets, bound=bound)
         try:
             with self._changed:
-                child.spawn(command, child_environment(child.spec, self.launch))
+                child.spawn(command, self.launch.environ)
         except OSError as error:
             self._fail(child, f"{child.spec.name} cannot be started: {error}")
             return

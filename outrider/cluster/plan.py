@@ -18,15 +18,6 @@ from outrider.errors import ConfigError
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
 MODEL = "outrider.cluster.locate_model"
 
-_TORCH = {
-    # Transparent huge pages for torch's buffers: 5 % of a decode step.
-    "THP_MEM_ALLOC_ENABLE": "1",
-    # Roles share cores: a thread that waits yields soon instead of starving the one it waits for.
-    "GOMP_SPINCOUNT": "100",
-}
-ROLE_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {PREFILL: _TORCH, DECODE: _TORCH, DRAFT: _TORCH, ROUTER: {}}
-"""Defaults by role; what the user's environment sets wins. Threads are `model.num_threads`, not variables."""
-
 
 def module_command(role: str) -> list[str]:
     """How a role is started."""
@@ -116,10 +107,6 @@ def _chosen(spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequen
         if config.draft.startswith(DRAFT_MODEL_PREFIX):
             chosen["draft_node.model.id"] = config.draft.removeprefix(DRAFT_MODEL_PREFIX)
     return chosen
-
-
-def child_environment(spec: ChildSpec, launch: Launch) -> dict[str, str]:
-    return {**ROLE_ENVIRONMENT.get(spec.role, {}), **launch.environ}
 
 
 def _text(value: Any) -> str:

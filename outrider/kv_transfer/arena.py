@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
 NAME_PREFIX = "outrider-kv-"
 NONCE_BYTES = 16
 HEAD_BYTES = 4096

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config import setting
-from outrider.kv_transfer.arena import ARENA_DIRECTORY
 from outrider.kv_transfer.base import PROGRESS_SECONDS
 from outrider.kv_transfer.frames import MAX_FRAME_BYTES
+
+ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from outrider.errors import ConfigError
-from outrider.kv_transfer.arena import ARENA_DIRECTORY, ArenaReader
+from outrider.kv_transfer.arena import ArenaReader
 from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, KvSink, TransferSpec, TransferStats
+from outrider.kv_transfer.config import ARENA_DIRECTORY
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream

@@ -23,14 +23,20 @@ REJECT_REASON_TOO_LARGE: RejectReason
 REJECT_REASON_INVALID: RejectReason
 
 class SessionCommand(_message.Message):
-    __slots__ = ("hello", "open", "cancel")
+    __slots__ = ("hello", "open", "cancel", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     open: OpenSequenceGroup
     cancel: CancelSequenceGroup
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., open: _Optional[_Union[OpenSequenceGroup, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequenceGroup, _Mapping]] = ...) -> None: ...
+    heartbeat: SessionHeartbeat
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., open: _Optional[_Union[OpenSequenceGroup, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequenceGroup, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionHeartbeat, _Mapping]] = ...) -> None: ...
+
+class SessionHeartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "name", "fingerprint", "reached_at")

@@ -165,6 +165,8 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
     async def _read(self, requests: AsyncIterator[session_pb2.SessionCommand], session: _FakeSession) -> None:
         async for proto in requests:
             await self.moves()
+            if proto.WhichOneof("command") == "heartbeat":
+                continue
             command = command_from_proto(proto)
             if isinstance(command, OpenSequenceGroup):
                 self.opened.append(command)

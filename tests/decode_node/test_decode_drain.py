@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 10.0
 def make_node():
     """A node whose engine thread is played by the test."""
     commands = []
-    node = DecodeNode(build=lambda *_: None, configured_name="decode")
+    node = DecodeNode(build=lambda *_: None, configured_name="decode", session_timeout_seconds=4.0)
     loop = SimpleNamespace(is_drained=False, submit=commands.append)
     node._parts = SimpleNamespace(loop=loop, desk=SimpleNamespace(num_groups=0))
     return node, loop, commands

@@ -57,6 +57,7 @@ async def serving():
         submit=engine.submit,
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
+        timeout_seconds=1.0,
     )
     servicer = DecodeServicer()
     servicer.sessions = sessions
@@ -106,29 +107,79 @@ async def test_a_router_that_does_not_read_and_then_hangs_up_ends_its_session():
         assert not sessions.has_unsent_events
 
 
+async def test_a_silent_router_loses_its_lease():
+    async with serving() as (engine, _, channel):
+        call = await connect(channel)
+        await engine.until(SessionEnded)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:  # the status comes behind the reports
+                    continue
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_silent_router_that_does_not_read_either_loses_its_lease():
+    """As one under SIGSTOP: the node cannot write to it, and does not wait for that."""
+    async with serving() as (engine, sessions, channel):
+        call = await connect(channel)
+        for number in range(40):  # more than the stream's window takes
+            sessions.deliver([AddressedEvent(1, tokens(*range(50_000), start=number))])
+            await asyncio.sleep(0)
+        await engine.until(SessionEnded)
+        call.cancel()
+
+
+async def test_heartbeats_keep_a_session():
+    async with serving() as (engine, _, channel):
+        call = await connect(channel)
+        heartbeat = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            for _ in range(8):  # reports come every 0.2 s: well beyond the timeout of 1 s
+                await call.read()
+                await call.write(heartbeat)
+        assert engine.commands == []
+        call.cancel()
+
+
 async def test_events_count_as_unsent_until_they_are_written():
     sessions = Sessions(
         submit=lambda _: None,
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
+        timeout_seconds=1.0,
     )
 
     async def commands():
         yield HELLO
         await asyncio.Event().wait()
 
-    reports = sessions.serve(commands())
-    await anext(reports)
+    written, gate = asyncio.Queue(), asyncio.Semaphore(1)
+
+    async def write(report):
+        await written.put(report)
+        await gate.acquire()
+
+    async def next_event_ids():
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (report := await written.get()).events:
+                gate.release()
+        return [list(event.tokens.token_ids) for event in report.events]
+
+    serving_task = asyncio.create_task(sessions.serve(commands(), write))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await written.get()  # the hello
     sessions.deliver([AddressedEvent(1, tokens(1))])
-    written = await anext(reports)
-    assert list(written.events[0].tokens.token_ids) == [1]
-    assert sessions.has_unsent_events  # the stream has not come back for more
+    assert await next_event_ids() == [[1]]
+    assert sessions.has_unsent_events  # the write has not returned
     sessions.deliver([AddressedEvent(1, tokens(2, start=1))])
-    written = await anext(reports)
-    assert [list(event.tokens.token_ids) for event in written.events] == [[2]]
-    await anext(reports)
+    gate.release()
+    assert await next_event_ids() == [[2]]
+    gate.release()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await written.get()  # the next one: the write before it has returned
     assert not sessions.has_unsent_events
-    await reports.aclose()
+    serving_task.cancel()
+    await asyncio.wait([serving_task], timeout=PATIENCE_SECONDS)
 
 
 async def test_another_protocol_version_is_refused():
