@@ -10,6 +10,7 @@ from decode_node.commands import AddressedEvent, GroupCancelled, GroupOpened, Tr
 from decode_node.draft_gathering import DraftGatherer
 from decode_node.groups import GroupTable, Sample, SequenceGroup
 from decode_node.ingest import Ingest
+from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence
@@ -54,6 +55,7 @@ class GroupDesk:
         self._groups = GroupTable()
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
+        self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
         self.is_draining = False
         self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: a write into these blocks may be under way
 
@@ -113,6 +115,9 @@ class GroupDesk:
             self._reject(command, RejectReason.NO_ROOM, "no room for the sequence group at present")
             return
         self._num_arrived += 1
+        self.prefix_lookups = self.prefix_lookups.plus(
+            num_query_tokens=len(opened.known_token_ids), num_hit_tokens=kv.num_cached_tokens
+        )
         group = SequenceGroup(command.session_id, opened, self._num_arrived, kv)
         num_missing = num_kv_tokens - kv.num_tokens
         if num_missing <= self._max_local_prefill_tokens:

@@ -68,8 +68,7 @@ class Ingest:
 
     def address(self, reached_host: str) -> str:
         """host:port that a prefill node dials; the host is the advertised one, else the one the router used."""
-        host = self._advertise_address.rpartition(":")[0] or self._advertise_address or reached_host
-        return f"{host}:{self._port}"
+        return f"{_host_of(self._advertise_address) or reached_host}:{self._port}"
 
     def open(self, transfer_id: bytes, block_ids: Sequence[int], *, start_token: int, end_token: int) -> None:
         self.receiver.open(
@@ -93,3 +92,12 @@ class Ingest:
         Never waits for a write in flight: steps must go on.
         """
         return self.receiver.close(transfer_id, timeout_seconds=0.0)
+
+
+def _host_of(address: str) -> str:
+    """The host of "host", "host:port", "[v6]", "[v6]:port" or a bare IPv6 address; those come back in brackets."""
+    if address.startswith("["):
+        return address.partition("]")[0] + "]"
+    if address.count(":") > 1:
+        return f"[{address}]"
+    return address.partition(":")[0]

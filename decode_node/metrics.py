@@ -6,13 +6,21 @@ from collections.abc import Sequence
 
 from decode_node.commands import AddressedEvent
 from decode_node.drafts import DraftClientStatus
-from decode_node.statistics import StepStats
+from decode_node.statistics import PrefixLookups, StepStats
 from outrider.kv_transfer.inbox import ReceiverCounters
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import Granted, KvReady, SampleTokens
 
-FRAMES_DROPPED = ("stale", "corrupt", "out_of_bounds", "conflicting", "failed")
+REFUSED = {
+    "stale": "frames_stale",
+    "corrupt": "frames_corrupt",
+    "out_of_bounds": "frames_out_of_bounds",
+    "conflicting": "frames_conflicting",
+    "failed": "frames_failed",
+    "malformed": "messages_malformed",
+}
+"""Reason, as exported, and the receiver's counter."""
 
 
 class DecodeMetrics:
@@ -21,6 +29,7 @@ class DecodeMetrics:
     def __init__(self, model_name: str) -> None:
         self._engine = EngineMetrics(model_name=model_name)
         self._counters = ReceiverCounters()
+        self._prefix_lookups = PrefixLookups()
         self._num_quarantined = 0
         self._num_stale_answers = 0
 
@@ -43,15 +52,26 @@ class DecodeMetrics:
             self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)
             self._engine.add_preemptions(stats.num_preempted)
 
-    def sync(self, *, load: NodeLoad, received: ReceiverCounters, drafts: DraftClientStatus) -> None:
+    def sync(
+        self,
+        *,
+        load: NodeLoad,
+        received: ReceiverCounters,
+        drafts: DraftClientStatus,
+        prefix_lookups: PrefixLookups,
+    ) -> None:
         """What others count in totals, and gauges. Called now and then."""
         self._engine.set_load(load)
-        for reason in FRAMES_DROPPED:
-            name = f"frames_{reason}"
+        for reason, name in REFUSED.items():
             num_new = getattr(received, name) - getattr(self._counters, name)
             if num_new:
                 self._engine.add_dropped_frames(reason, num_new)
         self._counters = received
+        self._engine.add_prefix_lookup(
+            num_query_tokens=prefix_lookups.num_query_tokens - self._prefix_lookups.num_query_tokens,
+            num_hit_tokens=prefix_lookups.num_hit_tokens - self._prefix_lookups.num_hit_tokens,
+        )
+        self._prefix_lookups = prefix_lookups
         for target in drafts.targets:
             self._engine.set_breaker(target.target, is_open=target.is_breaker_open)
         self._engine.add_refused_proposals("quarantined", drafts.counters.num_quarantined - self._num_quarantined)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from decode_node.sessions import Sessions
 from decode_node.statistics import RecentRates, StepStats
 from outrider import __version__
 from outrider.engine.engine import Engine
+from outrider.engine.engine_thread import EngineThread
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
@@ -71,7 +71,7 @@ class DecodeNode:
         self._metrics_task: asyncio.Task[None] | None = None
         self._rates = RecentRates()
         self._servicer = DecodeServicer()
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread[DecodeParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sessions = Sessions(
             submit=self._submit, info=self._info, report=self._report, timeout_seconds=session_timeout_seconds
@@ -87,13 +87,17 @@ class DecodeNode:
         """Loads the model, then opens the KV ingest, the draft streams and the sessions."""
         self._name = default_node_name("decode_node", address, configured=self._configured_name)
         self._event_loop = asyncio.get_running_loop()
-        parts = await asyncio.to_thread(self._build, self._incarnation, self._name, self._emit)
-        self._parts = parts
+        thread = self._thread = EngineThread(
+            "decode-loop",
+            build=lambda: self._build(self._incarnation, self._name, self._emit),
+            run=lambda parts: parts.loop.run(),
+            on_failure=_end_process,
+        )
+        parts = self._parts = await thread.build()
         self._metrics = DecodeMetrics(parts.model.name)
         parts.ingest.start()
         await parts.drafts.start()
-        self._thread = threading.Thread(target=self._run_engine, name="decode-loop", daemon=True)
-        self._thread.start()
+        thread.run()
         self._metrics_task = asyncio.create_task(self._sync_metrics(), name="metrics")
         self._servicer.sessions = self._sessions
         self._state = NodeState.SERVING
@@ -165,16 +169,9 @@ class DecodeNode:
                 load=self._load(),
                 received=self._parts.ingest.receiver.counters,
                 drafts=self._parts.drafts.status(),
+                prefix_lookups=self._parts.desk.prefix_lookups,
             )
             await asyncio.sleep(METRICS_SECONDS)
-
-    def _run_engine(self) -> None:
-        assert self._parts is not None
-        try:
-            self._parts.loop.run()
-        except Exception:  # noqa: BLE001 a bug of ours: whatever the state is now, it must not be served from
-            _log.exception("the engine thread failed; the process ends")
-            os._exit(EXIT_ENGINE_FAILED)
 
     # --- who this is, and how it is doing -------------------------------------------------
 
@@ -214,3 +211,9 @@ class DecodeNode:
             tokens_per_second=self._rates.tokens_per_second(),
             mean_acceptance_length=self._rates.mean_acceptance_length(),
         )
+
+
+def _end_process(error: Exception) -> None:
+    """A bug of ours: whatever the state is now, it must not be served from. The supervisor starts another process."""
+    _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
+    os._exit(EXIT_ENGINE_FAILED)

@@ -29,6 +29,20 @@ class StepStats:
     num_accepted_draft_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixLookups:
+    """Totals over granted groups."""
+
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+
+    def plus(self, *, num_query_tokens: int, num_hit_tokens: int) -> PrefixLookups:
+        return PrefixLookups(
+            num_query_tokens=self.num_query_tokens + num_query_tokens,
+            num_hit_tokens=self.num_hit_tokens + num_hit_tokens,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StepAtHand:
     """A snapshot that any thread may read."""

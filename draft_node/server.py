@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -17,6 +16,7 @@ from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
 from draft_node.draft_peer import DraftPeer
 from outrider import __version__
+from outrider.engine.engine_thread import EngineThread
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.announce import announce_progress
@@ -63,7 +63,7 @@ class DraftNodeService:
         self._name = ""
         self._state = NodeState.STARTING
         self._loop: DraftLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread[Proposer] | None = None
         self._streams = DraftServicer(self)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -73,18 +73,20 @@ class DraftNodeService:
     async def start(self, address: str) -> None:
         """Makes the proposer, in a thread, and starts the draft loop."""
         self._name = default_node_name("draft_node", address, configured=self._config.server.name)
-        if self._proposer is None:
-            self._proposer = await asyncio.to_thread(
-                make_proposer, self._config.proposer, self._config.proposer_settings, progress=announce_progress
-            )
+        thread = self._thread = EngineThread(
+            "draft loop",
+            build=self._make_proposer,
+            run=lambda _: self.draft_loop().run(),
+            on_failure=self._loop_failed,
+        )
+        self._proposer = await thread.build()
         limits = DraftLimits(
             num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
         )
         metrics = EngineMetrics(model_name=self._proposer.name, registry=self._registry)
         self._loop = DraftLoop(self._proposer, limits, on_step=partial(_count_step, metrics))
-        self._thread = threading.Thread(target=self._run_loop, args=(self._loop,), name="draft loop", daemon=True)
-        self._thread.start()
         self._state = NodeState.SERVING
+        thread.run()
 
     async def drain(self, deadline_seconds: float) -> None:
         """Ends all streams at once: decode nodes go on without, nothing here is worth waiting for."""
@@ -97,12 +99,15 @@ class DraftNodeService:
             self._loop.stop()
             await asyncio.to_thread(self._thread.join, 5.0)
 
-    def _run_loop(self, loop: DraftLoop) -> None:
-        try:
-            loop.run()
-        except Exception as error:  # noqa: BLE001 a bug of ours: a node that drafts no more must not look alive
-            _log.error("the draft loop failed; the process ends", error=str(error), exc_info=error)
-            self._exit_process(EXIT_LOOP_FAILED)
+    def _make_proposer(self) -> Proposer:
+        if self._proposer is not None:
+            return self._proposer
+        return make_proposer(self._config.proposer, self._config.proposer_settings, progress=announce_progress)
+
+    def _loop_failed(self, error: Exception) -> None:
+        """A bug of ours: a node that drafts no more must not look alive."""
+        _log.error("the draft loop failed; the process ends", error=str(error), exc_info=error)
+        self._exit_process(EXIT_LOOP_FAILED)
 
     def describe(self) -> Mapping[str, Any]:
         return {

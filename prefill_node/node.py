@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import grpc.aio
 
 from outrider import __version__
+from outrider.engine.engine_thread import EngineThread
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import InternalError
@@ -81,7 +81,7 @@ class PrefillNode:
         self._metrics: EngineMetrics | None = None
         self._servicer = PrefillServicer()
         self._desk = JobDesk(submit=self._submit, max_jobs=max_jobs)
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread[PrefillParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -94,10 +94,15 @@ class PrefillNode:
         """Loads the model, starts the engine thread and takes requests."""
         self._name = default_node_name("prefill_node", address, configured=self._configured_name)
         self._event_loop = asyncio.get_running_loop()
-        parts = self._parts = await asyncio.to_thread(self._build, self._emit)
+        thread = self._thread = EngineThread(
+            "prefill-loop",
+            build=lambda: self._build(self._emit),
+            run=lambda parts: parts.loop.run(),
+            on_failure=self._engine_failed,
+        )
+        parts = self._parts = await thread.build()
         self._metrics = EngineMetrics(model_name=parts.model.name)
-        self._thread = threading.Thread(target=self._run_engine, name="prefill-loop", daemon=True)
-        self._thread.start()
+        thread.run()
         max_tokens = min(parts.model.max_model_len, parts.pool.num_blocks * parts.pool.block_size)
         self._servicer.serve(self._desk, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
         self._state = NodeState.SERVING
@@ -146,14 +151,11 @@ class PrefillNode:
             metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
         metrics.set_load(self._load())
 
-    def _run_engine(self) -> None:
-        assert self._parts is not None
+    def _engine_failed(self, error: Exception) -> None:
+        """A bug of ours: whatever the state is now, nothing may be served from it. Called from the engine thread."""
         assert self._event_loop is not None
-        try:
-            self._parts.loop.run()
-        except Exception as error:  # noqa: BLE001 a bug of ours: whatever the state is now, nothing may be served from it
-            _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
-            self._event_loop.call_soon_threadsafe(self._say_farewell, error)
+        _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
+        self._event_loop.call_soon_threadsafe(self._say_farewell, error)
 
     def _say_farewell(self, error: Exception) -> None:
         """The supervisor starts another process; this one takes nothing more."""

@@ -7,7 +7,7 @@ import os
 ENVIRONMENT = {
     # Roles share cores: an OpenMP thread that waits gives way soon instead of starving the
     # one it waits for. With a busy neighbour the default made steps ten times slower.
-    "GOMP_SPINCOUNT": "100",
+    "GOMP_SPINCOUNT": "20000",
     # Transparent huge pages for torch's buffers, where the system allows them.
     "THP_MEM_ALLOC_ENABLE": "1",
 }

@@ -102,6 +102,10 @@ class PagedKVCache:
         layer by layer, token-major. Raises InternalError outside the cache.
         """
         rows = self._rows(plane, layers, slots)
+        if self.device.type == "cpu":
+            # numpy: torch would start a pool of threads for the caller's (see `EngineThread`).
+            data: np.ndarray = rows.view(torch.uint8).numpy()  # [layers, slots, heads * dim * itemsize]
+            return np.take(data, slots.numpy(), axis=1).reshape(-1)
         taken = rows.index_select(1, slots.to(self.device))  # [layers, tokens, heads * dim]
         array: np.ndarray = taken.cpu().view(torch.uint8).reshape(-1).numpy()
         return array
@@ -116,6 +120,10 @@ class PagedKVCache:
         if expected == 0:
             return
         array = np.frombuffer(view, dtype=np.uint8)
+        if self.device.type == "cpu":
+            data: np.ndarray = rows.view(torch.uint8).numpy()
+            data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)
+            return
         source = torch.from_numpy(array if array.flags.writeable else array.copy())
         if source.data_ptr() % rows.element_size():
             source = source.clone()

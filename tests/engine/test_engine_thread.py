@@ -1,0 +1,66 @@
+"""Building and running in one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from outrider.engine.engine_thread import EngineThread
+
+PATIENCE_SECONDS = 10.0
+
+
+async def test_what_is_built_runs_in_the_thread_that_built_it():
+    threads, done = [], threading.Event()
+
+    def build():
+        threads.append(threading.current_thread())
+        return "parts"
+
+    def run(parts):
+        threads.append((threading.current_thread(), parts))
+        done.set()
+
+    engine = EngineThread("engine", build=build, run=run, on_failure=lambda _: None)
+    assert await engine.build() == "parts"
+    assert len(threads) == 1  # it waits to be told
+    engine.run()
+    assert await asyncio.to_thread(done.wait, PATIENCE_SECONDS)
+    assert threads == [threads[0], (threads[0], "parts")]
+    engine.join(PATIENCE_SECONDS)
+
+
+async def test_what_build_raises_comes_out_of_it():
+    def build():
+        raise ValueError("no weights")
+
+    engine = EngineThread("engine", build=build, run=lambda _: None, on_failure=lambda _: None)
+    with pytest.raises(ValueError, match="no weights"):
+        await engine.build()
+
+
+async def test_what_run_raises_is_reported():
+    failures, failed = [], threading.Event()
+
+    def run(_):
+        raise ValueError("broken")
+
+    def on_failure(error):
+        failures.append(error)
+        failed.set()
+
+    engine = EngineThread("engine", build=lambda: None, run=run, on_failure=on_failure)
+    await engine.build()
+    engine.run()
+    assert await asyncio.to_thread(failed.wait, PATIENCE_SECONDS)
+    assert [str(error) for error in failures] == ["broken"]
+
+
+async def test_an_engine_that_never_ran_ends_when_joined():
+    ran = []
+    engine = EngineThread("engine", build=lambda: None, run=ran.append, on_failure=lambda _: None)
+    await engine.build()
+    engine.join(PATIENCE_SECONDS)
+    assert ran == []
