@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import prepare_environment
+from outrider.engine.processor import SPIN_LONG, prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: DecodeNodeConfig}, argv
     )
-    prepare_environment()
+    prepare_environment(spin_count=SPIN_LONG)
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
 

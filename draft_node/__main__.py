@@ -10,14 +10,14 @@ from prometheus_client import REGISTRY
 from draft_node.config import DraftNodeConfig
 from draft_node.server import DraftNodeService
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import prepare_environment
+from outrider.engine.processor import SPIN_SHORT, prepare_environment
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
-    prepare_environment()
+    prepare_environment(spin_count=SPIN_SHORT)
     sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
     config: DraftNodeConfig = sections["draft_node"]
     service = DraftNodeService(config, registry=REGISTRY)

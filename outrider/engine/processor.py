@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 
-ENVIRONMENT = {
-    # Roles share cores: an OpenMP thread that waits gives way soon instead of starving the
-    # one it waits for. With a busy neighbour the default made steps ten times slower.
-    "GOMP_SPINCOUNT": "20000",
-    # Transparent huge pages for torch's buffers, where the system allows them.
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
-"""Read by libgomp and torch when they are loaded; what the user's environment sets wins."""
+SPIN_LONG = 20_000
+"""About half a millisecond: for a node whose steps are some hundred short products, one after the other."""
+
+SPIN_SHORT = 100
+"""For everything that shares the cores with such a node: give way at once."""
 
 
-def prepare_environment() -> None:
-    """Call it in `main`, before anything imports torch."""
-    for name, value in ENVIRONMENT.items():
+def environment(*, spin_count: int) -> dict[str, str]:
+    """Variables that libgomp and torch read when they are loaded.
+
+    OpenMP threads that wait at a barrier spin `spin_count` times before they sleep.
+    """
+    return {
+        "GOMP_SPINCOUNT": str(spin_count),
+        # Transparent huge pages for torch's buffers, where the system allows them.
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+
+
+def prepare_environment(*, spin_count: int) -> None:
+    """Call it in `main`, before anything imports torch. What the user's environment sets wins."""
+    for name, value in environment(spin_count=spin_count).items():
         os.environ.setdefault(name, value)

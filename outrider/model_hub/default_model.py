@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from outrider.engine.processor import ENVIRONMENT
+from outrider.engine.processor import SPIN_SHORT, environment
 from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, sample_file
@@ -140,7 +140,7 @@ def convert(weights: Path, directory: Path, *, progress: Progress = no_progress)
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 closed below, when the process has ended
-        env={**ENVIRONMENT, **os.environ, "TQDM_DISABLE": "1"},
+        env={**environment(spin_count=SPIN_SHORT), **os.environ, "TQDM_DISABLE": "1"},
         text=True,
     )
     assert process.stdout is not None
