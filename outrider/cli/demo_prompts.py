@@ -74,7 +74,7 @@ class Inventory:
 
 DEMO_PROMPTS = (
     # Sampled, not greedy: the tokens are the same with and without drafts all the same.
-    DemoPrompt(name="chat", text=_CHAT, options=GenerateOptions(temperature=0.8, top_p=0.95, seed=7)),
+    DemoPrompt(name="chat", text=_CHAT, options=GenerateOptions(temperature=0.4, top_p=0.95, seed=7)),
     DemoPrompt(name="extraction", text=_EXTRACTION, options=GenerateOptions(temperature=0.0)),
     DemoPrompt(name="code", text=_CODE, options=GenerateOptions(temperature=0.0)),
 )

@@ -138,7 +138,7 @@ def test_running_requests_do_not_notice_a_lost_prefill_node(faulty, undisturbed)
 def test_nodes_free_the_work_of_a_lost_router(faulty, number):
     decode = faulty.cluster.node("decode-0").address
     # So much that it is not done by the time the node has noticed.
-    stream = faulty.client.generate(PROMPT, max_tokens=1800, seed=3, ignore_eos=True, speculation=False, n=24)
+    stream = faulty.client.generate(PROMPT, max_tokens=1800, seed=3, ignore_eos=True, speculation=False, n=16)
     deltas = iter(stream)
     next(deltas)
     faulty.cluster.kill("router", number)
