@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 SPIN_LONG = 20_000
-"""About half a millisecond: for a node whose steps are some hundred short products, one after the other."""
+"""For a node whose steps are some hundred short products, one after the other."""
 
 SPIN_SHORT = 100
 """For everything that shares the cores with such a node: give way at once."""
