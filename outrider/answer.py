@@ -40,9 +40,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class SpeculationMetrics:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     draft_acceptance_rate: float = 0.0
-    mean_acceptance_length: float = 0.0
+    mean_acceptance_length: float = 0.0  # 0 when nothing was drafted
     acceptance_histogram: tuple[int, ...] = ()
     look_ahead_hit_rate: float = 0.0
 

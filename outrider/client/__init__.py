@@ -14,6 +14,7 @@ A prompt is text, token ids, or chat messages. Everything that goes wrong is rai
 
 from __future__ import annotations
 
+from outrider.answer import Finished, SpeculationMetrics, Usage
 from outrider.client.aio import AsyncClient, AsyncGenerateStream
 from outrider.client.options import GenerateOptions, Prompt
 from outrider.client.sync import Client, GenerateStream
@@ -23,15 +24,12 @@ from outrider.client.values import (
     CompleteResult,
     Completion,
     Delta,
-    Finished,
     KvTransferMetrics,
     Model,
     NodeStatus,
     RequestMetrics,
-    SpeculationMetrics,
     Started,
     Summary,
-    Usage,
 )
 
 __all__ = [

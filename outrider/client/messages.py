@@ -7,21 +7,19 @@ import math
 from collections.abc import Iterable
 from typing import TypeVar
 
+from outrider.answer import Finished, SpeculationMetrics, Usage
 from outrider.client.options import METHODS
 from outrider.client.values import (
     ClusterStatus,
     CompleteResult,
     Completion,
     Delta,
-    Finished,
     KvTransferMetrics,
     Model,
     NodeStatus,
     RequestMetrics,
-    SpeculationMetrics,
     Started,
     Summary,
-    Usage,
 )
 from outrider.node import NodeLoad, NodeRole, NodeState
 from outrider.request import FinishReason, TokenLogprobs

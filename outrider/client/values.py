@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from outrider.answer import Finished, SpeculationMetrics, Usage
 from outrider.node import NodeLoad, NodeRole, NodeState
-from outrider.request import FinishReason, TokenLogprobs
+from outrider.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +40,11 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """Why a sample ended; at most one of the two matches is set."""
-
-    sample: int
-    reason: FinishReason
-    stop_string: str | None = None
-    stop_token_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferMetrics:
     connector: str = ""
     bytes: int = 0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationMetrics:
-    num_spec_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    draft_acceptance_rate: float = 0.0
-    mean_acceptance_length: float = 0.0  # 0 when nothing was drafted
-    acceptance_histogram: tuple[int, ...] = ()
-    look_ahead_hit_rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
