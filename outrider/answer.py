@@ -1,7 +1,9 @@
 """What a client gets, as values: the events of one answer, in the contract's order and words.
 
 One Started, then for each sample its Deltas and one Finished (samples interleaved), then
-one Summary. The proto mirror is `router.proto`; `outrider.wire.router` converts.
+one Summary. The router makes these and the client gets them: apart from Started and
+Summary, which carry the request's id there (`outrider.client.values`), they are one set.
+The proto mirror is `router.proto`; `outrider.wire.router` writes, `outrider.client.messages` reads.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Usage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferMetrics:
     connector: str = ""  # empty: nothing had to move
-    num_bytes: int = 0
+    bytes: int = 0
     seconds: float = 0.0
     exposed_seconds: float = 0.0
 
@@ -66,12 +68,12 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    queue_seconds: float
-    ttft_seconds: float
-    e2e_seconds: float
+    queue_seconds: float = 0.0
+    ttft_seconds: float = 0.0
+    e2e_seconds: float = 0.0
     prefill_seconds: float = 0.0
     kv_transfer: KvTransferMetrics = field(default_factory=KvTransferMetrics)
-    speculative_decoding: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     attempts: int = 1
     nodes: tuple[str, ...] = ()
 

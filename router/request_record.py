@@ -97,7 +97,7 @@ class RequestRecord:
                 e2e_seconds=self._since_arrival(self.ended_at),
                 prefill_seconds=0.0 if prefill is None else prefill.compute_microseconds / 1e6,
                 kv_transfer=self._kv_transfer(),
-                speculative_decoding=self.speculation.metrics(),
+                speculation=self.speculation.metrics(),
                 nodes=tuple(self.nodes),
             ),
         )
@@ -124,7 +124,7 @@ class RequestRecord:
         exposed = 0.0 if prefill is None else prefill.exposed_microseconds / 1e6
         return KvTransferMetrics(
             connector=ready.connector,
-            num_bytes=ready.kv_bytes,
+            bytes=ready.kv_bytes,
             seconds=seconds,
             exposed_seconds=min(exposed, seconds),
         )

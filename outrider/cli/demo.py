@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from types import FrameType
 
 from outrider import __version__
-from outrider.answer import SpeculationMetrics
 from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
-from outrider.client import Client, GenerateOptions
-from outrider.client.values import (
-    KvTransferMetrics,
-)
+from outrider.client import Client, GenerateOptions, KvTransferMetrics, SpeculationMetrics
 from outrider.cluster import ClusterEvent, EventKind
 
 STOP_LIMIT_SECONDS = 5.0

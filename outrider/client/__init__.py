@@ -14,7 +14,7 @@ A prompt is text, token ids, or chat messages. Everything that goes wrong is rai
 
 from __future__ import annotations
 
-from outrider.answer import Finished, SpeculationMetrics, Usage
+from outrider.answer import Delta, Finished, KvTransferMetrics, RequestMetrics, SpeculationMetrics, Usage
 from outrider.client.aio import AsyncClient, AsyncGenerateStream
 from outrider.client.options import GenerateOptions, Prompt
 from outrider.client.sync import Client, GenerateStream
@@ -23,11 +23,8 @@ from outrider.client.values import (
     ClusterStatus,
     CompleteResult,
     Completion,
-    Delta,
-    KvTransferMetrics,
     Model,
     NodeStatus,
-    RequestMetrics,
     Started,
     Summary,
 )

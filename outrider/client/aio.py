@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 import grpc
 import grpc.aio
 
+from outrider.answer import Delta
 from outrider.client.messages import read_cluster, read_complete, read_model
 from outrider.client.options import (
     GenerateOptions,
@@ -21,7 +22,7 @@ from outrider.client.options import (
 )
 from outrider.client.record import StreamRecord
 from outrider.client.sync import DEFAULT_TARGET, DEFAULT_TIMEOUT_SECONDS
-from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Delta, Model
+from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Model
 from outrider.service.channels import open_channel
 from outrider.service.config import TlsConfig
 from outrider.service.status import from_rpc_error

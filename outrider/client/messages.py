@@ -7,17 +7,14 @@ import math
 from collections.abc import Iterable
 from typing import TypeVar
 
-from outrider.answer import Finished, SpeculationMetrics, Usage
+from outrider.answer import Delta, Finished, KvTransferMetrics, RequestMetrics, SpeculationMetrics, Usage
 from outrider.client.options import METHODS
 from outrider.client.values import (
     ClusterStatus,
     CompleteResult,
     Completion,
-    Delta,
-    KvTransferMetrics,
     Model,
     NodeStatus,
-    RequestMetrics,
     Started,
     Summary,
 )

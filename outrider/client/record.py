@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.answer import Finished
+from outrider.answer import Delta, Finished
 from outrider.client.messages import read_delta, read_finished, read_started, read_summary
-from outrider.client.values import (
-    Delta,
-    Started,
-    Summary,
-)
+from outrider.client.values import Started, Summary
 from outrider.errors import InternalError
 from outrider.v1 import router_pb2
 

@@ -8,6 +8,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 
+from outrider.answer import Delta
 from outrider.client.messages import read_cluster, read_complete, read_model
 from outrider.client.options import (
     GenerateOptions,
@@ -18,7 +19,7 @@ from outrider.client.options import (
     to_duration,
 )
 from outrider.client.record import StreamRecord
-from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Delta, Model
+from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Model
 from outrider.service.channels import open_sync_channel
 from outrider.service.config import TlsConfig
 from outrider.service.status import from_rpc_error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from outrider.answer import Finished, SpeculationMetrics, Usage
+from outrider.answer import Finished, RequestMetrics, Usage
 from outrider.node import NodeLoad, NodeRole, NodeState
 from outrider.request import TokenLogprobs
 
@@ -26,37 +26,6 @@ class Started:
     model: str
     router: str
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """What is new of one sample."""
-
-    sample: int
-    start_position: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvTransferMetrics:
-    connector: str = ""
-    bytes: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestMetrics:
-    queue_seconds: float = 0.0
-    ttft_seconds: float = 0.0
-    e2e_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    kv_transfer: KvTransferMetrics = field(default_factory=KvTransferMetrics)
-    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-    attempts: int = 0
-    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,7 @@ def usage_to_proto(usage: Usage) -> router_pb2.Usage:
 
 
 def metrics_to_proto(metrics: RequestMetrics) -> router_pb2.RequestMetrics:
-    transfer, speculation = metrics.kv_transfer, metrics.speculative_decoding
+    transfer, speculation = metrics.kv_transfer, metrics.speculation
     return router_pb2.RequestMetrics(
         queue_seconds=metrics.queue_seconds,
         ttft_seconds=metrics.ttft_seconds,
@@ -176,7 +176,7 @@ def metrics_to_proto(metrics: RequestMetrics) -> router_pb2.RequestMetrics:
         prefill_seconds=metrics.prefill_seconds,
         kv_transfer=router_pb2.KvTransferMetrics(
             connector=transfer.connector,
-            bytes=transfer.num_bytes,
+            bytes=transfer.bytes,
             seconds=transfer.seconds,
             exposed_seconds=transfer.exposed_seconds,
         ),
