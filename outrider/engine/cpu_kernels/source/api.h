@@ -1,0 +1,163 @@
+// What Python calls: a plain C interface, so that the library is built without torch and
+// serves any version of it. Pointers are to memory of the caller; shapes are row-major and
+// contiguous unless a stride is given. Sizes and dtypes are checked by the caller
+// (../operators.py); nothing here throws, allocates for longer than a call (but for teams
+// and workspaces, which have their own free function), or keeps state of its own.
+#pragma once
+
+#include <stdint.h>
+
+#define OUTRIDER_API extern "C" __attribute__((visibility("default")))
+
+enum OutriderType : int32_t { OUTRIDER_FLOAT32 = 0, OUTRIDER_BFLOAT16 = 1, OUTRIDER_INT8 = 2 };
+
+struct OutriderTeam;       // threads
+struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
+
+OUTRIDER_API int32_t outrider_api_version(void);
+OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
+
+// Asks the system for what the path needs (AMX tiles are switched on for each process).
+// Returns 0, or an errno.
+OUTRIDER_API int32_t outrider_prepare_process(void);
+
+OUTRIDER_API OutriderTeam* outrider_team_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+OUTRIDER_API void outrider_team_free(OutriderTeam* team);
+OUTRIDER_API OutriderWorkspace* outrider_workspace_create(void);
+OUTRIDER_API void outrider_workspace_free(OutriderWorkspace* workspace);
+
+// ---- linear.cpp
+
+// W of y = x W^T + b, packed: see linear.h for the layout.
+struct OutriderMatrix {
+  const void* packed;
+  const float* bias;    // [out_features] or null
+  const float* scales;  // [out_features], of INT8 only
+  int64_t out_features;
+  int64_t in_features;
+  int32_t type;  // OutriderType
+};
+
+// Bytes that the packed form takes.
+OUTRIDER_API int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_features);
+
+// Packs rows [first, first + num) of a weight [out_features, in_features] given as `from`
+// [num, in_features]; several calls fill one matrix, for projections that are computed
+// together. `interleave` 1: gate and up halves of out_features alternate by panels, as the
+// silu_multiply epilogue wants them. For INT8 `from` is already quantised.
+OUTRIDER_API void outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
+                                int64_t out_features, int64_t in_features, int32_t interleave, void* packed);
+
+// One row of the packed weight, for embeddings that are tied to the output layer.
+OUTRIDER_API void outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
+
+enum OutriderEpilogue : int32_t {
+  OUTRIDER_STORE = 0,         // y = x W^T + b
+  OUTRIDER_ADD = 1,           // y = y + (x W^T + b): the residual
+  OUTRIDER_SILU_MULTIPLY = 2  // y = silu(gate) * up, y has half as many columns
+};
+
+// x [num_rows, in_features] and y of `type` of the activations (FLOAT32 or BFLOAT16).
+OUTRIDER_API void outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                  const void* x, int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue,
+                                  void* y);
+
+// The same with y in float32 whatever the activations are, for logits.
+OUTRIDER_API void outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                           const void* x, int64_t num_rows, const OutriderMatrix* matrix, float* y);
+
+// ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32.
+OUTRIDER_API void outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
+                                    const float* weight, float epsilon, void* y);
+
+// ---- the rows of one step (see input_batch.py)
+
+struct OutriderBatch {
+  int64_t num_rows;
+  int64_t num_seqs;
+  int64_t max_blocks;
+  int64_t block_size;
+  const int64_t* token_ids;         // [num_rows]
+  const int64_t* positions;         // [num_rows]
+  const int64_t* slots;             // [num_rows]
+  const int32_t* query_start_loc;   // [num_seqs + 1]
+  const int32_t* seq_lens;          // [num_seqs]
+  const int32_t* block_tables;      // [num_seqs, max_blocks]
+};
+
+// ---- rope.cpp
+
+// Rotates halves of each head of `rows` in place. x [num_rows, row_stride]: num_heads heads
+// of head_dim from the start of each row. cosines, sines: [max_positions, head_dim / 2].
+OUTRIDER_API void outrider_rope(OutriderTeam* team, int32_t type, void* x, int64_t num_rows, int64_t row_stride,
+                                int64_t num_heads, int64_t head_dim, const int64_t* positions, const float* cosines,
+                                const float* sines);
+
+// Copies each row's keys and values [num_rows, num_kv_heads, head_dim] (rows at the given
+// strides, in elements) into its slot of the caches [slots, num_kv_heads, head_dim].
+OUTRIDER_API void outrider_write_cache(OutriderTeam* team, int32_t type, const void* keys, int64_t key_stride,
+                                       const void* values, int64_t value_stride, int64_t num_rows, const int64_t* slots,
+                                       int64_t num_kv_heads, int64_t head_dim, void* key_cache, void* value_cache);
+
+// ---- paged_attention.cpp
+
+struct OutriderAttention {
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;        // a multiple of 16
+  int64_t sliding_window;  // 0: none
+  float scaling;
+  float softcap;  // 0: none
+};
+
+// query and output [num_rows, num_heads, head_dim]; query rows at query_stride elements.
+OUTRIDER_API void outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                                           const OutriderAttention* options, const OutriderBatch* batch,
+                                           const void* query, int64_t query_stride, const void* key_cache,
+                                           const void* value_cache, void* output);
+
+// ---- decoder.cpp: all layers of a Llama-shaped decoder in one call
+
+struct OutriderLayer {
+  const float* input_norm;           // [hidden]
+  const float* post_attention_norm;  // [hidden]
+  const float* query_norm;           // [head_dim] or null
+  const float* key_norm;             // [head_dim] or null
+  OutriderMatrix qkv;                // query, key and value heads, one after the other
+  OutriderMatrix output;
+  OutriderMatrix gate_up;  // interleaved
+  OutriderMatrix down;
+  int64_t sliding_window;  // 0: none
+};
+
+struct OutriderDecoder {
+  int64_t num_layers;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t vocab_size;
+  float scaling;
+  float epsilon;
+  int32_t type;          // of activations, keys and values
+  const float* cosines;  // [max_positions, head_dim / 2]
+  const float* sines;
+  const void* embedding;  // [vocab_size, hidden] of `type`, or null: the rows of `head`
+  const float* final_norm;
+  OutriderMatrix head;
+  const OutriderLayer* layers;
+};
+
+// Layers [first, last) for the rows of `batch`; first 0 starts from the tokens' embeddings,
+// otherwise from what the last call left in the workspace. key_caches and value_caches are
+// those of all layers, each [num_blocks, block_size, num_kv_heads, head_dim].
+OUTRIDER_API void outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
+                                          const OutriderDecoder* decoder, const OutriderBatch* batch,
+                                          void* const* key_caches, void* const* value_caches, int64_t first,
+                                          int64_t last);
+
+// Logits [num_logits, vocab_size] of the given rows after the last layer.
+OUTRIDER_API void outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
+                                          const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
+                                          float* logits);

@@ -1,0 +1,193 @@
+// Number formats and the vector type of this instruction path.
+//
+// A library is compiled once for each instruction path (see ../build.py) and only one of
+// them is loaded by a process, so a path is chosen by the compiler's flags, never at run
+// time. Everything here has internal linkage for the same reason.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace outrider {
+
+// Columns of a panel: packed matrices are cut into panels of this many output features.
+constexpr int kPanel = 16;
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#else
+constexpr int kWidth = 8;
+#endif
+constexpr int kVectorsPerPanel = kPanel / kWidth;
+
+typedef float Floats __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+static_assert(sizeof(BFloat16) == 2);
+
+static inline Floats broadcast(float value) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(value);
+#else
+  return Floats{} + value;
+#endif
+}
+
+static inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+static inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+// a * b + c, rounded once where the processor can. Written out, and contraction is off in
+// the flags: the same expression must round alike wherever the compiler unrolls it.
+static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  Floats sum;
+  for (int i = 0; i < kWidth; i++) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return sum;
+#else
+  return a * b + c;
+#endif
+}
+
+static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The sum of all lanes, always in the same order: halves are folded onto each other.
+static inline float sum_of_lanes(Floats value) {
+  float lanes[kWidth];
+  std::memcpy(lanes, &value, sizeof value);
+  for (int half = kWidth / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+static inline float largest_of_lanes(Floats value) {
+  float lanes[kWidth];
+  std::memcpy(lanes, &value, sizeof value);
+  for (int half = kWidth / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+
+// ---- bfloat16: the upper half of a float32, rounded to nearest, ties to even.
+
+static inline float widen(BFloat16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+static inline float widen(float value) { return value; }
+
+static inline BFloat16 round_to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return BFloat16{static_cast<uint16_t>((bits >> 16) | 0x40)};  // stays a NaN
+  return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+static inline Floats rounded_to_bfloat16(Floats value) {  // stays float32
+  const Words bits = reinterpret_cast<Words>(value);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+  const Words not_a_number = (bits & 0xffff0000) | 0x00400000;
+  return reinterpret_cast<Floats>(value == value ? rounded : not_a_number);
+}
+
+// kWidth consecutive values.
+static inline Floats load_wide(const float* from) { return load(from); }
+
+static inline Floats load_wide(const BFloat16* from) {
+#if defined(__AVX512F__)
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16));
+#elif defined(__AVX2__)
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16));
+#else
+  Floats wide;
+  for (int i = 0; i < kWidth; i++) wide[i] = widen(from[i]);
+  return wide;
+#endif
+}
+
+static inline void store_rounded(float* to, Floats value) { store(to, value); }
+
+static inline void store_rounded(BFloat16* to, Floats value) {
+  const Words bits = reinterpret_cast<Words>(rounded_to_bfloat16(value)) >> 16;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(bits)));
+#elif defined(__AVX2__)
+  const __m256i wide = reinterpret_cast<__m256i>(bits);
+  const __m128i narrow = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrow);
+#else
+  for (int i = 0; i < kWidth; i++) to[i].bits = static_cast<uint16_t>(bits[i]);
+#endif
+}
+
+// The value as it would be after storing and loading it in T, without the memory.
+static inline Floats rounded_to(Floats value, const float*) { return value; }
+static inline Floats rounded_to(Floats value, const BFloat16*) { return rounded_to_bfloat16(value); }
+
+// 2 * kWidth consecutive bfloat16 as two vectors: those at even places, those at odd ones.
+static inline void load_pairs(const BFloat16* from, Floats& even, Floats& odd) {
+  Words pairs;
+  std::memcpy(&pairs, from, sizeof pairs);
+  even = reinterpret_cast<Floats>(pairs << 16);
+  odd = reinterpret_cast<Floats>(pairs & 0xffff0000);
+}
+
+// ---- functions of a whole vector
+
+// e^x to about one unit in the last place (Cephes' expf), 0 below -87.3.
+static inline Floats exponential(Floats x) {
+  const Floats lowest = broadcast(-87.3f), highest = broadcast(88.0f);
+  const auto is_zero = x < lowest;
+  x = x < lowest ? lowest : x;
+  x = x > highest ? highest : x;
+  // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the mantissa.
+  const Floats shift = broadcast(12582912.0f);
+  const Floats shifted = multiply_add(x, broadcast(1.44269504088896f), shift);
+  const Floats n = shifted - shift;
+  Floats r = multiply_add(n, broadcast(-0.693359375f), x);
+  r = multiply_add(n, broadcast(2.12194440e-4f), r);
+  Floats p = broadcast(1.9875691500e-4f);
+  p = multiply_add(p, r, broadcast(1.3981999507e-3f));
+  p = multiply_add(p, r, broadcast(8.3334519073e-3f));
+  p = multiply_add(p, r, broadcast(4.1665795894e-2f));
+  p = multiply_add(p, r, broadcast(1.6666665459e-1f));
+  p = multiply_add(p, r, broadcast(5.0000001201e-1f));
+  p = multiply_add(p, r * r, r + 1.0f);
+  const Words exponent = (reinterpret_cast<Words>(shifted) + (127u - 0x4b400000u)) << 23;
+  const Floats power = reinterpret_cast<Floats>(exponent);
+  return is_zero ? Floats{} : p * power;
+}
+
+static inline float exponential(float x) { return exponential(broadcast(x))[0]; }
+
+static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
+static inline Floats hyperbolic_tangent(Floats x) {
+  const Floats e = exponential(x * -2.0f);
+  return (1.0f - e) / (1.0f + e);
+}
+
+}  // namespace outrider
