@@ -1,4 +1,5 @@
-# Needs python3.11, pip and make; everything else is installed into .venv.
+# Needs python3.11, pip and make; everything else is installed into .venv. A C++ compiler, where there is one,
+# builds the native CPU kernels.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := bash
@@ -8,26 +9,33 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+KERNELS := outrider/engine/cpu_kernels
+LIBRARIES := $(KERNELS)/libraries/manifest.json
+READY := $(INSTALLED) $(LIBRARIES)
 PYTEST_ARGS ?=
 
 .PHONY: help
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[node,dev]'
 	touch $@
 
+# After the install, which builds them as well: this is for sources that changed since.
+$(LIBRARIES): $(KERNELS)/build.py $(wildcard $(KERNELS)/source/*) | $(INSTALLED)
+	$(BIN)/python $(KERNELS)/build.py
+
 .PHONY: setup
-setup: $(INSTALLED) ## Make .venv and install everything from the pinned constraints
+setup: $(READY) ## Make .venv and install everything from the pinned constraints
 
 .PHONY: demo
-demo: $(INSTALLED) ## Four services, three prompts, with and without speculation
+demo: $(READY) ## Four services, three prompts, with and without speculation
 	$(BIN)/outrider demo
 
 .PHONY: test
-test: $(INSTALLED) ## The test suite (PYTEST_ARGS='-k name' for a part of it)
+test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: check
@@ -52,12 +60,12 @@ format: $(INSTALLED) ## Format, and fix what ruff can fix
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(INSTALLED) ## Reference figures, the load generator with and without speculation, reference again
+bench: $(READY) ## Reference figures, the load generator with and without speculation, reference again
 	$(BIN)/python benchmarks/reference.py
 	$(BIN)/outrider bench --spawn --compare --concurrency 1,4,8,16
 	$(BIN)/python benchmarks/reference.py
 
 .PHONY: clean
 clean: ## Remove what the tools made, .venv included
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS)/libraries build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

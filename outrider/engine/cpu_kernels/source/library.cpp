@@ -1,0 +1,37 @@
+// What a process asks of the library before anything else.
+#include <cerrno>
+
+#include "api.h"
+
+#if defined(__AMX_TILE__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+int32_t outrider_api_version(void) { return OUTRIDER_API_VERSION; }
+
+const char* outrider_path(void) {
+#if defined(__AMX_TILE__)
+  return "amx";
+#elif defined(__AVX512BF16__)
+  return "avx512_bf16";
+#else
+  return "portable";
+#endif
+}
+
+int32_t outrider_prepare_process(void) {
+#if defined(__AMX_TILE__)
+#if defined(__linux__)
+  // Linux saves tile registers only for processes that asked for it: without this the first
+  // tile instruction is a SIGILL. All threads have it then, also those that started before.
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
+#else
+  return ENOSYS;
+#endif
+#else
+  return 0;
+#endif
+}
