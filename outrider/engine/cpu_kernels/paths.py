@@ -1,0 +1,135 @@
+"""Which of the built libraries a process loads: the best path that its processor has. Torch-free.
+
+Chosen once, at start, and never by the size of a product: the bits of two paths differ,
+and equal rows must come out equal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.engine.cpu_kernels.build import (
+    LIBRARIES,
+    X86_64,
+    Manifest,
+    library_path,
+    path_flags,
+    read_manifest,
+    source_hash,
+)
+from outrider.errors import ConfigError
+
+LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
+"""Names a folder of libraries to use in place of the package's own, such as sanitized ones."""
+
+AUTO = "auto"
+TORCH = "torch"
+BUILD_AGAIN = "run `make setup`, or `python -m outrider.engine.cpu_kernels.build`"
+
+_X86_64_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
+_X86_64_V4 = (*_X86_64_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_AVX512_BF16 = (*_X86_64_V4, "avx512_bf16", "avx512_vnni")
+REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "portable": _X86_64_V3,
+    "avx512_bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
+}
+"""Of an x86-64 processor, as /proc/cpuinfo spells them: what build.py lets the compiler use."""
+
+PREFERENCE = ("amx", "avx512_bf16", "portable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelChoice:
+    """The kernels of this process."""
+
+    path: str  # one of PREFERENCE, or TORCH
+    library: Path | None  # None for TORCH
+    reason: str = ""  # why no better path than this; empty where the processor has none
+
+    def __str__(self) -> str:
+        """For people: "native kernels: amx"."""
+        reason = f" ({self.reason})" if self.reason else ""
+        if self.library is None:
+            return f"native kernels: none{reason}; torch kernels are used"
+        return f"native kernels: {self.path}{reason}"
+
+
+def choose_kernels(
+    wanted: str = "auto", *, folder: Path | None = None, cpu_flags: frozenset[str] | None = None
+) -> KernelChoice:
+    """The best path that was built and that this processor has, or the one that is `wanted`.
+
+    Switches on for this process what the path needs (AMX tiles).
+
+    Args:
+        wanted: "auto", "torch", or one of PREFERENCE.
+        folder: of the libraries; by default that of $OUTRIDER_KERNEL_LIBRARIES, else the package's.
+        cpu_flags: of the processor; by default this one's.
+
+    Raises:
+        ConfigError: for a wanted path that cannot be had, and for libraries that are not
+            made of the sources beside them.
+    """
+    if wanted == TORCH:
+        return KernelChoice(path=TORCH, library=None, reason="model.kernels is torch")
+    folder = folder or Path(os.environ.get(LIBRARIES_VARIABLE) or LIBRARIES)
+    cpu_flags = processor_flags() if cpu_flags is None else cpu_flags
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest.built and manifest.source_hash != source_hash():
+        raise ConfigError(f"the native kernels in {folder} are not made of the sources here: {BUILD_AGAIN}")
+    reasons: list[str] = []
+    for path in PREFERENCE if wanted == AUTO else (wanted,):
+        lacks = _what_processor_lacks(path, cpu_flags)
+        if lacks and wanted == AUTO and path != PREFERENCE[-1]:
+            continue  # no news: most processors have no AMX
+        reason = lacks or _why_not_built(path, folder, manifest) or _why_not_ready(library_path(folder, path))
+        if not reason:
+            return KernelChoice(path=path, library=library_path(folder, path), reason="; ".join(reasons))
+        reasons.append(f"{path}: {reason}")
+    if wanted != AUTO:
+        raise ConfigError(f"model.kernels {wanted} cannot be had: {reason}; use auto or torch")
+    return KernelChoice(path=TORCH, library=None, reason=reason)
+
+
+def processor_flags() -> frozenset[str]:
+    """What Linux says that this processor has; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+
+
+def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
+    """Empty, or why a path cannot run here."""
+    if platform.machine() not in X86_64:
+        return "" if path in path_flags() else f"not for {platform.machine()}"
+    missing = [flag for flag in REQUIRED_FLAGS[path] if flag not in cpu_flags]
+    if not missing:
+        return ""
+    return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not say what processor it is"
+
+
+def _why_not_built(path: str, folder: Path, manifest: Manifest | None) -> str:
+    if manifest is None:
+        return f"{folder} has none: {BUILD_AGAIN}"
+    if path in manifest.left_out:
+        return manifest.left_out[path]
+    return "" if library_path(folder, path).is_file() else f"{library_path(folder, path)} is missing: {BUILD_AGAIN}"
+
+
+def _why_not_ready(library: Path) -> str:
+    """Loads the library, where it then stays, and lets it ask the system for what it needs."""
+    try:
+        functions = ctypes.CDLL(str(library))
+    except OSError as error:
+        return f"it cannot be loaded: {error}"
+    code = functions.outrider_prepare_process()
+    return f"the system refuses it to this process ({errno.errorcode.get(code, code)})" if code else ""
