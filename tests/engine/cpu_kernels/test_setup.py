@@ -30,11 +30,11 @@ def checkout(tmp_path):
     return copy
 
 
-def run_setup(checkout, arguments, monkeypatch, *, compiler=None):
+def run_setup(checkout, hook, monkeypatch, *, compiler=None):
     if compiler is not None:
         monkeypatch.setenv("CXX", compiler)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    script = f"from setuptools.build_meta import build_wheel, build_editable, build_sdist\nprint({arguments}('dist'))\n"
+    script = f"from setuptools.build_meta import build_wheel, build_editable, build_sdist\nprint({hook}('dist'))\n"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, check=False, cwd=checkout, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
