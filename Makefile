@@ -39,7 +39,7 @@ test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: check
-check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file sizes
+check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file sizes, warnings of the C++ compiler
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,7 +48,12 @@ check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file siz
 	$(BIN)/python checks/wire_contract.py
 	$(BIN)/python checks/stubs.py
 	$(BIN)/python checks/file_sizes.py
+	$(BIN)/python checks/kernels.py
 	$(BIN)/python -m compileall -q examples benchmarks
+
+.PHONY: sanitize
+sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers
+	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)
 
 .PHONY: proto
 proto: $(INSTALLED) ## Generate outrider/v1 from protos

@@ -1,3 +1,4 @@
+import ctypes
 import platform
 
 import pytest
@@ -113,3 +114,14 @@ def test_the_variable_names_the_folder(folder, loads, monkeypatch):
 
 def test_this_processor_says_what_it_has():
     assert "sse2" in processor_flags()
+
+
+@pytest.mark.parametrize("path", paths.PREFERENCE)
+def test_a_library_calls_itself_by_its_path(path):
+    try:
+        choice = choose_kernels(path)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    functions = ctypes.CDLL(str(choice.library))
+    functions.outrider_path.restype = ctypes.c_char_p
+    assert functions.outrider_path().decode() == path

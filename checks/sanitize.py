@@ -1,0 +1,71 @@
+"""Runs the tests of the native kernels over libraries with address and undefined-behaviour sanitizers.
+
+First shows that they would see something: two small libraries with a mistake each must
+be caught in the same environment. Arguments go to pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from outrider.engine.cpu_kernels.build import COMPILE_FLAGS, LINK_FLAGS, SANITIZER_FLAGS, Compiler, build, find_compiler
+from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests" / "engine" / "cpu_kernels"
+NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py")  # they run compilers, which need no sanitizing
+MISTAKES = {
+    "heap-buffer-overflow": "int outrider_mistake(int n) { int* p = new int[n]; int x = p[n]; delete[] p; return x; }",
+    "signed integer overflow": "int outrider_mistake(int n) { return 0x7ffffff0 + (n << 8); }",
+}
+CALL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).outrider_mistake(4)"
+
+
+def main() -> int:
+    compiler = find_compiler()
+    if compiler is None:
+        print("sanitize: there is no C++ compiler")
+        return 1
+    with tempfile.TemporaryDirectory(prefix="outrider-sanitized-") as name:
+        folder = Path(name)
+        environment = os.environ | sanitizer_environment(compiler) | {LIBRARIES_VARIABLE: name}
+        for kind, source in MISTAKES.items():
+            if not is_caught(kind, source, folder, compiler, environment):
+                print(f"sanitize: a mistake of kind {kind!r} was not caught, so this run would show nothing")
+                return 1
+        build(folder, compiler, extra_flags=SANITIZER_FLAGS)
+        ignored = [f"--ignore={TESTS / test}" for test in NOT_OVER_LIBRARIES]
+        command = [sys.executable, "-m", "pytest", str(TESTS), *ignored, "-p", "no:cacheprovider", *sys.argv[1:]]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def sanitizer_environment(compiler: Compiler) -> dict[str, str]:
+    """Python itself is not sanitized: the runtime must be there first, and the C++ one, whose throw it wraps, next."""
+    runtimes = [
+        subprocess.run(
+            [*compiler.command, f"-print-file-name={library}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for library in ("libasan.so", "libstdc++.so.6")
+    ]
+    return {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at its end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def is_caught(kind: str, source: str, folder: Path, compiler: Compiler, environment: dict[str, str]) -> bool:
+    library = folder / "mistake.so"
+    (folder / "mistake.cpp").write_text(f'extern "C" __attribute__((visibility("default"))) {source}\n')
+    compiler.run([*COMPILE_FLAGS, *LINK_FLAGS, *SANITIZER_FLAGS, str(folder / "mistake.cpp"), "-o", str(library)])
+    command = [sys.executable, "-c", CALL, str(library)]
+    result = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    return result.returncode != 0 and kind in result.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())
