@@ -91,7 +91,7 @@ class Attempt:
             self.place.release_prefill()
             return
         link = self.place.prefill
-        self._record.use_node(link.name)
+        self._record.use_node(link.name, link.numerics)
         link.add_listener(self)
         decode_info = self.place.decode.info
         assert decode_info is not None, "a node with a session has said who it is"

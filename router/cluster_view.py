@@ -73,6 +73,7 @@ class ClusterView:
         self._has_model = asyncio.Event()
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
+        self._first_of_numerics: dict[str, str] = {}  # by numerics: the first node that computes so
         self.served: ServedModel | None = None
 
     # ------------------------------------------------------------ what others ask
@@ -236,7 +237,20 @@ class ClusterView:
                 f"{info.name} serves {info.model.name} with fingerprint {info.model.fingerprint}, this router"
                 f" {served.info.name} with fingerprint {served.info.fingerprint} (from {served.node})"
             )
+        self._compare_numerics(info.name, info.model.numerics)
         return served.info.fingerprint
+
+    def _compare_numerics(self, name: str, numerics: str) -> None:
+        """Nodes that compute differently serve together; what that weakens is said once for each kind."""
+        if not numerics or numerics in self._first_of_numerics:
+            return
+        self._first_of_numerics[numerics] = name
+        if len(self._first_of_numerics) > 1:
+            _log.warning(
+                "nodes of different numerics serve together: an answer that moves between them may differ"
+                " from one that does not",
+                numerics={node: kind for kind, node in self._first_of_numerics.items()},
+            )
 
     def _check_vocabulary(self, name: str, model: ModelInfo) -> None:
         served = self.served

@@ -78,6 +78,11 @@ class NodeLink:
         return self.info.name if self.info is not None else f"{self.role.name.lower()}@{self.address}"
 
     @property
+    def numerics(self) -> str:
+        """How it computes; empty before it has said so."""
+        return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
+
+    @property
     def is_serving(self) -> bool:
         return self.state is NodeState.SERVING
 

@@ -89,6 +89,8 @@ class RequestFlow:
         finally:
             if self._attempt is not None:
                 self._attempt.close()
+            if self._record.has_mixed_numerics:
+                self._services.metrics.add_mixed_numerics()
 
     def abort(self) -> bool:
         """Stops the request everywhere, at once; `run` then ends as the contract says. False: it had ended."""
@@ -116,7 +118,7 @@ class RequestFlow:
                     metrics=self._services.metrics,
                     wake=self._news.set,
                 )
-                self._record.use_node(place.decode.name)
+                self._record.use_node(place.decode.name, place.decode.numerics)
                 answer = await self._attempt.open(
                     stop_token_ids=self._stop_token_ids,
                     timeout_seconds=self._services.config.kv_ready_timeout_seconds,
@@ -146,7 +148,7 @@ class RequestFlow:
         _log.info(
             "request admitted",
             request_id=self._request.request_id,
-            nodes=self._record.nodes,
+            nodes=list(self._record.nodes),
             num_prompt_tokens=num_prompt_tokens,
             num_held_tokens=granted.held_prefix_length,
             queue_seconds=round(self._record.queue_seconds, 4),

@@ -61,15 +61,19 @@ class RequestRecord:
     admitted_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
-    nodes: list[str] = field(default_factory=list)
+    nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
     num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
     kv_ready: KvReady | None = None
     prefill: prefill_pb2.PrefillResponse | None = None
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
 
-    def use_node(self, name: str) -> None:
-        if name not in self.nodes:
-            self.nodes.append(name)
+    def use_node(self, name: str, numerics: str) -> None:
+        self.nodes[name] = numerics
+
+    @property
+    def has_mixed_numerics(self) -> bool:
+        """Whether nodes that compute differently have worked on this answer."""
+        return len({numerics for numerics in self.nodes.values() if numerics}) > 1
 
     def mark_admitted(self) -> None:
         self.admitted_at = self.clock()

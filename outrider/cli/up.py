@@ -120,8 +120,10 @@ def _check_router_port(cluster: Cluster) -> None:
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
-    """The address, and what the decode node said of itself, on two lines."""
+    """The address, what the decode node's arithmetic promises, and what else it said of itself, a line each."""
     described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
     facts = {name: described[name] for name in SHOWN_FIRST if name in described}
     printer.say(f"serving on {cluster.router_address}")
+    if "numerics" in described:
+        printer.say(f"numerics: {described['numerics']}")
     printer.say(" ".join([f"version={__version__}", *(f"{name}={value}" for name, value in facts.items())]))

@@ -17,6 +17,7 @@ from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.engine.linear import can_pack, pack_linear_layers
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.numerics import Numerics, torch_numerics
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint, weight_files
@@ -70,10 +71,8 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
     spec = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
     expected = own_logits(model, spec.vocab_size)
-    kernels = "torch"
     if can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
-        kernels = "onednn"
     tokenizer_files = read_tokenizer_files(location.directory)
     known = torch.zeros(spec.vocab_size, dtype=torch.bool)
     known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
@@ -81,7 +80,7 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         model=model,
         config=model.config,
         spec=spec,
-        info=_model_info(location, spec, tokenizer_files, numerics=f"{kernels}-{device.type}"),
+        info=_model_info(location, spec, tokenizer_files, numerics=torch_numerics(dtype, device.type)),
         tokenizer_files=tokenizer_files,
         known_token_ids=known,
         directory=location.directory,
@@ -150,7 +149,7 @@ def _load_weights(
 
 
 def _model_info(
-    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], *, numerics: str
+    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], *, numerics: Numerics
 ) -> ModelInfo:
     directory = location.directory
     return ModelInfo(
@@ -164,7 +163,7 @@ def _model_info(
         dtype=spec.dtype,
         fingerprint=model_fingerprint(directory, dtype=spec.dtype),
         vocabulary_fingerprint=vocabulary_fingerprint(tokenizer_files[TOKENIZER_FILE]),
-        numerics=numerics,
+        numerics=str(numerics),
     )
 
 

@@ -14,7 +14,7 @@ from outrider.v1 import node_pb2_grpc
 
 MODEL = ModelInfo(
     name="tiny", vocab_size=320, max_model_len=64, eos_token_ids=(2,), dtype="float32", fingerprint="f" * 64,
-    vocabulary_fingerprint="v" * 64, revision="r", proposer="ngram", num_speculative_tokens=5, numerics="torch-cpu",
+    vocabulary_fingerprint="v" * 64, revision="r", proposer="ngram", num_speculative_tokens=5, numerics="exact (amx)",
 )  # fmt: skip
 FILES = {"tokenizer.json": os.urandom(3_000_000), "empty.txt": b""}
 

@@ -166,6 +166,9 @@ class RouterMetrics:
             "outrider:request_failures", "Requests that ended in an error.", "reason"
         )
         self._lost = family.labelled_counter("outrider:nodes_lost", "Nodes that died or froze.", "role")
+        self._mixed_numerics = family.counter(
+            "outrider:mixed_numerics_requests", "Requests that moved between nodes of different numerics."
+        )
 
     def set_load(self, *, num_running: int, num_waiting: int) -> None:
         self._running.set(num_running)
@@ -193,6 +196,10 @@ class RouterMetrics:
     def add_failure(self, reason: str) -> None:
         """`reason` is an OutriderError's."""
         self._failures(reason).inc()
+
+    def add_mixed_numerics(self) -> None:
+        """One request, however it ended."""
+        self._mixed_numerics.inc()
 
     def add_lost_node(self, role: str) -> None:
         self._lost(role).inc()

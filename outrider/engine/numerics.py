@@ -1,0 +1,41 @@
+"""How far a node's arithmetic lets a row's result depend on the rows beside it, as a name that nodes compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Promise(StrEnum):
+    """What holds for the tokens of an answer, whatever else is in the batch and however they are drafted."""
+
+    EXACT = "exact"
+    """The logits of a row are the same bits in every batch: the same tokens, always."""
+
+    UP_TO_TIES = "exact up to ties"
+    """Logits differ by float32 rounding: the same tokens, but where two candidates are closer than that."""
+
+    BATCH_DEPENDENT = "batch-dependent"
+    """Logits differ by bfloat16 rounding: about one greedy decision in fifty may change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Its string travels as `ModelInfo.numerics`. Two nodes compute the same bits if theirs are equal and exact."""
+
+    promise: Promise
+    kernels: str  # "amx", "torch bfloat16"
+
+    def __str__(self) -> str:
+        return f"{self.promise} ({self.kernels})"
+
+
+def native_numerics(path: str) -> Numerics:
+    """`path`: an instruction path, whose kernels keep the order of every sum fixed (see cpu_kernels)."""
+    return Numerics(Promise.EXACT, path)
+
+
+def torch_numerics(dtype: str, device_type: str) -> Numerics:
+    """Of torch's own kernels; `dtype` "float32" or "bfloat16", `device_type` "cpu" or "cuda"."""
+    promise = Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
+    return Numerics(promise, f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}")

@@ -1,0 +1,17 @@
+import pytest
+
+from outrider.engine.numerics import native_numerics, torch_numerics
+
+
+@pytest.mark.parametrize(
+    ("numerics", "text"),
+    [
+        (native_numerics("portable"), "exact (portable)"),
+        (native_numerics("amx"), "exact (amx)"),
+        (torch_numerics("float32", "cpu"), "exact up to ties (torch float32)"),
+        (torch_numerics("bfloat16", "cpu"), "batch-dependent (torch bfloat16)"),
+        (torch_numerics("bfloat16", "cuda"), "batch-dependent (cuda bfloat16)"),
+    ],
+)
+def test_numerics_say_what_they_promise_and_by_which_kernels(numerics, text):
+    assert str(numerics) == text

@@ -1,0 +1,70 @@
+"""Nodes that serve one model and compute it differently."""
+
+from __future__ import annotations
+
+import pytest
+import structlog
+
+from outrider.engine.numerics import native_numerics, torch_numerics
+from router.fakes import FakeDecodeNode, fake_model_info
+
+EXACT = fake_model_info(numerics=str(native_numerics("amx")))
+OTHER = fake_model_info(numerics=str(native_numerics("portable")))
+UNKNOWN = fake_model_info(numerics="")
+
+
+@pytest.fixture
+def warnings():
+    with structlog.testing.capture_logs() as logs:
+        yield lambda: [entry for entry in logs if "numerics" in entry and entry["log_level"] == "warning"]
+
+
+def num_mixed(cluster):
+    return cluster.registry.get_sample_value("outrider:mixed_numerics_requests_total", {"model_name": EXACT.name})
+
+
+async def test_nodes_of_equal_numerics_are_no_news(cluster, warnings):
+    cluster.decode.model = cluster.prefill.model = EXACT
+    await cluster.serve()
+    await cluster.generate(sampling=cluster.sampling(max_tokens=2))
+    assert warnings() == []
+    assert num_mixed(cluster) == 0
+
+
+async def test_answers_that_move_between_numerics_are_counted_and_warned_of_once(cluster, warnings):
+    cluster.decode.model, cluster.prefill.model = EXACT, OTHER
+    await cluster.serve()
+    for _ in range(3):
+        answer = await cluster.generate(sampling=cluster.sampling(max_tokens=2))
+        assert list(answer.summary.metrics.nodes) == ["decode-0", "prefill-0"]
+    assert num_mixed(cluster) == 3
+    (warning,) = warnings()
+    assert warning["numerics"] == {"decode-0": "exact (amx)", "prefill-0": "exact (portable)"}
+
+
+async def test_an_answer_that_stays_on_one_node_is_not_counted(cluster, warnings):
+    cluster.decode.model, cluster.prefill.model = EXACT, OTHER
+    cluster.decode.max_local_prefill_tokens = 1000
+    await cluster.serve()
+    await cluster.generate(sampling=cluster.sampling(max_tokens=2))
+    assert len(warnings()) == 1
+    assert num_mixed(cluster) == 0
+
+
+async def test_a_third_kind_is_warned_of_again_and_the_same_kind_not(cluster, warnings):
+    cluster.decode.model, cluster.prefill.model = EXACT, OTHER
+    cluster.nodes += [
+        FakeDecodeNode(name="decode-1", model=EXACT),
+        FakeDecodeNode(name="decode-2", model=fake_model_info(numerics=str(torch_numerics("float32", "cpu")))),
+    ]
+    await cluster.serve()
+    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 3)
+    assert [len(warning["numerics"]) for warning in warnings()] == [2, 3]
+
+
+async def test_a_node_that_does_not_say_how_it_computes_is_not_held_against_others(cluster, warnings):
+    cluster.decode.model, cluster.prefill.model = EXACT, UNKNOWN
+    await cluster.serve()
+    await cluster.generate(sampling=cluster.sampling(max_tokens=2))
+    assert warnings() == []
+    assert num_mixed(cluster) == 0
