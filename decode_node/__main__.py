@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         build=make_build(config, sections["model"]),
         configured_name=config.server.name,
         session_timeout_seconds=config.session_timeout_seconds,
+        allows_profiles=sections["telemetry"].profiling,
     )
     return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
 
@@ -59,8 +60,10 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from outrider.engine.model_runner import ModelRunner
         from outrider.engine.sampler import Sampler
         from outrider.engine.scheduler import Scheduler
+        from outrider.engine.step_profiler import StepProfiler
         from outrider.model_hub.load import load_model
         from outrider.service.announce import announce_progress
+        from outrider.service.event_loop_clock import event_loop_clock
         from outrider.speculation.draft_policy import DraftPolicy
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.proposers.ngram import NgramProposer
@@ -126,7 +129,8 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
         )
-        loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, emit=emit)
+        profiler = StepProfiler(engine.clock, runner.phases, read_event_loop=event_loop_clock())
+        loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, profiler=profiler, emit=emit)
         return DecodeParts(
             engine=engine,
             loop=loop,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.kv_transfer.base import TransferStats
+from outrider.profile import EndProfile, StartProfile
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup, SequenceGroupEvent
 
 
@@ -52,7 +53,17 @@ class DrainExpired:
     """What still runs is given up."""
 
 
-Command = GroupOpened | GroupCancelled | SessionEnded | TransferCompleted | TransferFailed | DrainStarted | DrainExpired
+Command = (
+    GroupOpened
+    | GroupCancelled
+    | SessionEnded
+    | TransferCompleted
+    | TransferFailed
+    | DrainStarted
+    | DrainExpired
+    | StartProfile
+    | EndProfile
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from decode_node.commands import (
     AddressedEvent,
@@ -31,12 +31,15 @@ from decode_node.commands import (
 from decode_node.draft_gathering import DraftGatherer, Drafts
 from decode_node.group_desk import GroupDesk
 from decode_node.groups import Sample
-from decode_node.statistics import StepProgress, StepStats
+from decode_node.statistics import StepStats
 from decode_node.verdict import Verdict, judge
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampledRows, SampleRows
 from outrider.engine.scheduler import Scheduled, StepPlan
+from outrider.engine.step_profiler import StepProfiler
+from outrider.engine.step_progress import StepProgress
+from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
 
 IDLE_WAIT_SECONDS = 0.2
@@ -55,12 +58,15 @@ class DecodeLoop:
         engine: Engine,
         drafts: DraftGatherer,
         desk: GroupDesk,
+        profiler: StepProfiler,
         emit: Callable[[Sequence[AddressedEvent], StepStats | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._drafts = drafts
         self._desk = desk
+        self._profiler = profiler
+        self._time = engine.clock
         self._emit = emit
         self._clock = clock
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -80,6 +86,7 @@ class DecodeLoop:
         """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
         while not self._stopping.is_set():
             self.turn()
+        self._profiler.end()
         self._desk.free_all()
 
     def turn(self) -> None:
@@ -89,6 +96,7 @@ class DecodeLoop:
         """
         self._handle_commands(wait=not self._engine.scheduler.has_work)
         self._desk.tend_transfers()
+        self._time.mark(Part.COMMANDS)
         self._emit_events(None)
         if self._engine.scheduler.has_work:
             self._emit_events(self.step())
@@ -98,6 +106,7 @@ class DecodeLoop:
         if events or stats:
             self._emit(events, stats)
         self.is_drained = self._desk.is_draining and self._desk.num_groups == 0
+        self._time.mark(Part.EMIT)
 
     def step(self) -> StepStats | None:
         """One forward pass of the target model over every planned sequence, and what follows from it.
@@ -105,30 +114,40 @@ class DecodeLoop:
         None where nothing could be planned (every block is held by transfers under way).
         """
         started = self._clock()
-        drafts = self._drafts.gather(self._desk.samples_at_decode_row())  # what is here; waits within its budget
+        drafts = self._gather()  # what is here; waits within its budget
         plan = self._engine.scheduler.plan(lambda sequence: len(drafts.of(sequence.key)))
+        self._time.mark(Part.SCHEDULE)
         if not plan.scheduled:
             self._wait_for_blocks()
             return None
-        planned = self._clock()
         self.progress.begin(plan.num_rows)
         verifying = [item for item in plan.scheduled if item.reaches_end]
         logits = self._engine.forward(plan.block_copies, [_rows(item, drafts) for item in plan.scheduled])
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        forwarded = self._clock()
         sampled = self._engine.sampler.sample(logits, [self._sample_rows(item, drafts) for item in verifying])
+        self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, drafts, sampled)
-        self.progress.end()
-        finished = self._clock()
+        seconds = self.progress.end()
         self._drafts.observe_step(
-            seconds=finished - planned,
+            seconds=seconds,
             num_rows=plan.num_rows,
             num_sequences=len(plan.scheduled),
             num_prefill_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
         )
-        return _stats(plan, verdicts, draft=planned - started, forward=forwarded - planned, total=finished - started)
+        self._time.mark(Part.COMMIT)
+        stats = _stats(plan, verdicts, seconds=self._clock() - started, nanoseconds=self._time.take())
+        self._profiler.step_ended(
+            stats.nanoseconds, kind=_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
+        )
+        return stats
+
+    def _gather(self) -> Drafts:
+        drafts = self._drafts.gather(self._desk.samples_at_decode_row())
+        self._time.mark(Part.DRAFTING)
+        self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
+        return drafts
 
     # --- commands -------------------------------------------------------------------------
 
@@ -136,7 +155,7 @@ class DecodeLoop:
         """What is in the inbox now; with `wait` also the first thing that comes. What comes meanwhile waits a step."""
         if wait:
             try:
-                self._handle(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
+                self._handle(self._next_command())
             except queue.Empty:
                 return
         for _ in range(self._inbox.qsize()):
@@ -158,13 +177,24 @@ class DecodeLoop:
                 self._desk.refuse_new_groups()
             case DrainExpired():
                 self._desk.give_up_all("the node is draining")
+            case StartProfile():
+                self._profiler.begin(command.capture)
+            case EndProfile():
+                self._profiler.end(command.capture)
 
     def _wait_for_blocks(self) -> None:
         """Nothing fits until a transfer ends or is given up: a command will say so."""
         try:
-            self._handle(self._inbox.get(timeout=IDLE_WAIT_SECONDS))
+            self._handle(self._next_command())
         except queue.Empty:
             return
+
+    def _next_command(self) -> Command:
+        """Waits a little for it. Raises: queue.Empty."""
+        try:
+            return self._inbox.get(timeout=IDLE_WAIT_SECONDS)
+        finally:
+            self._time.mark(Part.IDLE)
 
     # --- verify and commit ----------------------------------------------------------------
 
@@ -252,11 +282,16 @@ def _rows(item: Scheduled, drafts: Drafts) -> SequenceRows:
     )
 
 
-def _stats(plan: StepPlan, verdicts: Sequence[Verdict], *, draft: float, forward: float, total: float) -> StepStats:
+def _kind(plan: StepPlan) -> StepKind:
+    if any(item.num_rows > 1 for item in plan.scheduled):
+        return StepKind.PROMPT
+    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
+
+
+def _stats(plan: StepPlan, verdicts: Sequence[Verdict], *, seconds: float, nanoseconds: Mapping[str, int]) -> StepStats:
     return StepStats(
-        seconds=total,
-        draft_seconds=draft,
-        forward_seconds=forward,
+        seconds=seconds,
+        nanoseconds=nanoseconds,
         num_rows=plan.num_rows,
         num_sequences=len(plan.scheduled),
         num_preempted=len(plan.preempted),

@@ -21,6 +21,7 @@ class Drafts:
     token_ids_by_sequence: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     wanting: frozenset[int] = frozenset()
     hits: frozenset[int] = frozenset()
+    waited_seconds: float = 0.0  # for draft nodes
 
     def of(self, sequence_id: int) -> tuple[int, ...]:
         return self.token_ids_by_sequence.get(sequence_id, ())
@@ -88,7 +89,8 @@ class DraftGatherer:
             requests = [ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted) for want in missing]
             for want, proposal in zip(missing, self._fallback.propose(requests), strict=True):
                 token_ids[want.sequence_id] = proposal.token_ids[: want.num_wanted]
-        return Drafts(token_ids, frozenset(want.sequence_id for want in wants), frozenset(taken.hits))
+        wanting = frozenset(want.sequence_id for want in wants)
+        return Drafts(token_ids, wanting, frozenset(taken.hits), taken.waited_seconds)
 
     def observe_verdict(self, sample: Sample, verdict: Verdict) -> None:
         self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted)

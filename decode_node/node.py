@@ -25,6 +25,7 @@ from outrider.engine.engine_thread import EngineThread
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.profiling import make_profile_desk
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import PROTOCOL_VERSION
 from outrider.v1 import node_pb2_grpc, session_pb2_grpc
@@ -60,7 +61,9 @@ class DecodeNode:
 
     service_names: tuple[str, ...] = ("outrider.v1.DecodeService", NODE_SERVICE_NAME)
 
-    def __init__(self, *, build: Build, configured_name: str, session_timeout_seconds: float) -> None:
+    def __init__(
+        self, *, build: Build, configured_name: str, session_timeout_seconds: float, allows_profiles: bool = True
+    ) -> None:
         self._build = build
         self._configured_name = configured_name
         self._incarnation = make_incarnation()
@@ -71,6 +74,9 @@ class DecodeNode:
         self._metrics_task: asyncio.Task[None] | None = None
         self._rates = RecentRates()
         self._servicer = DecodeServicer()
+        self._profiles = make_profile_desk(
+            is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit
+        )
         self._thread: EngineThread[DecodeParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sessions = Sessions(
@@ -80,7 +86,13 @@ class DecodeNode:
     def add_to(self, server: grpc.aio.Server) -> None:
         session_pb2_grpc.add_DecodeServiceServicer_to_server(self._servicer, server)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeServicer(self._info, self._report, lambda: self._parts.tokenizer_files if self._parts else None), server
+            NodeServicer(
+                self._info,
+                self._report,
+                lambda: self._parts.tokenizer_files if self._parts else None,
+                self._profiles,
+            ),
+            server,
         )
 
     async def start(self, address: str) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-FIRST_STEP_SECONDS = 1.0  # expected of a row bucket that was never run
-NEWEST_WEIGHT = 0.2
-OUTLIER_FACTOR = 3.0  # a step of more than so many times the expected counts as that: this process may have been frozen
 RATE_WINDOW_SECONDS = 10.0
 
 
@@ -18,8 +15,7 @@ class StepStats:
     """One step, in seconds and counts."""
 
     seconds: float
-    draft_seconds: float  # gathering drafts, the wait for them included
-    forward_seconds: float
+    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
     num_rows: int
     num_sequences: int
     num_generated_tokens: int
@@ -41,46 +37,6 @@ class PrefixLookups:
             num_query_tokens=self.num_query_tokens + num_query_tokens,
             num_hit_tokens=self.num_hit_tokens + num_hit_tokens,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StepAtHand:
-    """A snapshot that any thread may read."""
-
-    step: int = 0
-    expected_seconds: float = 0.0
-    started: float | None = None  # monotonic; None: idle
-
-
-class StepProgress:
-    """How far the engine is, for whoever must tell a long step from a dead process.
-
-    The engine thread swaps in a new frozen snapshot; readers never see half of one.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seconds_by_bucket: dict[int, float] = {}
-        self._bucket = 0
-        self.at_hand = StepAtHand()
-
-    def begin(self, num_rows: int) -> None:
-        self._bucket = num_rows.bit_length()
-        expected = self._seconds_by_bucket.get(self._bucket, FIRST_STEP_SECONDS)
-        self.at_hand = StepAtHand(self.at_hand.step + 1, expected, self._clock())
-
-    def end(self) -> None:
-        at_hand = self.at_hand
-        if at_hand.started is not None:
-            seconds = self._clock() - at_hand.started
-            known = self._seconds_by_bucket.get(self._bucket, seconds)
-            seconds = min(seconds, OUTLIER_FACTOR * known)
-            self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (seconds - known)
-        self.at_hand = StepAtHand(at_hand.step)
-
-    def age_seconds(self) -> float:
-        started = self.at_hand.started
-        return 0.0 if started is None else max(0.0, self._clock() - started)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         build=make_build(config, sections["model"]),
         configured_name=config.server.name,
         max_jobs=config.max_running + config.max_waiting,
+        allows_profiles=sections["telemetry"].profiling,
     )
     return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
 
@@ -47,9 +48,12 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
         from outrider.engine.model_runner import ModelRunner
         from outrider.engine.scheduler import Scheduler
+        from outrider.engine.step_clock import StepClock
+        from outrider.engine.step_profiler import StepProfiler
         from outrider.kv_transfer.connectors import make_connector
         from outrider.model_hub.load import load_model
         from outrider.service.announce import announce_progress
+        from outrider.service.event_loop_clock import event_loop_clock
         from prefill_node.forward import PagedForward
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
@@ -71,15 +75,17 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
             reserve_blocks_per_running=0,  # prompts do not grow
         )
         connector = make_connector(config.kv_transfer, tls=config.server.tls)
+        clock = StepClock()
         loop = PrefillLoop(
             pool=pool,
             scheduler=scheduler,
             kv_cache=kv_cache,
-            forward=PagedForward(kv_cache, runner),
+            forward=PagedForward(kv_cache, runner, clock),
             connector=connector,
             frame_bytes=config.kv_transfer.frame_bytes,
             max_rows_per_step=config.max_rows_per_step,
             keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
+            profiler=StepProfiler(clock, runner.phases, read_event_loop=event_loop_clock()),
             emit=emit,
         )
         return PrefillParts(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.step_clock import StepClock
+from outrider.profile import Part
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -28,9 +30,10 @@ class Forward(Protocol):
 class PagedForward:
     """A `Forward` over a model runner."""
 
-    def __init__(self, kv_cache: PagedKVCache, runner: ModelRunner) -> None:
+    def __init__(self, kv_cache: PagedKVCache, runner: ModelRunner, clock: StepClock) -> None:
         self._kv_cache = kv_cache
         self._runner = runner
+        self._time = clock
 
     def __call__(
         self,
@@ -41,4 +44,6 @@ class PagedForward:
     ) -> None:
         self._kv_cache.copy_blocks(block_copies)
         batch = build_input_batch(rows, self._kv_cache.block_size)
+        self._time.mark(Part.BATCH)
         self._runner.forward(batch, on_layer_done=on_layer_done)
+        self._time.mark(Part.FORWARD)

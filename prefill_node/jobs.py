@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError
+from outrider.profile import EndProfile, StartProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Stop:
     """The engine thread gives everything up and ends."""
 
 
-Command = PrefillJob | CancelJob | PushEnded | Stop
+Command = PrefillJob | CancelJob | PushEnded | StartProfile | EndProfile | Stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

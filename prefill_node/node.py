@@ -20,6 +20,7 @@ from outrider.kv_transfer.base import Connector
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
+from outrider.service.profiling import make_profile_desk
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import PROTOCOL_VERSION
@@ -68,6 +69,7 @@ class PrefillNode:
         build: Build,
         configured_name: str,
         max_jobs: int,
+        allows_profiles: bool = True,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """`exit_process` ends the process at once when the engine thread has failed."""
@@ -81,13 +83,22 @@ class PrefillNode:
         self._metrics: EngineMetrics | None = None
         self._servicer = PrefillServicer()
         self._desk = JobDesk(submit=self._submit, max_jobs=max_jobs)
+        self._profiles = make_profile_desk(
+            is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit
+        )
         self._thread: EngineThread[PrefillParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self._servicer, server)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeServicer(self._info, self._report, lambda: self._parts.tokenizer_files if self._parts else None), server
+            NodeServicer(
+                self._info,
+                self._report,
+                lambda: self._parts.tokenizer_files if self._parts else None,
+                self._profiles,
+            ),
+            server,
         )
 
     async def start(self, address: str) -> None:
@@ -149,6 +160,7 @@ class PrefillNode:
                 _observe(metrics, end.result)
         if stats is not None:
             metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
+            metrics.add_step_parts(stats.nanoseconds)
         metrics.set_load(self._load())
 
     def _engine_failed(self, error: Exception) -> None:
@@ -185,13 +197,14 @@ class PrefillNode:
     def _report(self) -> NodeReport:
         if self._parts is None:
             return NodeReport(state=self._state, incarnation=self._incarnation)
-        at_hand = self._parts.loop.progress.step_at_hand()
+        progress = self._parts.loop.progress
+        at_hand = progress.at_hand
         return NodeReport(
             state=self._state,
             incarnation=self._incarnation,
             step=at_hand.step,
             expected_step_seconds=at_hand.expected_seconds,
-            step_age_seconds=at_hand.age_seconds,
+            step_age_seconds=progress.age_seconds(),
             load=self._load(),
         )
 
@@ -203,8 +216,8 @@ class PrefillNode:
             num_waiting=parts.scheduler.num_waiting,
             kv_blocks_total=parts.pool.num_blocks,
             kv_blocks_free=parts.pool.num_free_blocks,
-            tokens_per_second=parts.loop.progress.tokens_per_second(),
-            num_outstanding_tokens=parts.loop.progress.num_outstanding_tokens,
+            tokens_per_second=parts.loop.prompt_tokens.tokens_per_second(),
+            num_outstanding_tokens=parts.loop.prompt_tokens.num_outstanding,
         )
 
 

@@ -19,8 +19,11 @@ import torch
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence, Scheduled, Scheduler, StepPlan
+from outrider.engine.step_profiler import StepProfiler
+from outrider.engine.step_progress import StepProgress
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.base import TransferSpec
+from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.service.telemetry.logging import get_logger
 from prefill_node.forward import Forward
 from prefill_node.jobs import (
@@ -34,7 +37,7 @@ from prefill_node.jobs import (
     Stop,
 )
 from prefill_node.push import KvPush, ReadableCache, slots_of
-from prefill_node.statistics import Progress, StepStats
+from prefill_node.statistics import PromptTokens, StepStats
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.block_pool import BlockPool
@@ -78,9 +81,11 @@ class PrefillLoop:
         frame_bytes: int,
         max_rows_per_step: int,
         keep_alive_seconds: float,
+        profiler: StepProfiler,
         emit: Callable[[Sequence[JobEnded], StepStats | None], None],
     ) -> None:
-        self.progress = Progress()
+        self.progress = StepProgress()
+        self.prompt_tokens = PromptTokens()
         self._pool = pool
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -88,6 +93,8 @@ class PrefillLoop:
         self._connector = connector
         self._layers = LayerGroups.of(kv_cache.planes, num_tokens=max_rows_per_step, frame_bytes=frame_bytes)
         self._keep_alive_seconds = keep_alive_seconds
+        self._profiler = profiler
+        self._time = profiler.clock
         self._emit = emit
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, _Task] = {}
@@ -97,7 +104,7 @@ class PrefillLoop:
     def submit(self, command: Command) -> None:
         """From any thread."""
         if isinstance(command, PrefillJob):
-            self.progress.set_outstanding(command.job_id, len(command.token_ids))
+            self.prompt_tokens.set_outstanding(command.job_id, len(command.token_ids))
         self._inbox.put(command)
 
     @torch.inference_mode()
@@ -105,23 +112,49 @@ class PrefillLoop:
         """Until `Stop`. What it raises is a bug of ours."""
         while not self._is_stopped:
             self.step()
+        self._profiler.end()
 
     def step(self) -> None:
         """One iteration; waits for a command when there is nothing to compute."""
         self._take_commands()
         self._answer()  # jobs whose push has ended
+        plan = self._plan()
+        self._begin(plan)  # pushes start, with what the prefix cache holds
+        seconds = self._compute(plan)  # one forward; pushes go on with its layers
+        self._finish(plan)  # publish; jobs that are computed only wait for their push
+        if plan.scheduled:
+            self._tell(plan, seconds)
+        elif not plan.admitted and not self._is_stopped:
+            self._wait_for_command()
+
+    def _plan(self) -> StepPlan:
         plan = self._scheduler.plan(_no_drafts)
         assert not plan.preempted, "a job has all its blocks from its admission on"
-        self._begin(plan)  # pushes start, with what the prefix cache holds
-        self._compute(plan)  # one forward; pushes go on with its layers
-        self._finish(plan)  # publish; jobs that are computed only wait for their push
-        if not plan.scheduled and not plan.admitted and not self._is_stopped:
-            self._handle(self._inbox.get())
+        self._time.mark(Part.SCHEDULE)
+        return plan
+
+    def _tell(self, plan: StepPlan, seconds: float) -> None:
+        """A finished step, to whoever counts or profiles."""
+        stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
+        self._profiler.step_ended(
+            stats.nanoseconds,
+            kind=StepKind.PROMPT,
+            num_rows=plan.num_rows,
+            num_sequences=len(plan.scheduled),
+        )
+        self._emit((), stats)
+        self._time.mark(Part.EMIT)
+
+    def _wait_for_command(self) -> None:
+        command = self._inbox.get()
+        self._time.mark(Part.IDLE)
+        self._handle(command)
 
     def _answer(self) -> None:
         if self._ended:
             self._emit(tuple(self._ended), None)
             self._ended.clear()
+            self._time.mark(Part.EMIT)
 
     @property
     def num_tasks(self) -> int:
@@ -135,6 +168,7 @@ class PrefillLoop:
             try:
                 command = self._inbox.get_nowait()
             except queue.Empty:
+                self._time.mark(Part.COMMANDS)
                 return
             self._handle(command)
 
@@ -146,6 +180,10 @@ class PrefillLoop:
                 self._cancel(command.job_id)
             case PushEnded():
                 self._end(command.job_id, command.outcome)
+            case StartProfile():
+                self._profiler.begin(command.capture)
+            case EndProfile():
+                self._profiler.end(command.capture)
             case Stop():
                 self._stop()
 
@@ -197,9 +235,10 @@ class PrefillLoop:
             task.push = self._new_push(task, sequence.kv)
             task.push.start()
             task.push.offer(range(self._layers.num_layers), 0, task.num_cached_tokens)
-            self.progress.set_outstanding(sequence.key, sequence.num_uncomputed)
+            self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
+        self._time.mark(Part.HAND_OFF)
 
     def _new_push(self, task: _Task, kv: SequenceKV) -> KvPush:
         job = task.job
@@ -221,10 +260,11 @@ class PrefillLoop:
             on_ended=lambda outcome: self._inbox.put(PushEnded(job.job_id, outcome)),
         )
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _compute(self, plan: StepPlan) -> float:
+        """The forward's seconds; 0 when nothing is planned."""
         if not plan.scheduled:
-            return
-        self.progress.begin_step(plan.num_rows)
+            return 0.0
+        self.progress.begin(plan.num_rows)
         now = time.monotonic()
         for item in plan.scheduled:
             task = self._tasks[item.sequence.key]
@@ -232,19 +272,21 @@ class PrefillLoop:
                 task.compute_started_at = now
         rows = [_rows(item) for item in plan.scheduled]
         self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._offer(plan, layer))
-        seconds = self.progress.end_step(plan.num_rows)
-        self._emit((), StepStats(num_rows=plan.num_rows, seconds=seconds))
+        self.prompt_tokens.add_computed(plan.num_rows)
+        return self.progress.end()
 
     def _offer(self, plan: StepPlan, layer: int) -> None:
         """Called within the forward: the chunk's KV of one more layer is in the cache."""
         layers = self._layers.ending_at(layer)
         if layers is None:
             return
+        self._time.mark(Part.FORWARD)
         for item in plan.scheduled:
             push = self._tasks[item.sequence.key].push
             assert push is not None
             start = item.sequence.num_computed
             push.offer(layers, start, start + item.num_rows)
+        self._profiler.left_forward(self._time.mark(Part.HAND_OFF))
 
     def _finish(self, plan: StepPlan) -> None:
         for item in plan.scheduled:
@@ -253,9 +295,10 @@ class PrefillLoop:
             sequence.kv.advance(sequence.num_computed + item.num_rows)
             sequence.kv.publish(sequence.token_ids)
             task.num_computed_tokens += item.num_rows
-            self.progress.set_outstanding(sequence.key, sequence.num_uncomputed)
+            self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
+        self._time.mark(Part.COMMIT)
 
     def _end_compute(self, task: _Task) -> None:
         assert task.push is not None
@@ -271,7 +314,7 @@ class PrefillLoop:
         if kv is not None and task.push is not None and task.pinned is None:
             task.pinned = kv.fork()
         self._scheduler.remove(task.sequence)
-        self.progress.set_outstanding(task.job.job_id, 0)
+        self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
     def _end(self, job_id: int, outcome: PushOutcome) -> None:
         """The push reads nothing any more: unpin, and answer."""
@@ -286,7 +329,7 @@ class PrefillLoop:
         if task.pinned is not None:
             task.pinned.free()
         del self._tasks[task.job.job_id]
-        self.progress.set_outstanding(task.job.job_id, 0)
+        self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
 
 @dataclass(frozen=True, slots=True)

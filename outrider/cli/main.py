@@ -18,6 +18,7 @@ COMMANDS = {
     "config": "print the configuration in force, with the source of each setting",
     "demo": "start a cluster and stream three prompts with and without speculation",
     "bench": "measure a running cluster under load",
+    "profile": "show where the time of a running node's steps goes",
 }
 INTERRUPTED = 130
 

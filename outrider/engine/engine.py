@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_clock import StepClock
+from outrider.profile import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +29,7 @@ class Engine:
     kv_cache: PagedKVCache
     runner: ModelRunner
     sampler: Sampler
+    clock: StepClock = field(default_factory=StepClock)
 
     def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[SequenceRows]) -> Tensor:
         """Copies blocks that are about to be written while shared, then one forward pass.
@@ -36,4 +39,8 @@ class Engine:
         """
         if block_copies:
             self.kv_cache.copy_blocks(block_copies)
-        return self.runner.forward(build_input_batch(rows, self.pool.block_size))
+        batch = build_input_batch(rows, self.pool.block_size)
+        self.clock.mark(Part.BATCH)
+        logits = self.runner.forward(batch)
+        self.clock.mark(Part.FORWARD)
+        return logits

@@ -17,7 +17,9 @@ import numpy as np
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_clock import StepClock
 from outrider.errors import InternalError
+from outrider.profile import Part
 from outrider.request import LogprobsRequest, SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -243,6 +245,7 @@ class ScriptedEngine:
     kv_cache: ScriptedKVCache
     runner: ScriptedModelRunner
     sampler: ScriptedSampler = field(default_factory=ScriptedSampler)
+    clock: StepClock = field(default_factory=StepClock)
 
     @classmethod
     def create(
@@ -266,7 +269,10 @@ class ScriptedEngine:
 
     def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[Rows]) -> list[list[float]]:
         self.kv_cache.copy_blocks(block_copies)
-        return self.runner.forward(rows)
+        self.clock.mark(Part.BATCH)
+        logits = self.runner.forward(rows)
+        self.clock.mark(Part.FORWARD)
+        return logits
 
 
 def greedy(logits: Sequence[float]) -> int:

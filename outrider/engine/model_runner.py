@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
@@ -38,6 +39,8 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._attention = attention
         self._device = kv_cache.device
+        # Elsewhere kernels compute behind the caller's back: a clock around a module would time its launches.
+        self.phases: ForwardPhases = ModulePhases(model.model) if self._device.type == "cpu" else NoPhases()
 
     @property
     def attention_name(self) -> str:

@@ -60,3 +60,4 @@ class TelemetryConfig:
         help="One JSON object or one line of text per event; auto: text on a terminal.",
     )
     log_text: bool = setting(False, help="Whether prompts and answers may be logged.")
+    profiling: bool = setting(True, help="Whether a node may be profiled by RPC; it slows the steps that it watches.")

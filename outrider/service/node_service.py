@@ -12,17 +12,21 @@ import grpc
 import grpc.aio
 
 from outrider.errors import NotFoundError, OutriderError, PeerLostError
-from outrider.node import NodeInfo, NodeReport
+from outrider.node import NodeInfo, NodeReport, NodeState
 from outrider.service.liveness import DEFAULT_GRACE_SECONDS, ProgressDeadline
-from outrider.service.status import abort_with, from_rpc_error
+from outrider.service.profiling import NoProfiles, ProfileDesk
+from outrider.service.status import abort_with, from_rpc_error, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc
 from outrider.wire.node import info_from_proto, info_to_proto, report_from_proto, report_to_proto
+from outrider.wire.profile import options_from_proto, profile_to_proto
 
 SERVICE_NAME = "outrider.v1.NodeService"
 TOKENIZER_CHUNK_BYTES = 1 << 20
+TRACE_CHUNK_BYTES = 1 << 20
 MAX_TOKENIZER_BYTES = 256 << 20
 DEFAULT_INTERVAL_SECONDS = 0.2
 LEAST_INTERVAL_SECONDS = 0.05
+NO_ENGINE = NoProfiles("this node has no engine whose steps could be profiled", reason="NO_ENGINE")
 
 
 def make_incarnation() -> bytes:
@@ -43,10 +47,12 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
         tokenizer_files: Callable[[], Mapping[str, bytes] | None] = lambda: None,
+        profiles: ProfileDesk | NoProfiles = NO_ENGINE,
     ) -> None:
         self._info = info
         self._report = report
         self._tokenizer_files = tokenizer_files
+        self._profiles = profiles
 
     async def GetNode(  # noqa: N802 the proto's name
         self,
@@ -77,6 +83,20 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         while True:
             yield report_to_proto(self._report())
             await asyncio.sleep(interval)
+
+    async def Profile(  # noqa: N802
+        self,
+        request: node_pb2.ProfileRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[node_pb2.ProfileChunk]:
+        async with rpc_errors(context):
+            options = options_from_proto(request)
+            if self._info().state is not NodeState.SERVING:
+                raise PeerLostError(f"{self._info().name} does not serve", node=self._info().name, reason="NOT_SERVING")
+            profile, trace = await self._profiles.run(options)
+        yield node_pb2.ProfileChunk(summary=profile_to_proto(profile))
+        for start in range(0, len(trace), TRACE_CHUNK_BYTES):
+            yield node_pb2.ProfileChunk(trace=trace[start : start + TRACE_CHUNK_BYTES])
 
 
 class NodeWatcher:

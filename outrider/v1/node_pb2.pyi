@@ -106,3 +106,56 @@ class NodeLoad(_message.Message):
     mean_acceptance_length: float
     num_outstanding_tokens: int
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_outstanding_tokens: _Optional[int] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("num_steps", "num_traced_steps", "timeout_milliseconds")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRACED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    num_traced_steps: int
+    timeout_milliseconds: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_traced_steps: _Optional[int] = ..., timeout_milliseconds: _Optional[int] = ...) -> None: ...
+
+class ProfileChunk(_message.Message):
+    __slots__ = ("summary", "trace")
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    summary: ProfileSummary
+    trace: bytes
+    def __init__(self, summary: _Optional[_Union[ProfileSummary, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
+
+class ProfileSummary(_message.Message):
+    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRACED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIMED_OUT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    steps: _containers.RepeatedCompositeFieldContainer[StepAccount]
+    num_traced_steps: int
+    microseconds: int
+    timed_out: bool
+    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ...) -> None: ...
+
+class StepAccount(_message.Message):
+    __slots__ = ("kind", "num_rows", "num_sequences", "nanoseconds", "event_loop_nanoseconds")
+    class NanosecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_LOOP_NANOSECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    num_rows: int
+    num_sequences: int
+    nanoseconds: _containers.ScalarMap[str, int]
+    event_loop_nanoseconds: int
+    def __init__(self, kind: _Optional[str] = ..., num_rows: _Optional[int] = ..., num_sequences: _Optional[int] = ..., nanoseconds: _Optional[_Mapping[str, int]] = ..., event_loop_nanoseconds: _Optional[int] = ...) -> None: ...

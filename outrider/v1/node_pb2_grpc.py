@@ -49,6 +49,11 @@ class NodeServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_node__pb2.WatchNodeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_node__pb2.NodeReport.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/outrider.v1.NodeService/Profile',
+                request_serializer=outrider_dot_v1_dot_node__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_node__pb2.ProfileChunk.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -78,6 +83,18 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Profiles the engine's next steps, as they come: first an account of some,
+        then a trace of some more. The summary comes when all is captured or the
+        time is over, the trace after it in chunks of at most 1 MiB. Ending the call
+        ends the profile. ALREADY_EXISTS while another one runs; UNIMPLEMENTED where
+        settings turn it off and on nodes without an engine; UNAVAILABLE while
+        weights load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +112,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=outrider_dot_v1_dot_node__pb2.WatchNodeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_node__pb2.NodeReport.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=outrider_dot_v1_dot_node__pb2.ProfileRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_node__pb2.ProfileChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +200,33 @@ class NodeService(object):
             '/outrider.v1.NodeService/Watch',
             outrider_dot_v1_dot_node__pb2.WatchNodeRequest.SerializeToString,
             outrider_dot_v1_dot_node__pb2.NodeReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.NodeService/Profile',
+            outrider_dot_v1_dot_node__pb2.ProfileRequest.SerializeToString,
+            outrider_dot_v1_dot_node__pb2.ProfileChunk.FromString,
             options,
             channel_credentials,
             insecure,

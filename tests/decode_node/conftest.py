@@ -21,6 +21,7 @@ from decode_node.drafts import NoDrafts
 from decode_node.group_desk import GroupDesk
 from decode_node.ingest import ReservedBlocks
 from outrider.engine.fakes import FakeClock, ScriptedEngine, ScriptedModel
+from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import Region, TransferSpec
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
@@ -113,7 +114,13 @@ class Node:
         )
         self.events = []
         self.num_preempted = 0
-        self.loop = DecodeLoop(engine=self.engine, drafts=drafts, desk=self.desk, emit=self._emit)
+        self.loop = DecodeLoop(
+            engine=self.engine,
+            drafts=drafts,
+            desk=self.desk,
+            profiler=StepProfiler(self.engine.clock),
+            emit=self._emit,
+        )
         self.ids = itertools.count(1)
 
     def _emit(self, events, stats):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from decode_node.drafts import NoDrafts, TakenDrafts
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
+from outrider.profile import Capture, ProfileOptions, StartProfile, StepKind
 from outrider.request import FinishReason, LogprobsRequest, SamplingParams
 from outrider.session import (
     CancelSequenceGroup,
@@ -381,3 +383,40 @@ def test_speculation_counts_add_up(make_node):
     assert sum(total.acceptance_histogram) == total.num_spec_steps
     assert sum(i * n for i, n in enumerate(total.acceptance_histogram)) == total.num_accepted_draft_tokens
     assert total.num_wanting_steps >= total.num_spec_steps
+
+
+def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node):
+    plain = generate(make_node())
+    node = make_node(drafts=ScriptedDrafts(lambda token_ids, num_wanted: plain[len(token_ids) - len(PROMPT) :][:2]))
+    captured = []
+    before = time.perf_counter_ns()
+    node.submit(StartProfile(Capture(ProfileOptions(num_steps=10), captured.append)))
+    assert generate(node) == plain
+    elapsed = time.perf_counter_ns() - before
+    (profile,) = captured
+    first, *others = profile.steps
+    assert first.kind is StepKind.PROMPT  # short enough to be computed here
+    assert {step.kind for step in others} == {StepKind.VERIFY}
+    assert {step.num_rows for step in others} == {3}
+    spent = sum(sum(step.nanoseconds.values()) for step in profile.steps)
+    assert 0 < spent <= elapsed
+    for step in profile.steps:
+        assert {
+            "schedule",
+            "batch",
+            "forward.attention",
+            "forward.linear",
+            "forward.rest",
+            "sampling",
+            "commit",
+        } <= set(step.nanoseconds)
+        assert min(step.nanoseconds.values()) >= 0
+
+
+def test_the_parts_of_a_step_are_told_without_a_profile_too(make_node):
+    node = make_node()
+    generate(node)
+    assert all({"forward", "sampling"} <= set(stats.nanoseconds) for stats in node.stats)
+    assert all(
+        stats.nanoseconds["forward"] + stats.nanoseconds["sampling"] <= stats.seconds * 1e9 for stats in node.stats
+    )

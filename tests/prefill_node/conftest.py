@@ -10,6 +10,7 @@ import torch
 
 from outrider.engine.fakes import ScriptedEngine, ScriptedKVCache
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
@@ -99,6 +100,7 @@ class Rig:
             frame_bytes=frame_bytes,
             max_rows_per_step=max_rows_per_step,
             keep_alive_seconds=0.05,
+            profiler=StepProfiler(self.engine.clock),
             emit=self.emit,
         )
         self._ids = itertools.count(1)

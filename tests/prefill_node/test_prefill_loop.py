@@ -136,7 +136,7 @@ def test_a_slow_decode_node_does_not_hold_up_other_prompts(make_rig):
     rig.start()
     slow.gate.clear()
     stuck, _ = rig.submit(prompt(16, first=1))
-    assert wait_for(lambda: rig.loop.progress.num_outstanding_tokens == 0)  # computed, though nothing was taken
+    assert wait_for(lambda: rig.loop.prompt_tokens.num_outstanding == 0)  # computed, though nothing was taken
     slow.gate.set()
     assert isinstance(rig.result(stuck), PrefillResult)
 
@@ -145,7 +145,7 @@ def test_blocks_of_a_push_stay_pinned_until_it_ends(make_rig):
     rig = make_rig(num_blocks=8).start()
     rig.decode.gate.clear()
     first, first_blocks = rig.submit(prompt(32, first=1))  # the whole pool
-    assert wait_for(lambda: rig.loop.progress.num_outstanding_tokens == 0)
+    assert wait_for(lambda: rig.loop.prompt_tokens.num_outstanding == 0)
     second, second_blocks = rig.submit(prompt(32, first=500))
     assert rig.engine.pool.num_free_blocks == 0
     rig.decode.gate.set()
@@ -165,7 +165,7 @@ def test_cancelling_a_waiting_job_forgets_it(make_rig):
     rig.result(first)
     rig.wait_until_idle()
     assert second.job_id not in rig.ended
-    assert rig.loop.progress.num_outstanding_tokens == 0
+    assert rig.loop.prompt_tokens.num_outstanding == 0
 
 
 def test_cancelling_a_job_in_computation_stops_it_and_frees_everything(make_rig):
@@ -183,7 +183,7 @@ def test_cancelling_a_job_whose_push_is_stuck_frees_everything(make_rig):
     rig = make_rig().start()
     rig.decode.gate.clear()
     job, _ = rig.submit(prompt(16))
-    assert wait_for(lambda: rig.loop.progress.num_outstanding_tokens == 0)
+    assert wait_for(lambda: rig.loop.prompt_tokens.num_outstanding == 0)
     rig.loop.submit(CancelJob(job.job_id))
     rig.decode.gate.set()
     rig.wait_until_idle()

@@ -15,6 +15,8 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_clock import StepClock
+from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
@@ -67,6 +69,7 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
     port = receiver.start()
 
     cache, runner = fresh_runner(model, block_size=BLOCK_SIZE)
+    clock = StepClock()
     pool = BlockPool(num_blocks=64, block_size=BLOCK_SIZE, hash_seed=b"seed")
     ended: queue.SimpleQueue = queue.SimpleQueue()
     connector = make_connector(KvTransferConfig(connector=connector_name, frame_bytes=8192, arena_bytes=1 << 20))
@@ -74,11 +77,12 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
         pool=pool,
         scheduler=Scheduler(pool, max_running=4, max_rows_per_step=64, reserve_blocks_per_running=0),
         kv_cache=cache,
-        forward=PagedForward(cache, runner),
+        forward=PagedForward(cache, runner, clock),
         connector=connector,
         frame_bytes=8192,
         max_rows_per_step=64,
         keep_alive_seconds=1.0,
+        profiler=StepProfiler(clock, runner.phases),
         emit=lambda ends, stats: [ended.put(end.result) for end in ends],
     )
     thread = threading.Thread(target=loop.run)

@@ -84,6 +84,7 @@ def test_engine_metrics_have_the_names_of_vllm():
     metrics.add_prefix_lookup(num_query_tokens=10, num_hit_tokens=4)
     metrics.add_preemptions(1)
     metrics.observe_step(seconds=0.02, num_rows=9)
+    metrics.add_step_parts({"forward": 15_000_000, "emit": 1_000_000})
     metrics.add_speculation(
         SpeculationCounts(
             num_spec_steps=3,
@@ -107,6 +108,7 @@ def test_engine_metrics_have_the_names_of_vllm():
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert figures[f'{per_position}{{{label},position="0"}}'] == 2
     assert figures[f'{per_position}{{{label},position="1"}}'] == 1
+    assert figures[f'outrider:step_part_seconds_total{{{label},part="forward"}}'] == 0.015
     assert figures[f'outrider:kv_frames_dropped_total{{{label},reason="stale"}}'] == 1
     assert figures[f'outrider:draft_breaker_open{{{label},target="127.0.0.1:1"}}'] == 1
 

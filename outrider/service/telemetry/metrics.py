@@ -7,7 +7,7 @@ engines do. What vLLM has no name for is `outrider:*`. Every series has the labe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -83,6 +83,9 @@ class EngineMetrics:
         self._wanting = family.counter("outrider:look_ahead_wanting_steps", "Steps that wanted proposals.")
         self._hits = family.counter("outrider:look_ahead_hit_steps", "Steps that found proposals waiting.")
         self._steps = family.histogram("outrider:step_seconds", "One engine iteration.", STEP_BUCKETS)
+        self._parts = family.labelled_counter(
+            "outrider:step_part_seconds", "What the engine's thread did with its time.", "part"
+        )
         self._rows = family.counter("outrider:step_rows", "Rows in forward passes.")
         self._transfer_bytes = family.labelled_counter("outrider:kv_transfer_bytes", "KV payload moved.", "connector")
         self._transfers = family.histogram(
@@ -106,6 +109,11 @@ class EngineMetrics:
     def observe_step(self, *, seconds: float, num_rows: int) -> None:
         self._steps.observe(seconds)
         self._rows.inc(num_rows)
+
+    def add_step_parts(self, nanoseconds: Mapping[str, int]) -> None:
+        """All that passed since the step before, by part."""
+        for part, spent in nanoseconds.items():
+            self._parts(part).inc(spent / 1e9)
 
     def add_tokens(self, *, num_prompt_tokens: int = 0, num_generated_tokens: int = 0) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)

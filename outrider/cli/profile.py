@@ -1,0 +1,127 @@
+"""`outrider profile`: where the milliseconds of a running node's steps go."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from outrider.client import Client
+from outrider.client.sync import DEFAULT_TARGET
+from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.node import NodeRole, NodeState
+from outrider.profile import (
+    DEFAULT_NUM_STEPS,
+    DEFAULT_TIMEOUT_SECONDS,
+    MOST_TRACED_STEPS,
+    KindFigures,
+    Profile,
+    ProfileOptions,
+    figures_of,
+)
+from outrider.service.channels import open_channel
+from outrider.service.profiling import fetch_profile
+
+ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--target", metavar="HOST:PORT", help="the node itself")
+    where.add_argument("--role", choices=sorted(ROLES), help="the first such node that the router knows")
+    parser.add_argument("--router", metavar="HOST:PORT", default=DEFAULT_TARGET, help="for --role; default %(default)s")
+    parser.add_argument("--steps", type=int, default=DEFAULT_NUM_STEPS, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write a trace of N more steps there (Chrome trace, .json.gz)"
+    )
+    parser.add_argument(
+        "--traced-steps", type=int, metavar="N", help=f"with --output; default: as many, {MOST_TRACED_STEPS} at most"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help="default %(default)g"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """1 when nothing was captured."""
+    options = make_options(arguments)
+    if arguments.output:
+        _check_writable(arguments.output)
+    target = arguments.target or find_node(arguments.router, arguments.role)
+    profile, trace = asyncio.run(_fetch(target, options))
+    if arguments.output and trace:
+        arguments.output.write_bytes(trace)
+    print("\n".join(as_lines(profile)))
+    if arguments.output:
+        wrote = f"{profile.num_traced_steps} steps in {arguments.output}" if trace else "none"
+        print(f"trace: {wrote}")
+    if profile.timed_out:
+        sys.stdout.flush()
+        sys.stderr.write(
+            f"outrider profile: no more steps in {arguments.timeout:g} s, of {arguments.steps} asked for; "
+            "profile a node while it has requests to serve\n"
+        )
+    return 0 if profile.steps else 1
+
+
+def make_options(arguments: argparse.Namespace) -> ProfileOptions:
+    """Raises: InvalidRequestError."""
+    if arguments.traced_steps is not None and not arguments.output:
+        raise InvalidRequestError("--traced-steps goes with --output", field="traced_steps")
+    num_traced = min(arguments.steps, MOST_TRACED_STEPS) if arguments.traced_steps is None else arguments.traced_steps
+    return ProfileOptions(
+        num_steps=arguments.steps,
+        num_traced_steps=num_traced if arguments.output else 0,
+        timeout_seconds=arguments.timeout,
+    )
+
+
+def find_node(router: str, role: str) -> str:
+    """host:port of the first serving node of the role. Raises: NotFoundError; PeerLostError without a router."""
+    with Client(router) as client:
+        statuses = client.watch_cluster()
+        try:
+            nodes = next(statuses).by_role()[ROLES[role]]
+        finally:
+            statuses.close()
+    for node in nodes:
+        if node.state is NodeState.SERVING:
+            return node.target
+    raise NotFoundError(f"the router at {router} knows no serving {role}")
+
+
+def as_lines(profile: Profile) -> Iterator[str]:
+    """One table for each kind of step."""
+    yield f"{profile.node}: {len(profile.steps)} steps in {profile.seconds:.2f} s"
+    for figures in figures_of(profile.steps):
+        yield ""
+        yield from _table(figures)
+
+
+def _table(figures: KindFigures) -> Iterator[str]:
+    yield (
+        f"{figures.kind}: {figures.num_steps} steps, "
+        f"median of {figures.median_rows:g} rows, {figures.median_sequences:g} sequences"
+    )
+    yield f"  {'part':<24}{'median ms':>10}{'share':>9}"
+    for part in figures.parts:
+        yield f"  {part.part:<24}{part.median_milliseconds:>10.3f}{part.share:>9.1%}"
+    yield f"  {'total':<24}{figures.median_milliseconds:>10.3f}"
+    yield f"  {'beside: event loop':<24}{figures.median_event_loop_milliseconds:>10.3f}"
+    if figures.idle_milliseconds:
+        yield f"  idle between these steps: {figures.idle_milliseconds:.0f} ms in all"
+
+
+def _check_writable(path: Path) -> None:
+    """Before the node is slowed for nothing. Raises: InvalidRequestError."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidRequestError(f"--output {path}: {error.strerror}", field="output") from error
+
+
+async def _fetch(target: str, options: ProfileOptions) -> tuple[Profile, bytes]:
+    async with open_channel(target) as channel:
+        return await fetch_profile(channel, options, target=target)

@@ -1,0 +1,115 @@
+"""Profiles the engine thread's next steps when asked to: first an account of each, then a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from outrider.engine.forward_phases import ForwardPhases, NoPhases
+from outrider.engine.step_clock import StepClock
+from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, ProfiledStep, StepKind
+
+if TYPE_CHECKING:
+    from outrider.engine.torch_trace import TorchTrace
+
+
+class StepProfiler:
+    """Watches one capture at a time. Engine thread only; idle, it costs a step one comparison.
+
+    Accounted and traced are different steps: torch's profiler makes every dispatch slower,
+    and an account taken beside it would be the profiler's own.
+    """
+
+    def __init__(
+        self,
+        clock: StepClock,
+        phases: ForwardPhases | None = None,
+        *,
+        read_event_loop: Callable[[], int] = lambda: 0,
+        start_trace: Callable[[], TorchTrace] | None = None,
+    ) -> None:
+        """`read_event_loop`: processor nanoseconds that the event loop's thread has used so far."""
+        self.clock = clock
+        self._phases = NoPhases() if phases is None else phases
+        self._read_event_loop = read_event_loop
+        self._start_trace = start_trace or _start_torch_trace
+        self._capture: Capture | None = None
+        self._steps: list[ProfiledStep] = []
+        self._trace: TorchTrace | None = None
+        self._num_traced_steps = 0
+        self._event_loop_nanoseconds = 0
+
+    def begin(self, capture: Capture) -> None:
+        """Whatever was under way ends: nobody waits for it any more."""
+        self.end()
+        self._capture = capture
+        self._steps = []
+        self._num_traced_steps = 0
+        self._phases.start()
+        self._event_loop_nanoseconds = self._read_event_loop()
+        self.clock.restart()
+
+    def end(self, capture: Capture | None = None) -> None:
+        """Hands over what there is. With `capture`: only if it is the one under way."""
+        current = self._capture
+        if current is None or capture not in (None, current):
+            return
+        self._capture = None
+        self._phases.stop()
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.stop()
+        current.on_done(
+            Captured(
+                steps=tuple(self._steps),
+                num_traced_steps=self._num_traced_steps,
+                export_trace=trace.export if trace is not None and self._num_traced_steps else None,
+            )
+        )
+        self.clock.restart()
+
+    def left_forward(self, nanoseconds: int) -> None:
+        """So much of the forward under way was a callback's, and is marked as such."""
+        if self._capture is not None:
+            self._phases.exclude(nanoseconds)
+
+    def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:
+        """A step, and what the clock gave for it."""
+        if self._capture is None:
+            return
+        options = self._capture.options
+        if self._trace is not None:
+            self._trace.step_ended()
+            self._num_traced_steps += 1
+        else:
+            before, self._event_loop_nanoseconds = self._event_loop_nanoseconds, self._read_event_loop()
+            self._steps.append(
+                ProfiledStep(
+                    kind=kind,
+                    num_rows=num_rows,
+                    num_sequences=num_sequences,
+                    nanoseconds=self._split_forward(nanoseconds),
+                    event_loop_nanoseconds=self._event_loop_nanoseconds - before,
+                )
+            )
+            if len(self._steps) == options.num_steps and options.num_traced_steps:
+                self._phases.stop()
+                self._trace = self._start_trace()
+        if len(self._steps) == options.num_steps and self._num_traced_steps == options.num_traced_steps:
+            self.end()
+
+    def _split_forward(self, nanoseconds: Mapping[str, int]) -> Mapping[str, int]:
+        """The forward by phases. Phases are measured inside the forward, so that a rest remains."""
+        phases = self._phases.take()
+        if not phases:
+            return nanoseconds
+        split = {part: spent for part, spent in nanoseconds.items() if part != Part.FORWARD}
+        split.update({FORWARD_PREFIX + name: spent for name, spent in phases.items()})
+        split[FORWARD_REST] = nanoseconds.get(Part.FORWARD, 0) - sum(phases.values())
+        return split
+
+
+def _start_torch_trace() -> TorchTrace:
+    from outrider.engine.torch_trace import TorchTrace
+
+    return TorchTrace()

@@ -1,0 +1,62 @@
+"""How far an engine is: what a node tells of the step at hand. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FIRST_STEP_SECONDS = 1.0  # the least expected of a number of rows that was never run: a busy machine is not a death
+NEWEST_WEIGHT = 0.2
+OUTLIER_FACTOR = 3.0  # a step of more than so many times the expected counts as that: this process may have been frozen
+
+
+@dataclass(frozen=True, slots=True)
+class StepAtHand:
+    """A snapshot that any thread may read."""
+
+    step: int = 0  # begun since the start
+    expected_seconds: float = 0.0  # 0: idle
+    started: float | None = None  # monotonic; None: idle
+
+
+class StepProgress:
+    """How far the engine is, for whoever must tell a long step from a dead process.
+
+    The engine thread swaps in a new frozen snapshot; readers never see half of one. Steps
+    are expected to take as long as those of about as many rows, in buckets of powers of
+    two; a bucket that was never run, as long for each row as the nearest that was.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seconds_by_bucket: dict[int, float] = {}
+        self._bucket = 0
+        self.at_hand = StepAtHand()
+
+    def begin(self, num_rows: int) -> None:
+        self._bucket = num_rows.bit_length()
+        self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self._clock())
+
+    def end(self) -> float:
+        """The step's seconds."""
+        at_hand = self.at_hand
+        assert at_hand.started is not None, "begin comes first"
+        seconds = self._clock() - at_hand.started
+        known = self._seconds_by_bucket.get(self._bucket, seconds)
+        self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (min(seconds, OUTLIER_FACTOR * known) - known)
+        self.at_hand = StepAtHand(at_hand.step)
+        return seconds
+
+    def age_seconds(self) -> float:
+        started = self.at_hand.started
+        return 0.0 if started is None else max(0.0, self._clock() - started)
+
+    def _expected_seconds(self) -> float:
+        known = self._seconds_by_bucket
+        if self._bucket in known:
+            return known[self._bucket]
+        if not known:
+            return FIRST_STEP_SECONDS
+        nearest = min(known, key=lambda bucket: abs(bucket - self._bucket))
+        return max(FIRST_STEP_SECONDS, known[nearest] * 2.0 ** (self._bucket - nearest))

@@ -1,0 +1,43 @@
+"""torch's own profiler around some steps of the engine thread."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+
+class TorchTrace:
+    """Recording from its making to `stop`. Both belong to the engine thread: torch records the thread that asks."""
+
+    def __init__(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._num_steps = 0
+        self._step = self._enter()
+
+    def step_ended(self) -> None:
+        """The step at hand is over, the next begins: each is one bar of the trace, with the time before it."""
+        self._num_steps += 1
+        self._step.__exit__(None, None, None)
+        self._step = self._enter()
+
+    def stop(self) -> None:
+        """No more is recorded. Takes a while."""
+        self._step.__exit__(None, None, None)
+        self._profile.stop()
+
+    def export(self) -> bytes:
+        """Gzipped Chrome trace JSON. After `stop`, from any thread; slow."""
+        with tempfile.TemporaryDirectory(prefix="outrider-trace-") as folder:
+            path = Path(folder) / "trace.json.gz"
+            self._profile.export_chrome_trace(str(path))
+            return path.read_bytes()
+
+    def _enter(self) -> record_function:
+        return record_function(f"step {self._num_steps}").__enter__()

@@ -1,0 +1,130 @@
+"""Profiles of a running node: who may have one, and how it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from outrider.errors import AbortedError, AlreadyRunningError, NotSupportedError, OutriderError, PeerLostError
+from outrider.profile import Capture, Captured, EndProfile, Profile, ProfileOptions, StartProfile
+from outrider.service.status import from_rpc_error
+from outrider.v1 import node_pb2_grpc
+from outrider.wire.profile import options_to_proto, profile_from_proto
+
+END_SECONDS = 30.0
+"""How long an engine may take to give up a profile: the step at hand, and closing a trace."""
+EXPORT_SECONDS = 60.0
+
+
+class ProfileDesk:
+    """One profile at a time. Event loop only; `submit` hands commands to the engine thread."""
+
+    def __init__(self, *, node_name: Callable[[], str], submit: Callable[[StartProfile | EndProfile], None]) -> None:
+        self._node_name = node_name
+        self._submit = submit
+        self._is_running = False
+
+    async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
+        """What was captured in the time given, and a trace (empty: none). Cancelled, it ends the profile.
+
+        Raises: AlreadyRunningError; AbortedError when the engine does not let go of it.
+        """
+        if self._is_running:
+            raise AlreadyRunningError(f"{self._node_name()} is being profiled already", reason="PROFILE_RUNNING")
+        self._is_running = True
+        started_at = time.monotonic()
+        try:
+            captured, timed_out = await self._capture(options)
+            seconds = time.monotonic() - started_at
+            trace = await asyncio.to_thread(captured.export_trace) if captured.export_trace else b""
+        finally:
+            self._is_running = False
+        profile = Profile(
+            node=self._node_name(),
+            steps=captured.steps,
+            num_traced_steps=captured.num_traced_steps,
+            seconds=seconds,
+            timed_out=timed_out,
+        )
+        return profile, trace
+
+    async def _capture(self, options: ProfileOptions) -> tuple[Captured, bool]:
+        """What the engine captured, and whether the time ran out. Raises: AbortedError."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Captured] = loop.create_future()
+        capture = Capture(options, lambda captured: loop.call_soon_threadsafe(_settle, done, captured))
+        self._submit(StartProfile(capture))
+        try:
+            await asyncio.wait((done,), timeout=options.timeout_seconds)
+            timed_out = not done.done()
+        finally:
+            self._submit(EndProfile(capture))  # no more of it, also when the caller has left; too late is fine
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                return await done, timed_out
+        except TimeoutError as error:
+            raise AbortedError(
+                f"{self._node_name()}: the step at hand takes too long", reason="STEP_TOO_LONG"
+            ) from error
+
+
+class NoProfiles:
+    """A node that cannot be profiled, and why."""
+
+    def __init__(self, why: str, *, reason: str) -> None:
+        self._error = NotSupportedError(why, reason=reason)
+
+    async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
+        """Raises: NotSupportedError."""
+        raise self._error
+
+
+def make_profile_desk(
+    *, is_allowed: bool, node_name: Callable[[], str], submit: Callable[[StartProfile | EndProfile], None]
+) -> ProfileDesk | NoProfiles:
+    """`submit` hands commands to the engine thread."""
+    if not is_allowed:
+        return NoProfiles("profiling is turned off on this node (telemetry.profiling)", reason="PROFILING_OFF")
+    return ProfileDesk(node_name=node_name, submit=submit)
+
+
+async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, target: str) -> tuple[Profile, bytes]:
+    """Asks a node for a profile: (what was captured, a gzipped Chrome trace or nothing).
+
+    Raises: what the node says; PeerLostError when it does not answer in time.
+    """
+    call = node_pb2_grpc.NodeServiceStub(channel).Profile(
+        options_to_proto(options), timeout=options.timeout_seconds + END_SECONDS + EXPORT_SECONDS
+    )
+    profile: Profile | None = None
+    trace = bytearray()
+    try:
+        async for chunk in call:
+            if chunk.WhichOneof("chunk") == "summary":
+                profile = profile_from_proto(chunk.summary)
+            trace.extend(chunk.trace)
+    except grpc.RpcError as error:
+        raise _explained(error, target) from error
+    except ValueError as error:
+        raise PeerLostError(f"{target}: {error}", node=target) from error
+    finally:
+        call.cancel()
+    if profile is None:
+        raise PeerLostError(f"{target} sent no profile", node=target)
+    return profile, bytes(trace)
+
+
+def _explained(error: grpc.RpcError, target: str) -> OutriderError:
+    found = from_rpc_error(error, target=target)
+    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # gRPC's own
+        return NotSupportedError(f"{target} is no node that can be profiled: {found.message}", reason="NOT_A_NODE")
+    return found
+
+
+def _settle(done: asyncio.Future[Captured], captured: Captured) -> None:
+    if not done.done():
+        done.set_result(captured)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from outrider.engine.step_clock import StepClock
+from outrider.engine.step_profiler import StepProfiler
+from outrider.engine.torch_trace import TorchTrace
+from outrider.profile import Capture, ProfileOptions, StepKind
+
+
+class Phases:
+    def __init__(self):
+        self.is_measuring = False
+
+    def start(self):
+        self.is_measuring = True
+
+    def exclude(self, nanoseconds):
+        raise AssertionError("nothing calls back")
+
+    def take(self):
+        return {"attention": 30, "linear": 50} if self.is_measuring else {}
+
+    def stop(self):
+        self.is_measuring = False
+
+
+class Trace:
+    def __init__(self):
+        self.num_steps = 0
+        self.is_stopped = False
+
+    def step_ended(self):
+        self.num_steps += 1
+
+    def stop(self):
+        self.is_stopped = True
+
+    def export(self):
+        return b"trace"
+
+
+class Profiled:
+    def __init__(self):
+        self.phases = Phases()
+        self.traces = []
+        self.captured = []
+        self.event_loop = 0
+        self.profiler = StepProfiler(
+            StepClock(), self.phases, read_event_loop=lambda: self.event_loop, start_trace=self.start_trace
+        )
+
+    def start_trace(self):
+        self.traces.append(Trace())
+        return self.traces[-1]
+
+    def begin(self, **options):
+        capture = Capture(ProfileOptions(**options), self.captured.append)
+        self.profiler.begin(capture)
+        return capture
+
+    def step(self, *, kind=StepKind.DECODE):
+        self.event_loop += 7
+        self.profiler.step_ended({"schedule": 3, "forward": 100}, kind=kind, num_rows=5, num_sequences=1)
+
+
+@pytest.fixture
+def profiled():
+    return Profiled()
+
+
+def test_steps_are_accounted_with_the_forward_split_into_its_phases(profiled):
+    profiled.begin(num_steps=2)
+    profiled.step()
+    profiled.step(kind=StepKind.VERIFY)
+    (captured,) = profiled.captured
+    assert [step.kind for step in captured.steps] == [StepKind.DECODE, StepKind.VERIFY]
+    assert captured.steps[1].nanoseconds == {
+        "schedule": 3, "forward.attention": 30, "forward.linear": 50, "forward.rest": 20,
+    }  # fmt: skip
+    assert [step.event_loop_nanoseconds for step in captured.steps] == [7, 7]
+    assert captured.export_trace is None
+    assert not profiled.traces
+    assert not profiled.phases.is_measuring
+
+
+def test_traced_steps_come_after_the_accounted_and_are_not_among_them(profiled):
+    profiled.begin(num_steps=2, num_traced_steps=3)
+    for _ in range(5):
+        assert not profiled.captured
+        profiled.step()
+    (captured,) = profiled.captured
+    assert len(captured.steps) == 2
+    assert captured.num_traced_steps == profiled.traces[0].num_steps == 3
+    assert profiled.traces[0].is_stopped
+    assert captured.export_trace() == b"trace"
+
+
+def test_a_profile_that_ends_early_hands_over_what_there_is(profiled):
+    capture = profiled.begin(num_steps=2, num_traced_steps=5)
+    for _ in range(3):
+        profiled.step()
+    profiled.profiler.end(capture)
+    (captured,) = profiled.captured
+    assert (len(captured.steps), captured.num_traced_steps) == (2, 1)
+    assert captured.export_trace() == b"trace"
+    assert profiled.traces[0].is_stopped
+    profiled.profiler.end(capture)
+    profiled.step()
+    assert len(profiled.captured) == 1
+
+
+def test_the_end_of_one_profile_is_not_that_of_the_next(profiled):
+    first = profiled.begin(num_steps=1)
+    profiled.step()
+    profiled.begin(num_steps=1)
+    profiled.profiler.end(first)
+    assert profiled.phases.is_measuring
+    profiled.step()
+    assert len(profiled.captured) == 2
+
+
+def test_a_trace_names_its_steps_and_what_torch_did_in_them():
+    trace = TorchTrace()
+    for _ in range(2):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+        trace.step_ended()
+    trace.stop()
+    names = [event.get("name") for event in json.loads(gzip.decompress(trace.export()))["traceEvents"]]
+    assert {"step 0", "step 1"} <= set(names)
+    assert names.count("aten::matmul") == 2

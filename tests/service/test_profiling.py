@@ -1,0 +1,182 @@
+"""Profiles asked for over gRPC, of an engine that the test drives by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import grpc.aio
+import pytest
+
+from outrider.errors import AlreadyRunningError, InvalidRequestError, NotSupportedError, PeerLostError
+from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.profile import (
+    Captured,
+    EndProfile,
+    ProfiledStep,
+    ProfileOptions,
+    StartProfile,
+    StepKind,
+    figures_of,
+)
+from outrider.service.channels import open_channel
+from outrider.service.node_service import NodeServicer
+from outrider.service.profiling import fetch_profile, make_profile_desk
+from outrider.v1 import node_pb2_grpc
+
+PATIENCE_SECONDS = 10.0
+TRACE = os.urandom(3_000_000)
+
+
+def step(kind=StepKind.DECODE, **nanoseconds):
+    nanoseconds = nanoseconds or {"schedule": 1_000_000, "forward.linear": 3_000_000}
+    return ProfiledStep(kind=kind, num_rows=1, num_sequences=1, nanoseconds=nanoseconds, event_loop_nanoseconds=500_000)
+
+
+class Engine:
+    """Takes commands as an engine thread would."""
+
+    def __init__(self):
+        self.commands: asyncio.Queue = asyncio.Queue()
+
+    async def next(self, kind):
+        command = await asyncio.wait_for(self.commands.get(), PATIENCE_SECONDS)
+        assert isinstance(command, kind)
+        return command.capture
+
+    async def profile(self, *steps, num_traced_steps=0, trace=None):
+        capture = await self.next(StartProfile)
+        capture.on_done(
+            Captured(
+                steps=steps, num_traced_steps=num_traced_steps, export_trace=None if trace is None else lambda: trace
+            )
+        )
+        await self.next(EndProfile)
+        return capture
+
+
+class Served:
+    def __init__(self):
+        self.engine = Engine()
+        self.state = NodeState.SERVING
+        self.server = grpc.aio.server()
+        self.channel = None
+
+    async def start(self, *, is_allowed=True):
+        desk = make_profile_desk(
+            is_allowed=is_allowed, node_name=lambda: "decode@x", submit=self.engine.commands.put_nowait
+        )
+        servicer = NodeServicer(self.info, lambda: NodeReport(state=self.state, incarnation=bytes(16)), profiles=desk)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.channel = open_channel(f"127.0.0.1:{port}")
+        return self
+
+    def info(self):
+        return NodeInfo(
+            protocol_version=1,
+            incarnation=bytes(16),
+            name="decode@x",
+            role=NodeRole.DECODE,
+            state=self.state,
+            version="0",
+        )
+
+    def fetch(self, **options):
+        return asyncio.create_task(fetch_profile(self.channel, ProfileOptions(**options), target="decode@x"))
+
+
+@pytest.fixture
+async def served():
+    served = Served()
+    yield served
+    if served.channel is not None:
+        await served.channel.close()
+        await served.server.stop(0)
+
+
+async def test_a_profile_and_its_trace_arrive_whole(served):
+    await served.start()
+    fetching = served.fetch(num_steps=2, num_traced_steps=1)
+    steps = (step(StepKind.VERIFY), step(idle=5, emit=7))
+    capture = await served.engine.profile(*steps, num_traced_steps=1, trace=TRACE)
+    assert capture.options == ProfileOptions(num_steps=2, num_traced_steps=1)
+    profile, trace = await fetching
+    assert profile.steps == steps
+    assert (profile.node, profile.num_traced_steps, profile.timed_out) == ("decode@x", 1, False)
+    assert trace == TRACE
+
+
+async def test_an_idle_node_gives_what_it_has_when_the_time_is_over(served):
+    await served.start()
+    fetching = served.fetch(num_steps=5, timeout_seconds=0.2)
+    capture = await served.engine.next(StartProfile)
+    assert await served.engine.next(EndProfile) is capture
+    capture.on_done(Captured(steps=(step(),)))
+    profile, trace = await fetching
+    assert profile.timed_out
+    assert len(profile.steps) == 1
+    assert trace == b""
+
+
+async def test_one_profile_at_a_time_and_one_that_nobody_waits_for_is_over(served):
+    await served.start()
+    first = served.fetch()
+    capture = await served.engine.next(StartProfile)
+    with pytest.raises(AlreadyRunningError, match="decode@x is being profiled already"):
+        await served.fetch()
+    first.cancel()
+    assert await served.engine.next(EndProfile) is capture
+    second = served.fetch()
+    await served.engine.profile(step())
+    assert len((await second)[0].steps) == 1
+
+
+async def test_a_node_may_be_told_not_to_be_profiled(served):
+    await served.start(is_allowed=False)
+    with pytest.raises(NotSupportedError, match=r"telemetry\.profiling") as caught:
+        await served.fetch()
+    assert caught.value.reason == "PROFILING_OFF"
+    assert served.engine.commands.empty()
+
+
+async def test_a_node_that_loads_its_weights_is_asked_again_later(served):
+    served.state = NodeState.STARTING
+    await served.start()
+    with pytest.raises(PeerLostError, match="does not serve"):
+        await served.fetch()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": 1001}, "num_steps"),
+        ({"num_traced_steps": 201}, "num_traced_steps"),
+        ({"timeout_seconds": 601.0}, "timeout_seconds"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds"),
+    ],
+)
+def test_options_out_of_range_name_their_field(options, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        ProfileOptions(**options)
+    assert caught.value.field == field
+
+
+def test_figures_are_medians_and_shares_of_busy_time_by_kind_of_step():
+    milliseconds = 1_000_000
+    decode, verify = figures_of(
+        [
+            step(idle=50 * milliseconds, **{"forward.rest": 2 * milliseconds, "forward.linear": 6 * milliseconds}),
+            step(**{"forward.rest": 4 * milliseconds, "forward.linear": 8 * milliseconds}),
+            step(StepKind.VERIFY, sampling=milliseconds),
+        ]
+    )
+    assert (decode.kind, decode.num_steps, decode.idle_milliseconds) == (StepKind.DECODE, 2, 50.0)
+    assert decode.median_milliseconds == 10.0
+    assert [(part.part, part.median_milliseconds, part.share) for part in decode.parts] == [
+        ("forward.linear", 7.0, 0.7),
+        ("forward.rest", 3.0, 0.3),
+    ]
+    assert [part.part for part in verify.parts] == ["sampling"]
