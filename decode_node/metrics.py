@@ -48,7 +48,8 @@ class DecodeMetrics:
                 case _:
                     continue
         if stats is not None:
-            self._engine.observe_step(seconds=stats.seconds, num_rows=stats.num_rows, nanoseconds=stats.nanoseconds)
+            self._engine.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
+            self._engine.add_step_parts(stats.nanoseconds)
             self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)
             self._engine.add_preemptions(stats.num_preempted)
 

@@ -269,6 +269,8 @@ def test_each_node_exports_metrics_under_the_known_names(running):
     for name in ("vllm:time_to_first_token_seconds_bucket", "vllm:request_success_total"):
         assert name in pages["router"]
     assert "vllm:prompt_tokens_total" in pages["prefill-0"]
+    for name in ("prefill-0", "decode-0"):
+        assert re.search(r'outrider:step_part_seconds_total\{[^}]*part="forward"\} \d', pages[name])
     assert 'model_name="' in pages["draft-0"]
 
 
