@@ -27,6 +27,7 @@ from router.placement import Placement
 from router.request_record import RequestRecord
 from router.stop_strings import StopStringMatcher
 from router.text import AnswerText
+from router.trailers import Trailers, answer_trailers
 
 _log = get_logger("requests")
 
@@ -91,6 +92,10 @@ class RequestFlow:
                 self._attempt.close()
             if self._record.has_mixed_numerics:
                 self._services.metrics.add_mixed_numerics()
+
+    def trailers(self) -> Trailers:
+        """What the call's trailers say of the answer so far."""
+        return answer_trailers(self._record, num_generated_tokens=self._journal.num_generated_tokens)
 
     def abort(self) -> bool:
         """Stops the request everywhere, at once; `run` then ends as the contract says. False: it had ended."""

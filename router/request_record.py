@@ -87,6 +87,11 @@ class RequestRecord:
     def queue_seconds(self) -> float:
         return self._since_arrival(self.admitted_at)
 
+    @property
+    def ttft_seconds(self) -> float:
+        """0 before the first token."""
+        return self._since_arrival(self.first_token_at)
+
     def summary(self, *, num_generated_tokens: int) -> Summary:
         prefill = self.prefill
         return Summary(
@@ -97,7 +102,7 @@ class RequestRecord:
             ),
             metrics=RequestMetrics(
                 queue_seconds=self.queue_seconds,
-                ttft_seconds=self._since_arrival(self.first_token_at),
+                ttft_seconds=self.ttft_seconds,
                 e2e_seconds=self._since_arrival(self.ended_at),
                 prefill_seconds=0.0 if prefill is None else prefill.compute_microseconds / 1e6,
                 kv_transfer=self._kv_transfer(),

@@ -29,6 +29,7 @@ from router.intake import encode_prompt, read_request
 from router.request_flow import FlowServices, RequestFlow
 from router.request_record import RequestRecord
 from router.running_requests import RunningRequests
+from router.trailers import NOTHING_GENERATED
 from router.validation import check_chat, check_request, check_token_ids
 
 SERVICE_NAME = "outrider.v1.RouterService"
@@ -50,7 +51,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
             request_id = request.request_id or str(uuid.uuid4())
-            async with self._flow(request, request_id) as flow, aclosing(flow.run()) as batches:
+            async with self._flow(request, request_id, context) as flow, aclosing(flow.run()) as batches:
                 async for events in batches:
                     for event in events:
                         await context.write(event_to_proto(event, request_id=request_id))
@@ -60,7 +61,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.CompleteResponse:
         async with rpc_errors(context):
             request_id = request.request_id or str(uuid.uuid4())
-            async with self._flow(request, request_id) as flow, aclosing(flow.run()) as batches:
+            async with self._flow(request, request_id, context) as flow, aclosing(flow.run()) as batches:
                 answer = [event async for events in batches for event in events]
             return complete_to_proto(answer, request_id=request_id, num_samples=num_samples(request.sampling))
 
@@ -116,9 +117,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 await asyncio.sleep(interval)
 
     @asynccontextmanager
-    async def _flow(self, proto: router_pb2.GenerateRequest, request_id: str) -> AsyncIterator[RequestFlow]:
-        """Check → name → encode → flow; the name is free again when the block is left. Raises: OutriderError."""
+    async def _flow(
+        self, proto: router_pb2.GenerateRequest, request_id: str, context: Context
+    ) -> AsyncIterator[RequestFlow]:
+        """Check → name → encode → flow; the name is free again when the block is left. Raises: OutriderError.
+
+        However the call ends, its trailers say what there was of an answer.
+        """
         arrived_at = time.monotonic()
+        context.set_trailing_metadata(NOTHING_GENERATED)
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
         services, served = self._services(), self._cluster.model()
@@ -127,7 +134,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request = await read_request(proto, served, request_id=request_id)
             flow = RequestFlow(RequestRecord(request, arrived_at), served, services)
             running.attach(flow.abort)
-            yield flow
+            try:
+                yield flow
+            finally:
+                context.set_trailing_metadata(flow.trailers())
 
     def _cluster_status(self) -> router_pb2.WatchClusterResponse:
         response = router_pb2.WatchClusterResponse(

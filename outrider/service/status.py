@@ -68,14 +68,14 @@ def to_status(error: BaseException) -> status_pb2.Status:
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> Never:
     """Ends the RPC with the error's status; what becomes INTERNAL is logged with its trace.
 
+    Trailers that the servicer has set stay, the details come behind them.
     Raises: grpc.aio.AbortError, always.
     """
     status = to_status(error)
     if status.code == grpc.StatusCode.INTERNAL.value[0]:
         _log.error("internal error", error=str(error), exc_info=error)
-    await context.abort(
-        status_code(error), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
-    )
+    trailers = (*(context.trailing_metadata() or ()), (DETAILS_KEY, status.SerializeToString()))
+    await context.abort(status_code(error), status.message, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 
 

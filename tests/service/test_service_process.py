@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pb2
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -90,10 +90,15 @@ def reflect(request, served):
             response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
         )
 
-        def ask(**question):
-            questions = iter([reflection_pb2.ServerReflectionRequest(**question)])
-            return next(iter(method(questions, timeout=WAIT_SECONDS)))
+        def ask_all(*questions):
+            requests = [reflection_pb2.ServerReflectionRequest(**question) for question in questions]
+            return list(method(iter(requests), timeout=WAIT_SECONDS))
 
+        def ask(**question):
+            (answer,) = ask_all(question)
+            return answer
+
+        ask.all = ask_all
         yield ask
 
 
@@ -102,8 +107,10 @@ def file_names(response) -> list[str]:
     return [descriptor_pb2.FileDescriptorProto.FromString(data).name for data in files]
 
 
-def test_reflection_lists_every_service(reflect):
-    names = [service.name for service in reflect(list_services="").list_services_response.service]
+# grpcurl lists with "*", others with nothing; what is asked for is not looked at.
+@pytest.mark.parametrize("question", ["", "*"])
+def test_reflection_lists_every_service(reflect, question):
+    names = [service.name for service in reflect(list_services=question).list_services_response.service]
     assert {ROUTER_SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1.ServerReflection"} <= set(names)
 
 
@@ -111,15 +118,55 @@ def test_reflection_lists_every_service(reflect):
     "question",
     [
         {"file_by_filename": "outrider/v1/router.proto"},
-        {"file_containing_symbol": ROUTER_SERVICE},
-        {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},
-        {"file_containing_symbol": "outrider.v1.GenerateRequest"},
+        {"file_containing_symbol": ROUTER_SERVICE},  # grpcurl, for a call and for describe
+        {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},  # ghz, for a call; grpcurl describe
+        {"file_containing_symbol": f"{ROUTER_SERVICE}.Complete"},
+        {"file_containing_symbol": "outrider.v1.GenerateRequest"},  # grpcurl describe
+        {"file_containing_symbol": "outrider.v1.GenerateRequest.sampling"},
+        {"file_containing_symbol": "outrider.v1.FinishReason"},
+        {"file_containing_symbol": ROUTER_SERVICE, "host": "127.0.0.1:50051"},
     ],
 )
 def test_reflection_finds_a_file_by_name_service_method_and_message(reflect, question):
     names = file_names(reflect(**question))
     assert "outrider/v1/router.proto" in names
     assert "google/protobuf/duration.proto" in names
+
+
+def test_reflection_answers_all_questions_of_one_stream_in_their_order(reflect):
+    questions = [
+        {"list_services": "*"},
+        {"file_containing_symbol": "nothing"},  # an error answers its question and ends nothing
+        {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},
+        {"file_by_filename": "google/protobuf/duration.proto"},
+    ]
+    answers = reflect.all(*questions)
+    assert [answer.original_request for answer in answers] == [
+        reflection_pb2.ServerReflectionRequest(**question) for question in questions
+    ]
+    assert [answer.WhichOneof("message_response") for answer in answers] == [
+        "list_services_response",
+        "error_response",
+        "file_descriptor_response",
+        "file_descriptor_response",
+    ]
+
+
+def test_the_files_of_one_answer_are_all_that_a_tool_needs_to_make_a_call(reflect, served):
+    files = reflect(file_containing_symbol=f"{ROUTER_SERVICE}.Generate").file_descriptor_response.file_descriptor_proto
+    pool = descriptor_pool.DescriptorPool()
+    for data in reversed(files):  # a file comes before what it imports
+        pool.AddSerializedFile(data)
+    method = pool.FindServiceByName(ROUTER_SERVICE).methods_by_name["Generate"]
+    request = json_format.ParseDict({"text": "two words"}, message_factory.GetMessageClass(method.input_type)())
+    with grpc.insecure_channel(served) as channel:
+        call = channel.unary_stream(
+            f"/{ROUTER_SERVICE}/Generate",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+        )
+        events = [json_format.MessageToDict(event) for event in call(request, timeout=WAIT_SECONDS)]
+    assert "".join(event["delta"]["text"] for event in events if "delta" in event) == "two words"
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

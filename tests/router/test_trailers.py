@@ -1,0 +1,81 @@
+"""The figures that every call's trailers carry, for tools that show trailers and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+TOKENS, TTFT, ACCEPTANCE_LENGTH = "outrider-tokens", "outrider-ttft-ms", "outrider-acceptance-length"
+DETAILS = "grpc-status-details-bin"
+
+
+async def finish(call):
+    """(trailers, messages, error) of a whole call, streamed or not."""
+    messages, error = [], None
+    try:
+        async with asyncio.timeout(20):
+            messages = [message async for message in call] if hasattr(call, "read") else [await call]
+    except grpc.aio.AioRpcError as caught:
+        error = caught
+    return dict(await call.trailing_metadata()), messages, error
+
+
+@pytest.fixture(params=["Generate", "Complete"])
+def call(request, cluster):
+    def start(**fields):
+        return getattr(cluster.stub, request.param)(cluster.request(**fields))
+
+    return start
+
+
+async def test_an_answer_says_its_tokens_ttft_and_acceptance_length(cluster, call):
+    cluster.decode.accepted_drafts_per_step = 2
+    cluster.decode.tokens_per_step = 3
+    await cluster.serve()
+    trailers, messages, _ = await finish(call(sampling=cluster.sampling(max_tokens=9, n=2)))
+    metrics = messages[-1].summary.metrics
+    assert trailers[TOKENS] == "18"
+    assert float(trailers[TTFT]) == pytest.approx(metrics.ttft_seconds * 1e3, abs=0.06)
+    assert float(trailers[ACCEPTANCE_LENGTH]) == metrics.speculative_decoding.mean_acceptance_length == 3.0
+
+
+async def test_what_was_not_measured_is_left_out(cluster, call):
+    await cluster.serve()
+    trailers, _, _ = await finish(call(sampling=cluster.sampling()))
+    assert (trailers[TOKENS], ACCEPTANCE_LENGTH in trailers) == ("8", False)
+
+
+async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve()
+    running = asyncio.ensure_future(finish(call(request_id="doomed", sampling=cluster.sampling(max_tokens=400))))
+    await cluster.eventually(lambda: any(group.is_ready for group in cluster.decode.groups))
+    await cluster.eventually(lambda: any(n > 2 for group in cluster.decode.groups for n in group.num_sent.values()))
+    cluster.service.servicer.running.abort("doomed")
+    trailers, messages, error = await running
+    assert error is None
+    assert int(trailers[TOKENS]) == messages[-1].summary.usage.num_generated_tokens > 0
+    assert float(trailers[TTFT]) > 0
+
+
+async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster, call):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve()
+    running = asyncio.ensure_future(finish(call(sampling=cluster.sampling(max_tokens=400))))
+    await cluster.eventually(lambda: any(n > 2 for group in cluster.decode.groups for n in group.num_sent.values()))
+    await cluster.decode.stop()
+    trailers, _, error = await running
+    assert cluster.failure_of(error).reason == "NODE_LOST"
+    assert 0 < int(trailers[TOKENS]) < 400
+    assert float(trailers[TTFT]) > 0
+
+
+async def test_a_refused_request_has_made_no_token(cluster, call):
+    await cluster.serve()
+    trailers, _, error = await finish(call(sampling=cluster.sampling(max_tokens=0)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert {key for key in trailers if key.startswith("outrider-")} == {TOKENS}
+    assert trailers[TOKENS] == "0"
+    assert DETAILS in trailers
