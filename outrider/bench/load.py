@@ -8,22 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.bench.prompts import BenchPrompt
+from outrider.bench.prompts import AnswerOptions, BenchRequest
 from outrider.client import AsyncClient, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """What is asked of every answer."""
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0  # request i is drawn with seed + i
-    ignore_eos: bool = False
-    timeout_seconds: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +34,16 @@ class RequestRecord:
     sent_at: float
     finished_at: float
     token_times: tuple[tuple[float, int], ...] = ()  # (arrival of a delta, its number of tokens)
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # of sample 0
     error: str = ""  # empty: answered; else the reason
     error_message: str = ""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples."""
+        return sum(count for _, count in self.token_times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +67,7 @@ class LoadGenerator:
         self._options = options
 
     async def run(
-        self, prompts: Sequence[BenchPrompt], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
+        self, prompts: Sequence[BenchRequest], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
     ) -> Pass:
         """Sends every prompt once. An answer that fails is a record with `error`, never an exception."""
         started_at = time.monotonic()
@@ -86,7 +78,7 @@ class LoadGenerator:
         return Pass(records=tuple(records), wall_seconds=time.monotonic() - started_at)
 
     async def _closed_loop(
-        self, prompts: Sequence[BenchPrompt], num_clients: int, *, speculation: bool, on_done: OnDone
+        self, prompts: Sequence[BenchRequest], num_clients: int, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
         """Each client sends its next prompt when its last answer has ended."""
         waiting = iter(enumerate(prompts))
@@ -103,12 +95,12 @@ class LoadGenerator:
         return [records[index] for index in sorted(records)]
 
     async def _open_loop(
-        self, prompts: Sequence[BenchPrompt], rate: float, *, speculation: bool, on_done: OnDone
+        self, prompts: Sequence[BenchRequest], rate: float, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
         """Poisson arrivals (the same ones in every run): late answers hold no arrival back."""
         gaps = random.Random(self._options.seed)  # noqa: S311 arrivals, not secrets
 
-        async def client(index: int, prompt: BenchPrompt) -> RequestRecord:
+        async def client(index: int, prompt: BenchRequest) -> RequestRecord:
             record = await self._ask(prompt, index=index, speculation=speculation)
             on_done(record)
             return record
@@ -122,18 +114,10 @@ class LoadGenerator:
                 due += gaps.expovariate(rate)
         return [task.result() for task in tasks]
 
-    async def _ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
-        options = self._options
-        stream = self._client.generate(
-            prompt.content,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed + index,
-            max_tokens=options.max_tokens,
-            ignore_eos=options.ignore_eos,
-            speculation=speculation,
-            timeout_seconds=options.timeout_seconds,
+    async def _ask(self, prompt: BenchRequest, *, index: int, speculation: bool) -> RequestRecord:
+        message, metadata = prompt.to_message(self._options, index=index, speculation=speculation)
+        stream = self._client.generate_message(
+            message, timeout_seconds=self._options.timeout_seconds, metadata=metadata
         )
         sent_at = time.monotonic()
         token_times: list[tuple[float, int]] = []

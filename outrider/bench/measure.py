@@ -49,6 +49,7 @@ class LevelFigures:
     num_prompt_tokens: int
     num_cached_tokens: int
     wall_seconds: float
+    requests_per_second: float  # answers without error over the wall time
     tokens_per_second: float  # generated tokens of all answers over the wall time
     stream_tokens_per_second: float  # median over answers, from the first delta to the last
     ttft_seconds: Percentiles | None  # request sent to first tokens
@@ -69,7 +70,7 @@ def figures_of(
     records = [record for one in passes for record in one.records]
     answered = [record for record in records if not record.error]
     wall_seconds = sum(one.wall_seconds for one in passes)
-    num_generated = sum(len(record.token_ids) for record in answered)
+    num_generated = sum(record.num_tokens for record in answered)
     speculations = [record.metrics.speculation for record in answered]
     num_draft = sum(one.num_draft_tokens for one in speculations)
     num_accepted = sum(one.num_accepted_draft_tokens for one in speculations)
@@ -86,6 +87,7 @@ def figures_of(
         num_prompt_tokens=sum(record.usage.num_prompt_tokens for record in answered),
         num_cached_tokens=sum(record.usage.num_cached_tokens for record in answered),
         wall_seconds=wall_seconds,
+        requests_per_second=len(answered) / wall_seconds if wall_seconds else 0.0,
         tokens_per_second=num_generated / wall_seconds if wall_seconds else 0.0,
         stream_tokens_per_second=median(rates) if rates else 0.0,
         ttft_seconds=Percentiles.of([r.token_times[0][0] - r.sent_at for r in answered if r.token_times]),
@@ -105,7 +107,7 @@ def stream_rate(record: RequestRecord) -> float | None:
     if len(record.token_times) < 2:
         return None
     (first_at, first_count), (last_at, _) = record.token_times[0], record.token_times[-1]
-    return (len(record.token_ids) - first_count) / max(last_at - first_at, 1e-9)
+    return (record.num_tokens - first_count) / max(last_at - first_at, 1e-9)
 
 
 def gaps(record: RequestRecord) -> list[float]:

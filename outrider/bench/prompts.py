@@ -1,14 +1,48 @@
-"""Prompts of a benchmark, from a JSONL file: one object a line, {id, kind, text} or {id, kind, messages}."""
+"""What a benchmark asks: prompts from a JSONL file, {id, kind, text} or {id, kind, messages} a line, and options."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from outrider.client import ChatMessage, Prompt
+from outrider.client.options import make_request
 from outrider.errors import InvalidRequestError
+from outrider.v1 import router_pb2
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What is asked of every answer."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0  # request i is drawn with seed + i
+    ignore_eos: bool = False
+    timeout_seconds: float = 600.0
+
+
+class BenchRequest(Protocol):
+    """One request of a benchmark, before it is known when and how it is sent."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+
+    def salted(self, salt: str) -> Self:
+        """The same behind a short mark, so that no prefix cache knows its prompt."""
+
+    def to_message(
+        self, options: AnswerOptions, *, index: int, speculation: bool
+    ) -> tuple[router_pb2.GenerateRequest, Metadata]:
+        """What is sent as the index-th request of a pass, and the call's metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +54,28 @@ class BenchPrompt:
     content: Prompt
 
     def salted(self, salt: str) -> BenchPrompt:
-        """The same prompt behind a short mark, so that no prefix cache knows it."""
         if isinstance(self.content, str):
             return replace(self, content=f"{salt}\n{self.content}")
         first, *others = self.content
         assert isinstance(first, ChatMessage)
         return replace(self, content=(ChatMessage(first.role, f"{salt}\n{first.content}"), *others))
+
+    def to_message(
+        self, options: AnswerOptions, *, index: int, speculation: bool
+    ) -> tuple[router_pb2.GenerateRequest, Metadata]:
+        request = make_request(
+            self.content,
+            {
+                "temperature": options.temperature,
+                "top_p": options.top_p,
+                "top_k": options.top_k,
+                "seed": options.seed + index,
+                "max_tokens": options.max_tokens,
+                "ignore_eos": options.ignore_eos,
+                "speculation": speculation,
+            },
+        )
+        return request, ()
 
 
 def load_prompts(path: Path) -> tuple[BenchPrompt, ...]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from outrider.bench.load import AnswerOptions, Level, RequestRecord
+from outrider.bench.ghz import GhzReport
+from outrider.bench.load import Level, RequestRecord
 from outrider.bench.machine import MachineInfo
 from outrider.bench.measure import Comparison, LevelFigures, Percentiles
 from outrider.bench.run import BenchResult
@@ -17,7 +18,12 @@ SCHEMA_VERSION = 1
 
 
 def as_json(
-    result: BenchResult, *, machine: MachineInfo, options: AnswerOptions, model: dict[str, Any], command: Sequence[str]
+    result: BenchResult,
+    *,
+    machine: MachineInfo,
+    options: dict[str, Any],
+    model: dict[str, Any],
+    command: Sequence[str],
 ) -> dict[str, Any]:
     """JSON values only; durations in seconds."""
     return {
@@ -25,7 +31,7 @@ def as_json(
         "command": list(command),
         "machine": asdict(machine),
         "model": model,
-        "options": asdict(options),
+        "options": options,
         "levels": [asdict(figures) for figures in result.figures],
         "comparisons": [asdict(comparison) for comparison in result.comparisons],
     }
@@ -49,6 +55,29 @@ def as_text(result: BenchResult, *, machine: MachineInfo, model: dict[str, Any])
     return "\n".join(lines)
 
 
+def beside_ghz(result: BenchResult, report: GhzReport) -> str:
+    """One table: what ghz has seen of a load, and what a client that reads the answers has seen of the same."""
+    ghz = (
+        *("ghz", str(report.num_requests), str(report.num_errors), f"{report.requests_per_second:.2f}"),
+        *(_milliseconds(report.e2e_seconds), "-", "-", "-", "-", "-"),
+    )
+    return "\n".join(_table([_GHZ_HEADINGS, ghz, *(_row_beside_ghz(figures) for figures in result.figures)]))
+
+
+def _row_beside_ghz(figures: LevelFigures) -> tuple[str, ...]:
+    return (
+        f"bench, {_mode(figures)}",
+        str(figures.num_requests),
+        str(sum(figures.errors.values())),
+        f"{figures.requests_per_second:.2f}",
+        _milliseconds(figures.e2e_seconds),
+        f"{figures.tokens_per_second:.1f}",
+        _milliseconds(figures.ttft_seconds),
+        _milliseconds(figures.itl_seconds),
+        *_acceptance(figures),
+    )
+
+
 _HEADINGS = (
     "clients",
     "mode",
@@ -61,6 +90,18 @@ _HEADINGS = (
     "acceptance",
     "accept. length",
     "others' CPU",
+)
+_GHZ_HEADINGS = (
+    "seen by",
+    "requests",
+    "errors",
+    "requests/s",
+    "whole call ms p50/p90/p99",
+    "tokens/s",
+    "TTFT ms p50/p90/p99",
+    "ITL ms p50/p90/p99",
+    "acceptance",
+    "accept. length",
 )
 _COMPARISON_HEADINGS = ("clients", "pairs", "tokens/s ×", "per stream ×", "TTFT ×", "identical")
 
@@ -76,10 +117,15 @@ def _row(figures: LevelFigures) -> tuple[str, ...]:
         f"{figures.stream_tokens_per_second:.1f}",
         _milliseconds(figures.ttft_seconds),
         _milliseconds(figures.itl_seconds),
-        f"{figures.acceptance_rate:.0%}" if figures.mean_acceptance_length else "-",
-        f"{figures.mean_acceptance_length:.2f}" if figures.mean_acceptance_length else "-",
+        *_acceptance(figures),
         f"{share:.0%}" if share is not None else "?",
     )
+
+
+def _acceptance(figures: LevelFigures) -> tuple[str, str]:
+    if not figures.mean_acceptance_length:
+        return "-", "-"
+    return f"{figures.acceptance_rate:.0%}", f"{figures.mean_acceptance_length:.2f}"
 
 
 def _comparison_row(comparison: Comparison) -> tuple[str, ...]:
@@ -137,7 +183,7 @@ class LineProgress:
     def request_done(self, record: RequestRecord) -> None:
         self._num_done += 1
         self._failures.update([record.error] if record.error else [])
-        self._num_tokens += len(record.token_ids)
+        self._num_tokens += record.num_tokens
         self._show()
 
     def pass_ended(self) -> None:

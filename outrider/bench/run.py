@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.bench.load import AnswerOptions, Level, LoadGenerator, Pass, RequestRecord
+from outrider.bench.load import Level, LoadGenerator, Pass, RequestRecord
 from outrider.bench.machine import CpuMeter, CpuReading
 from outrider.bench.measure import Comparison, LevelFigures, compare, figures_of
-from outrider.bench.prompts import BenchPrompt
+from outrider.bench.prompts import AnswerOptions, BenchRequest
 from outrider.client import AsyncClient
 
 WARM_UP_TOKENS = 16
@@ -20,7 +20,7 @@ WARM_UP_PROMPTS = 4
 class BenchPlan:
     """What to run. Modes: True is with speculation, False is plain."""
 
-    prompts: tuple[BenchPrompt, ...]
+    prompts: tuple[BenchRequest, ...]
     levels: tuple[Level, ...]
     modes: tuple[bool, ...]
     rounds: int = 1
@@ -29,6 +29,8 @@ class BenchPlan:
     same_prompts: bool = False
     # In front of every prompt, so that a router that has seen an earlier run does not know it.
     run_mark: str = ""
+    # A few short answers before anything is measured.
+    has_warm_up: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,8 @@ async def run_bench(
     progress: Progress,
 ) -> BenchResult:
     """Runs the plan. Passes of one level alternate between the modes, and the mode that goes first alternates too."""
-    await _warm_up(client, plan, options, progress=progress)
+    if plan.has_warm_up:
+        await _warm_up(client, plan, options, progress=progress)
     load = LoadGenerator(client, options)
     figures: list[LevelFigures] = []
     comparisons: list[Comparison] = []
@@ -79,7 +82,7 @@ async def run_bench(
     return BenchResult(figures=tuple(figures), comparisons=tuple(comparisons))
 
 
-def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]]:
+def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchRequest, ...]]:
     """The prompts cut into passes: small ones where modes are interleaved and few clients run.
 
     A pass is at least four prompts for each client, so that its ragged end, where fewer

@@ -9,13 +9,15 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.load import AnswerOptions, Level
+from outrider.bench.ghz import GhzConfig, load_ghz_config, load_ghz_report
+from outrider.bench.load import Level
 from outrider.bench.machine import describe_machine, pids_behind
-from outrider.bench.prompts import load_prompts
-from outrider.bench.report import LineProgress, as_json, as_text
+from outrider.bench.prompts import AnswerOptions, load_prompts
+from outrider.bench.report import LineProgress, as_json, as_text, beside_ghz
 from outrider.bench.run import BenchPlan, BenchResult, run_bench
 from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
@@ -23,6 +25,7 @@ from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
 from outrider.client.sync import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError
+from outrider.service.config import TlsConfig
 
 DEFAULT_PROMPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "prompts.jsonl"
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--target", metavar="HOST:PORT", help=f"a running router; default {DEFAULT_TARGET}")
     where.add_argument("--spawn", action="store_true", help="start a cluster for this run instead")
     load = parser.add_argument_group("load")
-    load.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, metavar="FILE", help="JSONL; default: our own")
+    load.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL; default: our own")
     load.add_argument("--limit", type=_count, metavar="N", help="only the first N prompts")
     load.add_argument("--concurrency", type=_counts, metavar="N,N", help="closed loop: so many clients at a time")
     load.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: so many requests a second, Poisson")
@@ -51,45 +54,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --compare: the same prompts both ways, so that answers are compared; the second way finds them "
         "cached (--spawn turns prefix caches off and does this anyway)",
     )
-    answers = parser.add_argument_group("answers")
-    answers.add_argument("--max-tokens", type=_count, default=128, metavar="N", help="default 128")
-    answers.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0")
-    answers.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    answers.add_argument("--top-k", type=int, default=0, metavar="K")
-    answers.add_argument("--seed", type=int, default=0, metavar="S", help="prompt i is drawn with S + i; default 0")
+    ghz = parser.add_argument_group("the load of a ghz config", "instead of --prompts and the flags of answers")
+    ghz.add_argument(
+        "--ghz", type=Path, metavar="CONFIG", help="send what ghz --config CONFIG sends; a call of Complete is streamed"
+    )
+    ghz.add_argument(
+        "--ghz-report", type=Path, metavar="FILE", help="what ghz --format json wrote of its run: one table of both"
+    )
+    # Without defaults here, so that a flag that --ghz would not heed can be refused.
+    answers = parser.add_argument_group("answers", argument_default=argparse.SUPPRESS)
+    answers.add_argument("--max-tokens", type=_count, metavar="N", help="default 128")
+    answers.add_argument("--temperature", type=float, metavar="T", help="default 0")
+    answers.add_argument("--top-p", type=float, metavar="P")
+    answers.add_argument("--top-k", type=int, metavar="K")
+    answers.add_argument("--seed", type=int, metavar="S", help="prompt i is drawn with S + i; default 0")
     answers.add_argument("--ignore-eos", action="store_true", help="every answer has --max-tokens tokens")
-    answers.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one answer; default 600")
+    answers.add_argument(
+        "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="of one answer; default 600"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
     add_cluster_arguments(parser)  # for --spawn
 
 
 def run(arguments: argparse.Namespace) -> int:
     """1 when an answer failed."""
-    plan = make_plan(arguments)
-    options = AnswerOptions(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        ignore_eos=arguments.ignore_eos,
-        timeout_seconds=arguments.timeout,
-    )
+    if arguments.ghz_report and not arguments.ghz:
+        raise InvalidRequestError("--ghz-report goes with --ghz", field="ghz_report")
+    ghz_config = load_ghz_config(arguments.ghz) if arguments.ghz else None
+    ghz_report = load_ghz_report(arguments.ghz_report) if arguments.ghz_report else None
+    plan = make_plan(arguments, ghz_config)
+    options = make_options(arguments, ghz_config)
     check_options(options)
     if arguments.json:
         check_writable(arguments.json)
-    with _router(arguments) as (target, cluster_pids):
-        model = describe_model(target)
-        result = asyncio.run(_bench(target, plan, options, cluster_pids=cluster_pids))
+    tls = ghz_config.tls if ghz_config and not arguments.spawn else None
+    with _router(arguments, ghz_config) as (target, cluster_pids):
+        model = describe_model(target, tls)
+        result = asyncio.run(_bench(target, tls, plan, options, cluster_pids=cluster_pids))
     machine = describe_machine()
     if arguments.json:
-        value = as_json(result, machine=machine, options=options, model=model, command=sys.argv)
+        asked = asdict(options) if ghz_config is None else ghz_config.describe()
+        value = as_json(result, machine=machine, options=asked, model=model, command=sys.argv)
         arguments.json.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     print(as_text(result, machine=machine, model=model))
+    if ghz_report is not None:
+        print(f"\n{beside_ghz(result, ghz_report)}")
     return 1 if any(figures.errors for figures in result.figures) else 0
 
 
-def make_plan(arguments: argparse.Namespace) -> BenchPlan:
+def make_plan(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> BenchPlan:
     """Raises: InvalidRequestError for flags that do not go together, or prompts that cannot be read."""
     if arguments.compare and arguments.no_speculation:
         raise InvalidRequestError("--compare runs both ways: leave --no-speculation out", field="compare")
@@ -97,21 +110,50 @@ def make_plan(arguments: argparse.Namespace) -> BenchPlan:
         raise InvalidRequestError("--same-prompts goes with --compare", field="same_prompts")
     if arguments.spawn and arguments.target:
         raise InvalidRequestError("--spawn starts a router of its own: leave --target out", field="spawn")
+    modes = (False, True) if arguments.compare else (not arguments.no_speculation,)
+    if ghz_config is not None:
+        return _make_ghz_plan(arguments, ghz_config, modes)
     concurrencies = arguments.concurrency or (() if arguments.rate else DEFAULT_CONCURRENCY)
     levels = [Level(is_open_loop=False, value=count) for count in concurrencies]
     levels += [Level(is_open_loop=True, value=rate) for rate in arguments.rate or ()]
     try:
-        prompts = load_prompts(arguments.prompts)
+        prompts = load_prompts(arguments.prompts or DEFAULT_PROMPTS)
     except OSError as error:
         raise InvalidRequestError(f"--prompts: {error}", field="prompts") from error
     return BenchPlan(
         prompts=prompts[: arguments.limit],
         levels=tuple(levels),
-        modes=(False, True) if arguments.compare else (not arguments.no_speculation,),
+        modes=modes,
         rounds=arguments.rounds,
         same_prompts=arguments.same_prompts or (arguments.spawn and arguments.compare),
         run_mark="" if arguments.spawn else f"{secrets.token_hex(3)} ",
     )
+
+
+def _make_ghz_plan(arguments: argparse.Namespace, ghz_config: GhzConfig, modes: tuple[bool, ...]) -> BenchPlan:
+    """As ghz would run it, which warms nothing up. Raises: InvalidRequestError for a flag that has no say in it."""
+    options = [field.name for field in fields(AnswerOptions) if hasattr(arguments, field.name)]
+    others = [name for name in ("prompts", "rate", "same_prompts") if getattr(arguments, name)]
+    if options or others:
+        name = [*others, *options][0].replace("_seconds", "")
+        raise InvalidRequestError(
+            f"--ghz takes requests and load from the config: leave --{name.replace('_', '-')} out", field=name
+        )
+    concurrencies = arguments.concurrency or (ghz_config.concurrency,)
+    return BenchPlan(
+        prompts=ghz_config.requests()[: arguments.limit],
+        levels=tuple(Level(is_open_loop=False, value=count) for count in concurrencies),
+        modes=modes,
+        rounds=arguments.rounds,
+        has_warm_up=False,
+    )
+
+
+def make_options(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> AnswerOptions:
+    if ghz_config is not None:
+        return AnswerOptions(timeout_seconds=ghz_config.timeout_seconds)
+    given = {field.name: getattr(arguments, field.name) for field in fields(AnswerOptions) if field.name in arguments}
+    return AnswerOptions(**given)
 
 
 def check_options(options: AnswerOptions) -> None:
@@ -128,10 +170,10 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _router(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A router's address and the process ids of its cluster, as far as they are known."""
     if not arguments.spawn:
-        target = arguments.target or DEFAULT_TARGET
+        target = arguments.target or (ghz_config.host if ghz_config else "") or DEFAULT_TARGET
         yield target, pids_behind(target)
         return
     if arguments.port is None:
@@ -144,9 +186,9 @@ def _router(arguments: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...
         yield cluster.router_address, tuple(node.pid for node in cluster.nodes)
 
 
-def describe_model(target: str) -> dict[str, Any]:
+def describe_model(target: str, tls: TlsConfig | None) -> dict[str, Any]:
     """Raises: PeerLostError when the router cannot be reached."""
-    with Client(target) as client:
+    with Client(target, tls=tls) as client:
         model = client.model()
     return {
         "model": model.name,
@@ -158,8 +200,10 @@ def describe_model(target: str) -> dict[str, Any]:
     }
 
 
-async def _bench(target: str, plan: BenchPlan, options: AnswerOptions, *, cluster_pids: tuple[int, ...]) -> BenchResult:
-    async with AsyncClient(target) as client:
+async def _bench(
+    target: str, tls: TlsConfig | None, plan: BenchPlan, options: AnswerOptions, *, cluster_pids: tuple[int, ...]
+) -> BenchResult:
+    async with AsyncClient(target, tls=tls) as client:
         return await run_bench(client, plan, options, cluster_pids=cluster_pids, progress=LineProgress(sys.stderr))
 
 

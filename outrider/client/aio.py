@@ -92,8 +92,18 @@ class AsyncClient:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
         """Streams an answer."""
-        request = make_request(prompt, options)
-        return AsyncGenerateStream(self._stub.Generate(request, timeout=options.get("timeout_seconds")), self.target)
+        return self.generate_message(make_request(prompt, options), timeout_seconds=options.get("timeout_seconds"))
+
+    def generate_message(
+        self,
+        request: router_pb2.GenerateRequest,
+        *,
+        timeout_seconds: float | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> AsyncGenerateStream:
+        """Streams an answer to a message that was made elsewhere."""
+        call = self._stub.Generate(request, timeout=timeout_seconds, metadata=tuple(metadata))
+        return AsyncGenerateStream(call, self.target)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""

@@ -7,14 +7,15 @@ import io
 import json
 from collections import Counter
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 import grpc
 import grpc.aio
 import pytest
 
-from outrider.bench.load import AnswerOptions, Level, LoadGenerator
+from outrider.bench.load import Level, LoadGenerator
 from outrider.bench.machine import describe_machine
-from outrider.bench.prompts import BenchPrompt, load_prompts
+from outrider.bench.prompts import AnswerOptions, BenchPrompt, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
 from outrider.bench.run import BenchPlan, prompt_groups, run_bench
 from outrider.client import AsyncClient, ChatMessage
@@ -177,7 +178,9 @@ async def test_report_is_a_table_and_plain_json():
     assert "speculative" in text
     assert "tokens/s" in text
     assert len({len(line) for line in text.splitlines() if line.startswith(" ")}) <= 2
-    value = as_json(result, machine=machine, options=AnswerOptions(), model=model, command=["outrider", "bench"])
+    value = as_json(
+        result, machine=machine, options=asdict(AnswerOptions()), model=model, command=["outrider", "bench"]
+    )
     assert json.loads(json.dumps(value))["levels"][0]["num_requests"] == len(PROMPTS)
     assert "2 clients, plain: 8/8 answers" in stderr.getvalue()
 

@@ -227,6 +227,8 @@ def test_a_command_that_needs_what_only_nodes_install_says_so(capsys, monkeypatc
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: No such file or directory"),
         (["--prompts", "/nowhere/prompts.jsonl"], "No such file or directory"),
         (["--compare", "--no-speculation"], "leave --no-speculation out"),
+        (["--ghz", "/nowhere/config.json"], "/nowhere/config.json: No such file or directory"),
+        (["--ghz-report", "report.json"], "--ghz-report goes with --ghz"),
     ],
 )
 def test_bench_says_what_cannot_work_before_it_starts(capsys, arguments, message):
@@ -234,3 +236,10 @@ def test_bench_says_what_cannot_work_before_it_starts(capsys, arguments, message
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens 3", "--timeout 3", "--rate 2", "--prompts x.jsonl"])
+def test_bench_refuses_flags_that_a_ghz_config_decides(capsys, monkeypatch, flag):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    assert main(["bench", "--ghz", "benchmarks/ghz/generate.json", *flag.split()]) == 1
+    assert f"leave {flag.split()[0]} out" in capsys.readouterr().err
