@@ -32,12 +32,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from outrider.bench.machine import CpuMeter, describe_machine
 from outrider.bench.prompts import BenchPrompt, load_prompts
+from outrider.cli.bench import DEFAULT_PROMPTS
 from outrider.client import ChatMessage
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import resolve_device, resolve_dtype
 from outrider.model_hub.locate import locate_model
 
-PROMPTS = Path(__file__).resolve().parent / "prompts.jsonl"
 BANDWIDTH_BYTES = 1 << 29  # well beyond any cache
 BANDWIDTH_PASSES = 8
 PAGE_SIZE_TOKENS = 64
@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", default=ModelConfig().id, help="as for `outrider up` (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS)
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens for each prompt (default: 128)")
     parser.add_argument("--single", type=int, default=9, help="prompts for `generate` (default: 9)")
     parser.add_argument("--batch", type=int, default=16, help="prompts at once; 0 leaves batching out (default: 16)")

@@ -27,7 +27,7 @@ from outrider.client.sync import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError
 from outrider.service.config import TlsConfig
 
-DEFAULT_PROMPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "prompts.jsonl"
+DEFAULT_PROMPTS = Path(__file__).resolve().parents[1] / "bench" / "prompts.jsonl"
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)
 COMPARED_SETTINGS = (
     # Both modes get the same prompts, and neither finds them cached.

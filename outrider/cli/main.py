@@ -19,6 +19,8 @@ COMMANDS = {
     "demo": "start a cluster and stream three prompts with and without speculation",
     "bench": "measure a running cluster under load",
     "profile": "show where the time of a running node's steps goes",
+    "fetch": "have the models on disk, whole and checked; also checks every setting",
+    "probe": "ask a service for its health; status 0 when it serves",
 }
 INTERRUPTED = 130
 

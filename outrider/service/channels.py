@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
-from outrider.service.config import ServerConfig, TlsConfig
+if TYPE_CHECKING:  # a probe needs a channel, and nothing of how a server is configured
+    from outrider.service.config import ServerConfig, TlsConfig
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _channel_ids = itertools.count()
@@ -45,7 +47,8 @@ def channel_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk:
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # How long one attempt to connect may take, whatever its name says: a busy server needs a moment.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]

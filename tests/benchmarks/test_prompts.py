@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import jinja2
 import pytest
 import tokenizers
 
 from outrider.bench.prompts import load_prompts
-
-PROMPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "prompts.jsonl"
+from outrider.cli.bench import DEFAULT_PROMPTS as PROMPTS
 
 
 def test_there_are_enough_prompts_of_each_kind():

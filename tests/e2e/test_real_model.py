@@ -5,15 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 
+from outrider.cli.bench import DEFAULT_PROMPTS as PROMPTS
 from outrider.client import ChatMessage
 
 pytestmark = pytest.mark.real_model
 
-PROMPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "prompts.jsonl"
 TIE = 1e-3
 """Two candidates closer than this in log-probability may change places by rounding, about once in 10^5 tokens."""
 

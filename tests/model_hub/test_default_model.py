@@ -11,7 +11,14 @@ import pytest
 
 from outrider.errors import ModelError
 from outrider.model_hub import default_model
-from outrider.model_hub.default_model import DIRECTORY_NAME, MANIFEST, WEIGHTS_IN_WHEEL, ensure_default_model
+from outrider.model_hub.default_model import (
+    DIRECTORY_NAME,
+    MANIFEST,
+    WEIGHTS_IN_WHEEL,
+    check_whole_files,
+    ensure_default_model,
+    verify_converted,
+)
 
 
 @pytest.fixture
@@ -92,6 +99,37 @@ def test_a_damaged_cache_is_refused_with_the_fix(acted, tmp_path, damage):
     damage(directory)
     with pytest.raises(ModelError, match=f"delete {directory}"):
         ensure_default_model(tmp_path)
+
+
+@pytest.fixture
+def whole(acted, tmp_path, monkeypatch):
+    """A converted model of which only every hundredth byte is sampled."""
+    monkeypatch.setattr("outrider.model_hub.fingerprint.SAMPLE_BYTES", 1)
+    monkeypatch.setattr("outrider.model_hub.fingerprint.SAMPLES_PER_FILE", 10)
+    return ensure_default_model(tmp_path)
+
+
+def test_a_byte_between_the_samples_is_missed_by_a_start_and_found_by_the_whole_check(whole):
+    check_whole_files(whole)
+    weights = whole / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[150] ^= 1
+    weights.write_bytes(content)
+    verify_converted(whole)
+    with pytest.raises(ModelError, match=rf"model.safetensors has sha256 .*: delete {whole} and start again"):
+        check_whole_files(whole)
+
+
+def test_the_whole_check_tells_how_far_it_is(whole):
+    reports = []
+    check_whole_files(whole, progress=lambda *report: reports.append(report))
+    sizes = sum(path.stat().st_size for path in whole.iterdir() if path.name != MANIFEST)
+    assert reports[0] == ("check", 0, sizes)
+    assert reports[-1] == ("check", sizes, sizes)
+
+
+def test_a_directory_without_a_manifest_has_nothing_to_be_compared_with(tmp_path):
+    check_whole_files(tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):

@@ -1,0 +1,75 @@
+# One image for all four roles; compose.yaml says which one a container runs.
+#
+#   docker build -t outrider .
+#   docker build -t outrider:cuda --build-arg TORCH_INDEX_URL= .     # PyPI's torch carries CUDA
+#
+# What changes seldom comes first: a change of our code rebuilds the wheel and one small layer.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS python
+# Another package index than pip's own; not set: pip's configuration decides.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+# ---------------------------------------------------------------- the requirements, as text
+# pyproject.toml changes more often than the requirements in it: the next stage sees only these.
+FROM python AS requirements
+COPY pyproject.toml constraints.txt /
+RUN python - <<'PYTHON'
+import pathlib
+import tomllib
+
+project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
+wanted = [*project["dependencies"], *project["optional-dependencies"]["node"]]
+torch = [line for line in wanted if line.startswith("torch==")]
+pathlib.Path("/torch.txt").write_text("\n".join(torch) + "\n")
+pathlib.Path("/requirements.txt").write_text("\n".join(sorted(wanted)) + "\n")
+PYTHON
+
+# ---------------------------------------------------------------- everything but ourselves
+FROM python AS dependencies
+# Where torch without CUDA is found; empty: the package index, whose torch brings CUDA.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+COPY --from=requirements /torch.txt /usr/local/share/outrider/
+# By itself and without its own requirements, so that nothing else can come from that index. Headers,
+# tests and build tools go at once; torch_shm_manager is looked for at import.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m pip install --no-compile --no-deps ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+        -r /usr/local/share/outrider/torch.txt \
+    && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch" \
+    && rm -rf include test share \
+    && find bin -type f ! -name torch_shm_manager -delete
+# Compiled on all cores, which pip does not do; the files never change, so nobody need look at their times.
+COPY --from=requirements /requirements.txt /constraints.txt /usr/local/share/outrider/
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python -m pip install --no-compile \
+        -c /usr/local/share/outrider/constraints.txt -r /usr/local/share/outrider/requirements.txt \
+    && python -m compileall -q -j 0 -x '/tests/|/torch/testing/_internal/' --invalidation-mode unchecked-hash \
+        "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
+# ---------------------------------------------------------------- our wheel, with its native code
+FROM python AS wheel
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+COPY . .
+RUN --mount=type=cache,target=/root/.cache/pip python -m pip wheel --no-deps --wheel-dir /wheels .
+
+# ---------------------------------------------------------------- what runs
+FROM dependencies AS runtime
+RUN groupadd --gid 10001 outrider \
+    && useradd --uid 10001 --gid outrider --no-create-home --home-dir /var/lib/outrider \
+        --shell /usr/sbin/nologin outrider \
+    && install --directory --owner=outrider --group=outrider /var/lib/outrider
+RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    python -m pip install --no-cache-dir --no-deps --no-index /wheels/outrider-*.whl
+ENV PYTHONUNBUFFERED=1 \
+    OUTRIDER_CACHE_DIR=/var/lib/outrider/models \
+    HF_HOME=/var/lib/outrider/huggingface
+USER outrider
+WORKDIR /var/lib/outrider
+EXPOSE 50051
+CMD ["outrider", "--help"]

@@ -1,0 +1,74 @@
+"""`outrider probe`: a service's health as an exit status, for container health checks and scripts.
+
+It runs again and again beside the service that it asks, so it imports little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
+from outrider.service.channels import open_sync_channel
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_TIMEOUT_SECONDS = 3.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=f"any role's port; default {DEFAULT_TARGET}"
+    )
+    parser.add_argument(
+        "--service", default="", metavar="NAME", help="such as outrider.v1.RouterService; default: the whole process"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help=f"default {DEFAULT_TIMEOUT_SECONDS:g}",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0: SERVING, 1: anything else."""
+    status = check_health(arguments.target, service=arguments.service, timeout_seconds=arguments.timeout)
+    sys.stdout.write(f"{arguments.target} is {status}\n")
+    return 0 if status == "SERVING" else 1
+
+
+def check_health(target: str, *, service: str = "", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> str:
+    """The name of grpc.health.v1's ServingStatus.
+
+    Raises: PeerLostError when nobody answers, NotFoundError when the process has no such
+    service, InvalidRequestError for a timeout that is none.
+    """
+    if not timeout_seconds > 0:
+        raise InvalidRequestError(f"--timeout {timeout_seconds:g} is not above 0", field="timeout")
+    with open_sync_channel(target) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise _explained(error, target=target, service=service, timeout_seconds=timeout_seconds) from error
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def _explained(error: grpc.RpcError, *, target: str, service: str, timeout_seconds: float) -> OutriderError:
+    # Not outrider.service.status: it brings the server's telemetry along.
+    code, details = error.code(), error.details()
+    if code is grpc.StatusCode.NOT_FOUND:
+        return NotFoundError(f"{target} has no service {service}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return NotFoundError(f"{target} has no health service: it is not a role of Outrider")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return PeerLostError(f"{target} does not answer within {timeout_seconds:g} s")
+    return PeerLostError(f"{target} cannot be reached: {details}")
