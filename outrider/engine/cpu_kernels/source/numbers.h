@@ -24,9 +24,13 @@ constexpr int kWidth = 8;
 #endif
 constexpr int kVectorsPerPanel = kPanel / kWidth;
 
-typedef float Floats __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef float Floats __attribute__((vector_size(kWidth * 4)));
+typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
+
+// The same in memory, at any address. (Copying with memcpy would go through the stack.)
+typedef float FloatsInMemory __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef uint32_t WordsInMemory __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
 
 struct BFloat16 {
   uint16_t bits;
@@ -43,13 +47,9 @@ static inline Floats broadcast(float value) {
 #endif
 }
 
-static inline Floats load(const float* from) {
-  Floats value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
+static inline Floats load(const float* from) { return *reinterpret_cast<const FloatsInMemory*>(from); }
 
-static inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+static inline void store(float* to, Floats value) { *reinterpret_cast<FloatsInMemory*>(to) = value; }
 
 // a * b + c, rounded once where the processor can. Written out, and contraction is off in
 // the flags: the same expression must round alike wherever the compiler unrolls it.
@@ -72,7 +72,7 @@ static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 // The sum of all lanes, always in the same order: halves are folded onto each other.
 static inline float sum_of_lanes(Floats value) {
   float lanes[kWidth];
-  std::memcpy(lanes, &value, sizeof value);
+  store(lanes, value);
   for (int half = kWidth / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
   return lanes[0];
@@ -80,7 +80,7 @@ static inline float sum_of_lanes(Floats value) {
 
 static inline float largest_of_lanes(Floats value) {
   float lanes[kWidth];
-  std::memcpy(lanes, &value, sizeof value);
+  store(lanes, value);
   for (int half = kWidth / 2; half > 0; half /= 2)
     for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
   return lanes[0];
@@ -149,8 +149,7 @@ static inline Floats rounded_to(Floats value, const BFloat16*) { return rounded_
 
 // 2 * kWidth consecutive bfloat16 as two vectors: those at even places, those at odd ones.
 static inline void load_pairs(const BFloat16* from, Floats& even, Floats& odd) {
-  Words pairs;
-  std::memcpy(&pairs, from, sizeof pairs);
+  const Words pairs = *reinterpret_cast<const WordsInMemory*>(from);
   even = reinterpret_cast<Floats>(pairs << 16);
   odd = reinterpret_cast<Floats>(pairs & 0xffff0000);
 }

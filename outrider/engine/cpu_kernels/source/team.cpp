@@ -7,12 +7,10 @@ namespace outrider {
 
 namespace {
 
-// A few microseconds: longer than members usually come apart when each has a core.
-constexpr int kSpinsAtBarrier = 2000;
-
-// Between two steps: the next one mostly follows at once, and waking a sleeper costs more.
-constexpr int kSpinsForJob = 2000;
-constexpr int kYieldsForJob = 50;
+// Some ten microseconds: members that each have a core come apart by less.
+constexpr int kSpins = 500;
+// Then the core is offered to others a few times before sleeping, which costs a wake-up.
+constexpr int kYields = 20;
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -22,7 +20,26 @@ inline void pause() {
 #endif
 }
 
+// Returns as soon as `is_over()`; false when it has not come true in the time worth spinning.
+template <class IsOver>
+bool spin_until(IsOver&& is_over) {
+  for (int i = 0; i < kSpins; i++) {
+    if (is_over()) return true;
+    pause();
+  }
+  for (int i = 0; i < kYields; i++) {
+    if (is_over()) return true;
+    sched_yield();
+  }
+  return false;
+}
+
 }  // namespace
+
+void Phase::wait(int32_t total) const {
+  if (spin_until([&] { return done_.load(std::memory_order_acquire) == total; })) return;
+  for (int32_t done; (done = done_.load(std::memory_order_acquire)) != total;) done_.wait(done, std::memory_order_acquire);
+}
 
 Team::Team(int num_threads, const std::vector<int>& cpus) {
   for (int index = 1; index < num_threads; index++) {
@@ -45,40 +62,28 @@ Team::~Team() {
   for (auto& worker : workers_) worker.join();
 }
 
-void Team::run(const std::function<void(Member&)>& job) {
-  job_ = &job;
+void Team::run(const std::shared_ptr<Job>& job) {
+  {
+    const std::lock_guard lock(job_lock_);
+    job_ = job;
+  }
   started_.fetch_add(1, std::memory_order_release);
   started_.notify_all();
-  Member caller(*this, 0);
-  job(caller);
-  barrier();  // `job` lives until all have left it
+  job->work(0);
 }
 
 void Team::work(int index) {
-  Member member(*this, index);
-  for (uint32_t seen = 0;; seen++) {
-    for (int i = 0; i < kSpinsForJob && started_.load(std::memory_order_acquire) == seen; i++) pause();
-    for (int i = 0; i < kYieldsForJob && started_.load(std::memory_order_acquire) == seen; i++) sched_yield();
+  for (uint32_t seen = 0;;) {
+    spin_until([&] { return started_.load(std::memory_order_acquire) != seen; });
     started_.wait(seen, std::memory_order_acquire);
+    seen = started_.load(std::memory_order_acquire);  // jobs that were missed are done
     if (stops_) return;
-    (*job_)(member);
-    barrier();
-  }
-}
-
-void Team::barrier() {
-  const uint32_t generation = generation_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
-    arrived_.store(0, std::memory_order_relaxed);
-    generation_.store(generation + 1, std::memory_order_release);
-    return;
-  }
-  for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; spins++) {
-    if (spins < kSpinsAtBarrier) {
-      pause();
-    } else {
-      sched_yield();
+    std::shared_ptr<Job> job;
+    {
+      const std::lock_guard lock(job_lock_);
+      job = job_;
     }
+    job->work(index);
   }
 }
 

@@ -1,46 +1,54 @@
-// A team of threads that computes one step together.
+// A team of threads that computes one step together, on cores that it may not have to itself.
 //
-// OpenMP's barriers either spin for long, which starves other processes on the same cores,
-// or sleep at once, which costs more than the work between two barriers of a decode step.
-// A team spins briefly, then gives its core to whoever wants it, and comes back.
+// A barrier waits for every thread, so one that another process has pushed off its core
+// holds up all the others, hundreds of times a step. Here a phase of a job is over when its
+// UNITS are done, whoever did them: a thread that is not running holds up nobody unless it
+// lost its core in the middle of a unit, and when it comes back it finds the phases behind
+// it finished and joins the present one. Alone on its cores a team loses nothing by this.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 namespace outrider {
 
-class Team;
-
-// One thread's part in a job.
-class Member {
+// Units 0 … total - 1 of work, each done by whoever asks first. Used once.
+class Phase {
  public:
-  Member(Team& team, int index) : team_(team), index_(index) {}
-  int index() const { return index_; }
-  int count() const;
-  void barrier();  // nobody passes before all have come
+  // Does units until none is left, then waits for those that others still do. All members
+  // call it with the same total. `unit(index)` must not depend on who does it.
+  template <class Unit>
+  void share(int64_t total, Unit&& unit) {
+    if (done_.load(std::memory_order_acquire) == total) return;
+    int32_t mine = 0;
+    for (int64_t index; (index = next_.fetch_add(1, std::memory_order_relaxed)) < total; mine++) unit(index);
+    if (mine > 0 && done_.fetch_add(mine, std::memory_order_acq_rel) + mine == total) return done_.notify_all();
+    wait(static_cast<int32_t>(total));
+  }
 
  private:
-  Team& team_;
-  const int index_;
+  void wait(int32_t total) const;
+
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int32_t> done_{0};
 };
 
-// Numbers 0 … limit - 1, each given out once, to whichever member asks first.
-class Claims {
+// What a team does: phases, one after the other, in the same order by every member.
+class Job {
  public:
-  void reset() { next_.store(0, std::memory_order_relaxed); }
-  int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
-
- private:
-  alignas(64) std::atomic<int64_t> next_{0};
+  virtual ~Job() = default;
+  // After all phases are done a late member may still walk through them: nothing outside of
+  // phases may be touched that does not live as long as the job.
+  virtual void work(int member) = 0;
 };
 
 class Team {
  public:
-  // `cpus[i]` is the processor of worker i, or empty for wherever the system puts them.
+  // `cpus[i]` is the processor of worker i; without it the system places workers.
   Team(int num_threads, const std::vector<int>& cpus);
   ~Team();
   Team(const Team&) = delete;
@@ -48,23 +56,37 @@ class Team {
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Runs `job` in every member at once; the calling thread is member 0. One job at a time.
-  void run(const std::function<void(Member&)>& job);
+  // Does `job` together with the workers that are free; the calling thread is member 0.
+  // Returns when all its phases are done. Called by one thread at a time.
+  void run(const std::shared_ptr<Job>& job);
+
+  // A job of one phase.
+  template <class Unit>
+  void share(int64_t total, Unit&& unit) {
+    if (total <= 1 || workers_.empty()) {
+      for (int64_t index = 0; index < total; index++) unit(index, 0);
+      return;
+    }
+    struct OnePhase final : Job {
+      OnePhase(int64_t count, Unit& what) : total(count), unit(what) {}
+      void work(int member) override {
+        phase.share(total, [&](int64_t index) { unit(index, member); });
+      }
+      int64_t total;
+      Unit& unit;  // of the caller, who stays until all units are done
+      Phase phase;
+    };
+    run(std::make_shared<OnePhase>(total, unit));
+  }
 
  private:
-  friend class Member;
   void work(int index);
-  void barrier();
 
   std::vector<std::thread> workers_;
-  const std::function<void(Member&)>* job_ = nullptr;
-  bool stops_ = false;
+  std::mutex job_lock_;
+  std::shared_ptr<Job> job_;  // the newest
+  std::atomic<bool> stops_{false};
   alignas(64) std::atomic<uint32_t> started_{0};  // jobs, counted; workers sleep on it
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> generation_{0};
 };
-
-inline int Member::count() const { return team_.size(); }
-inline void Member::barrier() { team_.barrier(); }
 
 }  // namespace outrider

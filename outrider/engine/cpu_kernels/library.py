@@ -1,0 +1,208 @@
+"""The C interface of the kernels (source/api.h) for Python: structures, signatures, nothing else. Torch-free.
+
+One library for each instruction path has been built; a process loads one of them (paths.py
+chooses). Calls release Python's lock. Objects that hold pointers do not keep the memory
+alive: whoever makes them does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+
+from outrider.errors import InternalError
+
+API_VERSION = 1
+
+
+class ElementType(IntEnum):
+    """Of weights, activations, keys and values."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2  # weights only
+
+    @property
+    def num_bytes(self) -> int:
+        return {ElementType.FLOAT32: 4, ElementType.BFLOAT16: 2, ElementType.INT8: 1}[self]
+
+
+class Epilogue(IntEnum):
+    """What becomes of a linear layer's output."""
+
+    STORE = 0
+    ADD = 1  # y += x W^T + b
+    SILU_MULTIPLY = 2  # y = silu(gate) * up
+
+
+class MatrixStruct(ctypes.Structure):
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+        ("out_features", c_int64),
+        ("in_features", c_int64),
+        ("type", c_int32),
+    )
+
+
+class BatchStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("num_seqs", c_int64),
+        ("max_blocks", c_int64),
+        ("block_size", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+    )
+
+
+class AttentionStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("sliding_window", c_int64),
+        ("scaling", c_float),
+        ("softcap", c_float),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_attention_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("qkv", MatrixStruct),
+        ("output", MatrixStruct),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("sliding_window", c_int64),
+    )
+
+
+class DecoderStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_layers", c_int64),
+        ("hidden_size", c_int64),
+        ("intermediate_size", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("vocab_size", c_int64),
+        ("scaling", c_float),
+        ("epsilon", c_float),
+        ("type", c_int32),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", MatrixStruct),
+        ("layers", POINTER(LayerStruct)),
+    )
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "outrider_api_version": (c_int32, ()),
+    "outrider_path": (c_char_p, ()),
+    "outrider_prepare_process": (c_int32, ()),
+    "outrider_team_create": (c_void_p, (c_int32, c_void_p, c_int32)),
+    "outrider_team_free": (None, (c_void_p,)),
+    "outrider_workspace_create": (c_void_p, ()),
+    "outrider_workspace_free": (None, (c_void_p,)),
+    "outrider_packed_size": (c_int64, (c_int32, c_int64, c_int64)),
+    "outrider_pack": (
+        None,
+        (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_void_p),
+    ),
+    "outrider_unpack_row": (None, (POINTER(MatrixStruct), c_int64, c_void_p)),
+    "outrider_linear": (
+        None,
+        (c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(MatrixStruct), c_int32, c_void_p),
+    ),
+    "outrider_linear_to_float": (
+        None,
+        (c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(MatrixStruct), c_void_p),
+    ),
+    "outrider_rms_norm": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
+    "outrider_rope": (
+        None,
+        (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+    ),
+    "outrider_write_cache": (
+        None,
+        (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
+        + (c_int64, c_int64, c_void_p, c_void_p),
+    ),
+    "outrider_paged_attention": (
+        None,
+        (c_void_p, c_void_p, c_int32, POINTER(AttentionStruct), POINTER(BatchStruct))
+        + (c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+    ),
+    "outrider_decoder_layers": (
+        None,
+        (c_void_p, c_void_p, POINTER(DecoderStruct), POINTER(BatchStruct))
+        + (POINTER(c_void_p), POINTER(c_void_p), c_int64, c_int64),
+    ),
+    "outrider_decoder_logits": (
+        None,
+        (c_void_p, c_void_p, POINTER(DecoderStruct), c_void_p, c_int64, c_void_p),
+    ),
+}
+
+
+class KernelLibrary:
+    """A loaded library. `functions.outrider_…` are its C functions, checked by signature."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises OSError when the file cannot be loaded, InternalError when it is of another version."""
+        self.functions = ctypes.CDLL(str(file))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self.functions, name)
+            function.restype = result
+            function.argtypes = arguments
+        version = self.functions.outrider_api_version()
+        if version != API_VERSION:
+            raise InternalError(f"{file} has interface {version}, this version needs {API_VERSION}: run make setup")
+        self.path: str = self.functions.outrider_path().decode()
+        """The instruction path, such as "portable"."""
+
+
+class Team:
+    """Threads that compute together: the caller and `num_threads` - 1 others, which sleep between jobs.
+
+    One job at a time: it belongs to the thread that runs the engine.
+    """
+
+    def __init__(self, library: KernelLibrary, num_threads: int, cpus: Sequence[int] = ()) -> None:
+        """`cpus` are the processors of the threads besides the caller; empty leaves them to the system."""
+        array = (c_int32 * len(cpus))(*cpus)
+        self._free = library.functions.outrider_team_free
+        self.num_threads = num_threads
+        self.handle: int = library.functions.outrider_team_create(num_threads, array, len(cpus))
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._free(handle)
+            self.handle = 0
+
+
+class Workspace:
+    """Scratch memory of one runner; grows to its largest step."""
+
+    def __init__(self, library: KernelLibrary) -> None:
+        self._free = library.functions.outrider_workspace_free
+        self.handle: int = library.functions.outrider_workspace_create()
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._free(handle)
+            self.handle = 0

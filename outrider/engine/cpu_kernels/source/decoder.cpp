@@ -1,0 +1,249 @@
+// All layers of a decoder in the shape of Llama (Llama, Mistral, Qwen2, Qwen3), in one job of
+// the team: the operators of the other files, each a phase. It spares a step about two
+// thousand calls from Python.
+//
+// The residual stream is kept in float32. Everything that is multiplied by weights, and keys
+// and values, is rounded to the model's type.
+
+#include <memory>
+#include <vector>
+
+#include "linear.h"
+#include "paged_attention.h"
+#include "rms_norm.h"
+#include "rope.h"
+#include "workspace.h"
+
+namespace outrider {
+namespace {
+
+constexpr int kPhasesOfLayer = 9;
+constexpr int64_t kRowsOfUnit = 8;  // of phases that go row by row
+
+int64_t row_units(int64_t num_rows) { return (num_rows + kRowsOfUnit - 1) / kRowsOfUnit; }
+
+// Calls f for the rows of one unit.
+template <class F>
+void for_rows(int64_t unit, int64_t num_rows, F&& f) {
+  for (int64_t row = unit * kRowsOfUnit; row < std::min(num_rows, (unit + 1) * kRowsOfUnit); row++) f(row);
+}
+
+// Type: of keys, values and, by rounding, activations. Weight: of the linear layers.
+template <class Type, class Weight>
+class DecoderStep final : public Job {
+ public:
+  DecoderStep(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const OutriderBatch& batch,
+              void* const* key_caches, void* const* value_caches, int64_t first, int64_t last)
+      : workspace_(workspace), decoder_(decoder), layers_(decoder.layers + first, decoder.layers + last),
+        batch_(batch), key_caches_(key_caches + first, key_caches + last),
+        value_caches_(value_caches + first, value_caches + last), first_(first), num_rows_(batch.num_rows),
+        phases_(1 + layers_.size() * kPhasesOfLayer) {
+    heads_ = decoder.num_heads + 2 * decoder.num_kv_heads;
+    residual_ = workspace.residual.of<float>(num_rows_ * decoder.hidden_size);
+    normalised_ = workspace.activations.of<Row>(num_rows_ * decoder.hidden_size);
+    projected_ = workspace.projected.of<Type>(num_rows_ * heads_ * decoder.head_dim);
+    attended_ = workspace.attended.of<Row>(num_rows_ * decoder.num_heads * decoder.head_dim);
+    gated_ = workspace.gated.of<Row>(num_rows_ * decoder.intermediate_size);
+    plan_attention(team.size());
+  }
+
+  void work(int member) override {
+    if (first_ == 0)
+      phases_[0].share(row_units(num_rows_), [&](int64_t unit) {
+        for_rows(unit, num_rows_, [&](int64_t row) { embed(row); });
+      });
+    for (size_t index = 0; index < layers_.size(); index++)
+      run_layer(index, &phases_[1 + index * kPhasesOfLayer], member);
+  }
+
+ private:
+  using Row = Activation<Weight>;
+
+  void plan_attention(int num_members) {
+    int64_t partials = 0;
+    for (const OutriderLayer& layer : layers_) {
+      const OutriderAttention options = attention_options(layer);
+      AttentionPlan* plan = nullptr;
+      for (auto& [window, made] : plans_)
+        if (window == options.sliding_window) plan = made.get();
+      if (plan == nullptr) {
+        plans_.emplace_back(options.sliding_window, std::make_unique<AttentionPlan>());
+        plan = plans_.back().second.get();
+        plan->make(options, batch_, num_members);
+      }
+      plan_of_layer_.push_back(plan);
+      if (plan->is_split) partials = std::max(partials, plan->num_partials);
+      query_rows_ = plan->query_rows;
+    }
+    partials_ = workspace_.partials.of<float>(partials * decoder_.num_kv_heads *
+                                              PartialResult::size(query_rows_, decoder_.head_dim));
+    workspace_.own.resize(std::max<size_t>(workspace_.own.size(), num_members));
+    for (auto& own : workspace_.own)
+      own.attention.of<char>(AttentionScratch<Type>::bytes(query_rows_, decoder_.head_dim));
+  }
+
+  OutriderAttention attention_options(const OutriderLayer& layer) const {
+    return OutriderAttention{decoder_.num_heads, decoder_.num_kv_heads, decoder_.head_dim,
+                             layer.sliding_window, decoder_.scaling, 0.0f};
+  }
+
+  void embed(int64_t row) {
+    const int64_t width = decoder_.hidden_size;
+    float* to = residual_ + row * width;
+    if (decoder_.embedding == nullptr) return outrider_unpack_row(&decoder_.head, batch_.token_ids[row], to);
+    const Type* from = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
+    for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
+  }
+
+  // A phase: the rows of the residual stream, normalised.
+  void normalise(Phase& phase, const float* weight) {
+    const int64_t width = decoder_.hidden_size;
+    phase.share(row_units(num_rows_), [&](int64_t unit) {
+      for_rows(unit, num_rows_, [&](int64_t row) {
+        rms_norm_row<Type>(residual_ + row * width, width, weight, decoder_.epsilon, normalised_ + row * width);
+      });
+    });
+  }
+
+  // A phase: rows times one matrix.
+  template <class Finish>
+  void multiply(Phase& phase, const Row* rows, const OutriderMatrix& matrix, Finish&& finish) {
+    const Matrix<Weight> typed(matrix);
+    phase.share(num_units(typed), [&](int64_t unit) {
+      multiply_unit<Weight>(unit, rows, matrix.in_features, num_rows_, typed, finish);
+    });
+  }
+
+  void run_layer(size_t index, Phase* phases, int member) {
+    const OutriderLayer& layer = layers_[index];
+    const int64_t width = decoder_.hidden_size;
+    normalise(phases[0], layer.input_norm);
+    multiply(phases[1], normalised_, layer.qkv, StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
+    phases[2].share(row_units(num_rows_), [&](int64_t unit) {
+      for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });
+    });
+    attend(phases[3], phases[4], index, member);
+    multiply(phases[5], attended_, layer.output, AddTo<float>{residual_, width});
+    normalise(phases[6], layer.post_attention_norm);
+    multiply(phases[7], normalised_, layer.gate_up, SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
+    multiply(phases[8], gated_, layer.down, AddTo<float>{residual_, width});
+  }
+
+  // Query and key heads are normalised (Qwen3) and rotated; keys and values go to the cache.
+  void rotate_and_write(int64_t row, const OutriderLayer& layer, size_t index) {
+    const int64_t head_dim = decoder_.head_dim, angle = batch_.positions[row] * (head_dim / 2);
+    const int64_t place = batch_.slots[row] * decoder_.num_kv_heads * head_dim;
+    Type* keys = static_cast<Type*>(key_caches_[index]) + place;
+    Type* values = static_cast<Type*>(value_caches_[index]) + place;
+    Type* heads = projected_ + row * heads_ * head_dim;
+    for (int64_t head = 0; head < decoder_.num_heads + decoder_.num_kv_heads; head++) {
+      Type* from = heads + head * head_dim;
+      const bool is_query = head < decoder_.num_heads;
+      const float* norm = is_query ? layer.query_norm : layer.key_norm;
+      if (norm != nullptr) rms_norm_row<Type>(from, head_dim, norm, decoder_.epsilon, from);
+      rotate_head<Type>(from, head_dim, decoder_.cosines + angle, decoder_.sines + angle,
+                        is_query ? from : keys + (head - decoder_.num_heads) * head_dim);
+    }
+    std::memcpy(values, heads + (decoder_.num_heads + decoder_.num_kv_heads) * head_dim,
+                decoder_.num_kv_heads * head_dim * sizeof(Type));
+  }
+
+  // Two phases, of which the second has work only when spans are shared.
+  void attend(Phase& tasks, Phase& merges, size_t index, int member) {
+    const AttentionPlan& plan = *plan_of_layer_[index];
+    const OutriderAttention options = attention_options(layers_[index]);
+    const int64_t head_dim = decoder_.head_dim;
+    const PagedAttention<Type> attention{options, batch_, plan, projected_, heads_ * head_dim,
+                                         static_cast<const Type*>(key_caches_[index]),
+                                         static_cast<const Type*>(value_caches_[index]), partials_};
+    const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
+      const Type* type = nullptr;
+      Row* to = attended_ + (row * decoder_.num_heads + head) * head_dim;
+      for (int64_t d = 0; d < head_dim; d += kWidth) store_activation(to + d, rounded_to(load(from + d) * factor, type));
+    };
+    tasks.share(attention.num_tasks(), [&](int64_t task) {
+      AttentionScratch<Type> scratch(workspace_.own[member].attention.template get<char>(), query_rows_, head_dim);
+      attention.run(task, scratch, store_row);
+    });
+    if (plan.is_split)
+      merges.share(attention.num_merges(), [&](int64_t task) { attention.finish_split(task, store_row); });
+  }
+
+  // Copies, since a late member may look at them when the caller has gone on; what they point
+  // to is for units only.
+  OutriderWorkspace& workspace_;
+  const OutriderDecoder decoder_;
+  const std::vector<OutriderLayer> layers_;
+  const OutriderBatch batch_;
+  const std::vector<void*> key_caches_;
+  const std::vector<void*> value_caches_;
+
+  const int64_t first_;  // layer
+  const int64_t num_rows_;
+  std::vector<Phase> phases_;
+  std::vector<std::pair<int64_t, std::unique_ptr<AttentionPlan>>> plans_;  // by sliding window
+  std::vector<AttentionPlan*> plan_of_layer_;
+  int64_t heads_ = 0;                          // of a projected row: query, key and value
+  int64_t query_rows_ = 0;
+  float* residual_ = nullptr;  // [rows, hidden]
+  Row* normalised_ = nullptr;  // [rows, hidden]
+  Type* projected_ = nullptr;  // [rows, heads_, head_dim]
+  Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
+  Row* gated_ = nullptr;       // [rows, intermediate]
+  float* partials_ = nullptr;
+};
+
+template <class Type, class Weight>
+void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const int64_t* rows,
+               int64_t num, float* logits) {
+  const int64_t width = decoder.hidden_size;
+  const float* residual = workspace.residual.get<float>();
+  auto* normalised = workspace.activations.of<Activation<Weight>>(num * width);
+  team.share(row_units(num), [&](int64_t unit, int) {
+    for_rows(unit, num, [&](int64_t i) {
+      rms_norm_row<Type>(residual + rows[i] * width, width, decoder.final_norm, decoder.epsilon, normalised + i * width);
+    });
+  });
+  const Matrix<Weight> head(decoder.head);
+  const StoreTo<float> store_logits{logits, decoder.vocab_size};
+  team.share(num_units(head), [&](int64_t unit, int) {
+    multiply_unit<Weight>(unit, normalised, width, num, head, store_logits);
+  });
+}
+
+// Calls f with null pointers of the activations' and of a matrix's type.
+template <class F>
+void with_types(const OutriderDecoder& decoder, const OutriderMatrix& matrix, F&& f) {
+  const auto with_weight = [&](auto* type) {
+    if (matrix.type == OUTRIDER_INT8) return f(type, static_cast<int8_t*>(nullptr));
+    f(type, type);
+  };
+  if (decoder.type == OUTRIDER_BFLOAT16) return with_weight(static_cast<BFloat16*>(nullptr));
+  with_weight(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+}  // namespace outrider
+
+using namespace outrider;
+
+void outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                             const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
+                             int64_t first, int64_t last) {
+  with_types(*decoder, decoder->layers[0].qkv, [&](auto* type, auto* weight) {
+    using Type = std::remove_pointer_t<decltype(type)>;
+    using Weight = std::remove_pointer_t<decltype(weight)>;
+    Team& threads = *reinterpret_cast<Team*>(team);
+    threads.run(std::make_shared<DecoderStep<Type, Weight>>(threads, *workspace, *decoder, *batch, key_caches,
+                                                            value_caches, first, last));
+  });
+}
+
+void outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                             const int64_t* rows, int64_t num_logits, float* logits) {
+  with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {
+    using Type = std::remove_pointer_t<decltype(type)>;
+    using Weight = std::remove_pointer_t<decltype(weight)>;
+    logits_of<Type, Weight>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits);
+  });
+}

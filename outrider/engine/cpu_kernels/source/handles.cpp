@@ -1,0 +1,17 @@
+// Teams and workspaces as Python holds them.
+#include <new>
+
+#include "api.h"
+#include "team.h"
+#include "workspace.h"
+
+OutriderTeam* outrider_team_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
+  return reinterpret_cast<OutriderTeam*>(
+      new (std::nothrow) outrider::Team(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
+}
+
+void outrider_team_free(OutriderTeam* team) { delete reinterpret_cast<outrider::Team*>(team); }
+
+OutriderWorkspace* outrider_workspace_create(void) { return new (std::nothrow) OutriderWorkspace(); }
+
+void outrider_workspace_free(OutriderWorkspace* workspace) { delete workspace; }

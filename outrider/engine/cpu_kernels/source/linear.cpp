@@ -1,0 +1,144 @@
+#include "linear.h"
+
+#include "workspace.h"
+
+namespace outrider {
+namespace {
+
+template <class Weight>
+void pack(Team& team, const Weight* from, int64_t first, int64_t num, int64_t out_features, int64_t in_features,
+          bool interleave, Weight* packed) {
+  const int64_t depth = padded_depth<Weight>(in_features);
+  constexpr int64_t together = Step<Weight>::kDepth;  // consecutive k of one column
+  const int64_t half = out_features / 2;
+  constexpr int64_t at_once = 64;
+  team.share((num + at_once - 1) / at_once, [&](int64_t unit, int) {
+    for (int64_t i = unit * at_once; i < std::min(num, (unit + 1) * at_once); i++) {
+      int64_t panel = (first + i) / kPanel, column = (first + i) % kPanel;
+      if (interleave) {
+        const int64_t n = (first + i) % half;
+        panel = n / kPanel * 2 + (first + i) / half;
+        column = n % kPanel;
+      }
+      Weight* to = packed + panel * depth * kPanel;
+      const Weight* row = from + i * in_features;
+      for (int64_t k = 0; k < in_features; k++)
+        to[k / together * together * kPanel + column * together + k % together] = row[k];
+    }
+  });
+}
+
+template <class Weight>
+void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to) {
+  constexpr int64_t together = Step<Weight>::kDepth;
+  const int64_t depth = padded_depth<Weight>(matrix.in_features);
+  const Weight* from = static_cast<const Weight*>(matrix.packed) + row / kPanel * depth * kPanel;
+  const float scale = matrix.scales == nullptr ? 1.0f : matrix.scales[row];
+  for (int64_t k = 0; k < matrix.in_features; k++) {
+    const Weight value = from[k / together * together * kPanel + row % kPanel * together + k % together];
+    if constexpr (sizeof(Weight) == 1) {
+      to[k] = static_cast<float>(value) * scale;
+    } else {
+      to[k] = widen(value);
+    }
+  }
+}
+
+// Rows as the product wants them: in its activation type, padded with zeros.
+template <class Weight, class T>
+const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* x, int64_t num_rows, int64_t width,
+                                         int64_t depth) {
+  using To = Activation<Weight>;
+  if constexpr (sizeof(T) == sizeof(To)) {
+    if (width == depth) return reinterpret_cast<const To*>(x);
+  }
+  To* to = workspace.activations.of<To>(num_rows * depth);
+  for (int64_t row = 0; row < num_rows; row++) {
+    int64_t k = 0;
+    for (; k + kWidth <= width; k += kWidth) store_activation(to + row * depth + k, load_wide(x + row * width + k));
+    for (; k < depth; k++)
+      StoreTo<To>::store_one(to + row * depth + k, k < width ? widen(x[row * width + k]) : 0.0f);
+  }
+  return to;
+}
+
+template <class Weight, class T>
+void linear(Team& team, OutriderWorkspace& workspace, const T* x, int64_t num_rows, const Matrix<Weight>& matrix,
+            int32_t epilogue, void* y, bool to_float) {
+  const auto* rows = as_activations<Weight>(workspace, x, num_rows, matrix.in_features, matrix.depth);
+  const auto share = [&](auto&& finish) {
+    team.share(num_units(matrix), [&](int64_t unit, int) {
+      multiply_unit<Weight>(unit, rows, matrix.depth, num_rows, matrix, finish);
+    });
+  };
+  if (to_float) {
+    share(StoreTo<float>{static_cast<float*>(y), matrix.out_features});
+  } else if (epilogue == OUTRIDER_ADD) {
+    share(AddTo<T>{static_cast<T*>(y), matrix.out_features});
+  } else if (epilogue == OUTRIDER_SILU_MULTIPLY) {
+    share(SiluMultiplyTo<T, T>{static_cast<T*>(y), matrix.out_features / 2});
+  } else {
+    share(StoreTo<T>{static_cast<T*>(y), matrix.out_features});
+  }
+}
+
+// Calls f with a null pointer of the type that `type` names.
+template <class F>
+void with_type(int32_t type, F&& f) {
+  if (type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));
+  if (type == OUTRIDER_INT8) return f(static_cast<int8_t*>(nullptr));
+  f(static_cast<float*>(nullptr));
+}
+
+void linear_of(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
+               int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue, void* y, bool to_float) {
+  with_type(matrix->type, [&](auto* weight) {
+    using Weight = std::remove_pointer_t<decltype(weight)>;
+    const Matrix<Weight> typed(*matrix);
+    Team& threads = *reinterpret_cast<Team*>(team);
+    if (activation_type == OUTRIDER_BFLOAT16) {
+      linear<Weight>(threads, *workspace, static_cast<const BFloat16*>(x), num_rows, typed, epilogue, y, to_float);
+    } else {
+      linear<Weight>(threads, *workspace, static_cast<const float*>(x), num_rows, typed, epilogue, y, to_float);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace outrider
+
+using namespace outrider;
+
+int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_features) {
+  int64_t bytes = 0;
+  with_type(type, [&](auto* weight) {
+    using Weight = std::remove_pointer_t<decltype(weight)>;
+    const int64_t panels = (out_features + kPanel - 1) / kPanel;
+    bytes = panels * kPanel * padded_depth<Weight>(in_features) * static_cast<int64_t>(sizeof(Weight));
+  });
+  return bytes;
+}
+
+void outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num, int64_t out_features,
+                   int64_t in_features, int32_t interleave, void* packed) {
+  with_type(type, [&](auto* weight) {
+    using Weight = std::remove_pointer_t<decltype(weight)>;
+    pack(*reinterpret_cast<Team*>(team), static_cast<const Weight*>(from), first, num, out_features, in_features,
+         interleave != 0, static_cast<Weight*>(packed));
+  });
+}
+
+void outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to) {
+  with_type(matrix->type,
+            [&](auto* weight) { unpack_row<std::remove_pointer_t<decltype(weight)>>(*matrix, row, to); });
+}
+
+void outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
+                     int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue, void* y) {
+  linear_of(team, workspace, activation_type, x, num_rows, matrix, epilogue, y, false);
+}
+
+void outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
+                              int64_t num_rows, const OutriderMatrix* matrix, float* y) {
+  linear_of(team, workspace, activation_type, x, num_rows, matrix, OUTRIDER_STORE, y, true);
+}

@@ -1,0 +1,123 @@
+// Linear layers over packed weights, in units that members of a team share.
+#pragma once
+
+#include <algorithm>
+
+#include "api.h"
+#include "panels.h"
+#include "team.h"
+
+namespace outrider {
+
+template <class Weight>
+struct Matrix {
+  const Weight* packed;
+  const float* bias;    // [out_features] or null
+  const float* scales;  // [out_features] or null
+  int64_t out_features;
+  int64_t in_features;
+  int64_t depth;  // in_features, padded
+
+  explicit Matrix(const OutriderMatrix& matrix)
+      : packed(static_cast<const Weight*>(matrix.packed)),
+        bias(matrix.bias),
+        scales(matrix.scales),
+        out_features(matrix.out_features),
+        in_features(matrix.in_features),
+        depth(padded_depth<Weight>(matrix.in_features)) {}
+};
+
+// Columns first … of one row of a tile, scaled and biased; `num` of them are real.
+struct TileRow {
+  int64_t row;
+  int64_t column;
+  int num;
+  float* values;  // [kTileColumns], may be changed
+};
+
+// Units of a product: as many as there are tiles of columns.
+template <class Weight>
+static inline int64_t num_units(const Matrix<Weight>& matrix) {
+  return (matrix.out_features + kTileColumns - 1) / kTileColumns;
+}
+
+// One unit of x W^T + b, 32 columns of all rows: calls finish(TileRow) for each row.
+// x [num_rows, stride], its first `depth` columns.
+template <class Weight, class Finish>
+static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
+                                 const Matrix<Weight>& matrix, Finish&& finish) {
+  alignas(64) float tile[MostRows<Weight>::value * kTileColumns];
+  const int64_t column = unit * kTileColumns;
+  const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
+  const int panels = columns > kPanel ? 2 : 1;
+  const Weight* packed = matrix.packed + column * matrix.depth;
+  for (int64_t row = 0; row < num_rows;) {
+    const int rows = rows_of_next_call<Weight>(num_rows - row);
+    multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile);
+    for (int r = 0; r < rows; r++) {
+      float* values = tile + r * kTileColumns;
+      if (matrix.scales != nullptr)
+        for (int c = 0; c < columns; c++) values[c] *= matrix.scales[column + c];
+      if (matrix.bias != nullptr)
+        for (int c = 0; c < columns; c++) values[c] += matrix.bias[column + c];
+      finish(TileRow{row + r, column, columns, values});
+    }
+    row += rows;
+  }
+}
+
+// ---- what becomes of a tile's row
+
+// Stored in T, [num_rows, width].
+template <class T>
+struct StoreTo {
+  T* y;
+  int64_t width;
+
+  void operator()(const TileRow& tile) const {
+    T* to = y + tile.row * width + tile.column;
+    int c = 0;
+    for (; c + kWidth <= tile.num; c += kWidth) store_rounded(to + c, load(tile.values + c));
+    for (; c < tile.num; c++) store_one(to + c, tile.values[c]);
+  }
+  static void store_one(float* to, float value) { *to = value; }
+  static void store_one(BFloat16* to, float value) { *to = round_to_bfloat16(value); }
+};
+
+// Added to what is there: the residual stream.
+template <class T>
+struct AddTo {
+  T* y;
+  int64_t width;
+
+  void operator()(const TileRow& tile) const {
+    T* to = y + tile.row * width + tile.column;
+    for (int c = 0; c < tile.num; c++) StoreTo<T>::store_one(to + c, widen(to[c]) + tile.values[c]);
+  }
+};
+
+// silu(gate) * up. A tile holds a panel of gates and the panel of their ups. Gate and up are
+// rounded to T first, as separate layers would round them.
+template <class T, class To>
+struct SiluMultiplyTo {
+  To* y;
+  int64_t width;
+
+  void operator()(const TileRow& tile) const {
+    To* to = y + tile.row * width + tile.column / 2;
+    const int64_t left = width - tile.column / 2;
+    for (int c = 0; c < kPanel; c += kWidth) {
+      const T* type = nullptr;
+      const Floats gate = rounded_to(load(tile.values + c), type);
+      const Floats up = rounded_to(load(tile.values + kPanel + c), type);
+      const Floats value = rounded_to(gate * sigmoid(gate) * up, type);
+      if (c + kWidth <= left) {
+        store_activation(to + c, value);
+      } else {
+        for (int i = 0; c + i < left; i++) StoreTo<To>::store_one(to + c + i, value[i]);
+      }
+    }
+  }
+};
+
+}  // namespace outrider

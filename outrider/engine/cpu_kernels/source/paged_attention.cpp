@@ -1,0 +1,46 @@
+#include "paged_attention.h"
+
+using namespace outrider;
+
+namespace {
+
+template <class KV>
+void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& options, const OutriderBatch& batch,
+            const KV* query, int64_t query_stride, const KV* keys, const KV* values, KV* output) {
+  AttentionPlan plan;
+  plan.make(options, batch, team.size());
+  if (plan.is_split)
+    workspace.partials.of<float>(plan.num_partials * options.num_kv_heads *
+                                 PartialResult::size(plan.query_rows, options.head_dim));
+  workspace.own.resize(std::max<size_t>(workspace.own.size(), team.size()));
+  const PagedAttention<KV> attention{options, batch, plan, query, query_stride, keys, values,
+                                     workspace.partials.get<float>()};
+  const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
+    KV* to = output + (row * options.num_heads + head) * options.head_dim;
+    for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, load(from + d) * factor);
+  };
+  const int64_t scratch_bytes = AttentionScratch<KV>::bytes(plan.query_rows, options.head_dim);
+  for (auto& own : workspace.own) own.attention.of<char>(scratch_bytes);
+  team.share(attention.num_tasks(), [&](int64_t task, int member) {
+    AttentionScratch<KV> scratch(workspace.own[member].attention.get<char>(), plan.query_rows, options.head_dim);
+    attention.run(task, scratch, store_row);
+  });
+  if (plan.is_split)
+    team.share(attention.num_merges(), [&](int64_t task, int) { attention.finish_split(task, store_row); });
+}
+
+}  // namespace
+
+void outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                              const OutriderAttention* options, const OutriderBatch* batch, const void* query,
+                              int64_t query_stride, const void* key_cache, const void* value_cache, void* output) {
+  Team& threads = *reinterpret_cast<Team*>(team);
+  if (type == OUTRIDER_BFLOAT16) {
+    attend(threads, *workspace, *options, *batch, static_cast<const BFloat16*>(query), query_stride,
+           static_cast<const BFloat16*>(key_cache), static_cast<const BFloat16*>(value_cache),
+           static_cast<BFloat16*>(output));
+  } else {
+    attend(threads, *workspace, *options, *batch, static_cast<const float*>(query), query_stride,
+           static_cast<const float*>(key_cache), static_cast<const float*>(value_cache), static_cast<float*>(output));
+  }
+}

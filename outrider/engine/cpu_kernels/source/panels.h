@@ -1,0 +1,195 @@
+// The product at the heart of every kernel: some rows times two panels of packed weights.
+//
+// The rule that makes results independent of the batch: every output has ONE accumulator,
+// to which products are added with rising k, and that accumulator never knows how many
+// other rows or columns are computed beside it. So a row's bits are the same alone, as one
+// of five, or in a prefill of hundreds.
+//
+// Packed weights, for panels of 16 output features:
+//   float32   [panels][in_features][16]
+//   bfloat16  [panels][in_features / 2][16][2]: pairs of k lie together, as the dot product
+//             instructions of AVX512-BF16 and AMX want them
+//   int8      [panels][in_features][16], one scale for each output feature
+// in_features is padded with zeros to a multiple of kDepthStep.
+#pragma once
+
+#include "numbers.h"
+
+namespace outrider {
+
+// What rows are kept in while they are multiplied with a kind of weight. Without dot product
+// instructions for bfloat16, values that were rounded to bfloat16 stay in float32.
+template <class Weight>
+struct ActivationOf {
+  using type = float;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ActivationOf<BFloat16> {
+  using type = BFloat16;
+};
+#endif
+template <class Weight>
+using Activation = typename ActivationOf<Weight>::type;
+
+template <class Weight>
+constexpr int64_t kDepthStep = 1;
+#if defined(__AMX_BF16__)
+template <>
+constexpr int64_t kDepthStep<BFloat16> = 32;
+#else
+template <>
+constexpr int64_t kDepthStep<BFloat16> = 2;
+#endif
+
+template <class Weight>
+static inline int64_t padded_depth(int64_t in_features) {
+  return (in_features + kDepthStep<Weight> - 1) / kDepthStep<Weight> * kDepthStep<Weight>;
+}
+
+constexpr int kTileColumns = 2 * kPanel;  // of the tile that one call computes
+constexpr int kPrefetchBytes = 2048;      // ahead in each panel
+
+// Weights of one k (or of a pair) for one panel, in registers.
+template <class Weight>
+struct Step;
+
+template <>
+struct Step<float> {
+  static constexpr int kDepth = 1;
+  Floats at[1][kVectorsPerPanel];
+  explicit Step(const float* from) {
+    for (int v = 0; v < kVectorsPerPanel; v++) at[0][v] = load(from + v * kWidth);
+  }
+};
+
+template <>
+struct Step<int8_t> {
+  static constexpr int kDepth = 1;
+  Floats at[1][kVectorsPerPanel];
+  explicit Step(const int8_t* from) {
+    for (int v = 0; v < kVectorsPerPanel; v++) {
+      typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+      Bytes bytes;
+      std::memcpy(&bytes, from + v * kWidth, sizeof bytes);
+      at[0][v] = __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+    }
+  }
+};
+
+template <>
+struct Step<BFloat16> {
+  static constexpr int kDepth = 2;
+  Floats at[2][kVectorsPerPanel];
+  explicit Step(const BFloat16* from) {
+    for (int v = 0; v < kVectorsPerPanel; v++) load_pairs(from + v * kWidth * 2, at[0][v], at[1][v]);
+  }
+};
+
+// `Rows` rows of float32 activations times `Panels` panels, by fused multiply-adds.
+template <class Weight, int Rows, int Panels>
+static inline void multiply_by_adds(const float* x, int64_t stride, const Weight* panels, int64_t panel_size,
+                                    int64_t depth, float* tile) {
+  using OneStep = Step<Weight>;
+  Floats sums[Rows][Panels][kVectorsPerPanel] = {};
+  for (int64_t k = 0; k < depth; k += OneStep::kDepth) {
+#pragma GCC unroll 2
+    for (int p = 0; p < Panels; p++) {
+      const Weight* from = panels + p * panel_size + k * kPanel;
+      if (Rows <= 6) __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 3);
+      const OneStep weights(from);
+#pragma GCC unroll 2
+      for (int d = 0; d < OneStep::kDepth; d++)
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; r++) {
+          const Floats value = broadcast(x[r * stride + k + d]);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectorsPerPanel; v++)
+            sums[r][p][v] = multiply_add(weights.at[d][v], value, sums[r][p][v]);
+        }
+    }
+  }
+  for (int r = 0; r < Rows; r++)
+    for (int p = 0; p < Panels; p++)
+      for (int v = 0; v < kVectorsPerPanel; v++) store(tile + r * kTileColumns + p * kPanel + v * kWidth, sums[r][p][v]);
+}
+
+}  // namespace outrider
+
+#if defined(__AMX_BF16__)
+#include "panels_amx.h"
+#elif defined(__AVX512BF16__)
+#include "panels_avx512.h"
+#endif
+
+namespace outrider {
+
+// Rows that one call multiplies at most: as many as there are registers for.
+template <class Weight>
+struct MostRows {
+  static constexpr int value = kWidth == 16 ? 12 : 6;
+};
+#if defined(__AMX_BF16__)
+template <>
+struct MostRows<BFloat16> {
+  static constexpr int value = 32;
+};
+#endif
+
+template <class Weight, int Rows>
+static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, const Weight* panels, int64_t panel_size,
+                                 int num_panels, int64_t depth, float* tile) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+  if constexpr (sizeof(Weight) == 2) {
+    if (num_panels == 2) return multiply_by_pairs<Rows, 2>(x, stride, panels, panel_size, depth, tile);
+    return multiply_by_pairs<Rows, 1>(x, stride, panels, panel_size, depth, tile);
+  } else
+#endif
+  {
+    // One row leaves registers for both panels, and needs their independent sums to keep the
+    // multipliers busy; from two rows on each panel is read by itself.
+    constexpr int kTogether = Rows == 1 || kWidth == 16 ? 2 : 1;
+    if (num_panels == 2 && kTogether == 2)
+      return multiply_by_adds<Weight, Rows, 2>(x, stride, panels, panel_size, depth, tile);
+    for (int p = 0; p < num_panels; p++)
+      multiply_by_adds<Weight, Rows, 1>(x, stride, panels + p * panel_size, panel_size, depth, tile + p * kPanel);
+  }
+}
+
+template <class Weight, int Rows>
+static inline void multiply_at_most(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
+                                    int64_t panel_size, int num_panels, int64_t depth, float* tile) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows)
+      return multiply_at_most<Weight, Rows - 1>(rows, x, stride, panels, panel_size, num_panels, depth, tile);
+  }
+  multiply_rows<Weight, Rows>(x, stride, panels, panel_size, num_panels, depth, tile);
+}
+
+// tile [rows][kTileColumns] = x [rows, depth at `stride`] times 1 or 2 panels; rows at most
+// MostRows. `depth` is padded, and so is x (with zeros, or with anything finite where the
+// weights are the zeros).
+template <class Weight>
+static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
+                                 int num_panels, int64_t depth, float* tile) {
+  const int64_t panel_size = depth * kPanel;
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(Weight) == 2) return multiply_by_tiles(rows, x, stride, panels, num_panels, depth, tile);
+  else
+#endif
+    multiply_at_most<Weight, MostRows<Weight>::value>(rows, x, stride, panels, panel_size, num_panels, depth, tile);
+}
+
+// How many of `rows` the next call should take: as equal parts as possible, so that no call
+// is left with one row and half the registers.
+template <class Weight>
+static inline int rows_of_next_call(int64_t rows) {
+  constexpr int64_t most = MostRows<Weight>::value;
+  const int64_t calls = (rows + most - 1) / most;
+  return static_cast<int>((rows + calls - 1) / calls);
+}
+
+static inline void store_activation(float* to, Floats value) { store(to, value); }
+static inline void store_activation(BFloat16* to, Floats value) { store_rounded(to, value); }
+
+}  // namespace outrider

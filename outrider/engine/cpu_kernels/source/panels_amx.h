@@ -1,0 +1,76 @@
+// The product of panels.h on AMX tiles: 16 rows times 16 columns, 32 k at a time.
+//
+// Which tiles a row falls into depends on the rows beside it, its own products do not: a
+// tile adds them for each of its rows by itself, k ascending.
+#pragma once
+
+#include "numbers.h"
+
+namespace outrider {
+
+// What _tile_loadconfig reads: the shape of each of eight tiles.
+struct alignas(64) TileShapes {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t bytes_of_row[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows. 4, 5: first
+// and second rows of x. 6, 7: weights of two panels.
+static inline void shape_tiles(int first_rows, int second_rows) {
+  thread_local int shaped = -1;  // the processor keeps shapes for each thread
+  const int key = first_rows * 32 + second_rows;
+  if (key == shaped) return;
+  shaped = key;
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; tile++) {
+    shapes.bytes_of_row[tile] = 64;
+    shapes.rows[tile] = 16;
+  }
+  shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = static_cast<uint8_t>(first_rows);
+  shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(second_rows > 0 ? second_rows : 1);
+  asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 takes only the first bytes to be read, and drops the rest
+  _tile_loadconfig(&shapes);
+}
+
+static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* panels,
+                                     int num_panels, int64_t depth, float* tile) {
+  const int first = rows < 16 ? rows : 16, second = rows - first;
+  const int64_t panel_size = depth * kPanel, x_bytes = stride * 2;
+  constexpr int64_t tile_bytes = 2 * kPanel * 4;  // of a row of the result
+  shape_tiles(first, second);
+  const bool has_two_panels = num_panels == 2;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < depth; k += 32) {
+    const BFloat16* weights = panels + k * kPanel;
+    for (int line = 0; line < 16; line++) {
+      __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2 * kPrefetchBytes + line * 64, 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(weights + panel_size) + 2 * kPrefetchBytes + line * 64, 0, 3);
+    }
+    _tile_loadd(6, (weights), (64));
+    _tile_loadd(4, (x + k), (x_bytes));
+    _tile_dpbf16ps(0, 4, 6);
+    if (has_two_panels) {
+      _tile_loadd(7, (weights + panel_size), (64));
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (second > 0) {
+      _tile_loadd(5, (x + 16 * stride + k), (x_bytes));
+      _tile_dpbf16ps(2, 5, 6);
+      if (has_two_panels) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, (tile), (tile_bytes));
+  if (has_two_panels) _tile_stored(1, (tile + kPanel), (tile_bytes));
+  if (second > 0) {
+    _tile_stored(2, (tile + 16 * 2 * kPanel), (tile_bytes));
+    if (has_two_panels) _tile_stored(3, (tile + 16 * 2 * kPanel + kPanel), (tile_bytes));
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,40 @@
+// Root mean square normalisation of one row (Zhang and Sennrich, 2019).
+#pragma once
+
+#include <cmath>
+
+#include "numbers.h"
+
+namespace outrider {
+
+// to [width] = x / sqrt(mean(x^2) + epsilon) * weight, rounded to T where x was of T: as
+// transformers does, once before the weight is applied and once after.
+template <class T, class From, class To>
+static inline void rms_norm_row(const From* x, int64_t width, const float* weight, float epsilon, To* to) {
+  const T* type = nullptr;
+  Floats squares{};
+  int64_t i = 0;
+  for (; i + kWidth <= width; i += kWidth) {
+    const Floats value = load_wide(x + i);
+    squares = multiply_add(value, value, squares);
+  }
+  float sum = sum_of_lanes(squares);
+  for (int64_t j = i; j < width; j++) sum += widen(x[j]) * widen(x[j]);
+  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(width) + epsilon);
+  for (i = 0; i + kWidth <= width; i += kWidth) {
+    const Floats value = rounded_to(load_wide(x + i) * factor, type);
+    const Floats scaled = rounded_to(value * load(weight + i), type);
+    store_rounded(to + i, scaled);
+  }
+  for (; i < width; i++) {
+    const Floats value = rounded_to(broadcast(widen(x[i]) * factor), type);
+    const Floats scaled = rounded_to(value * weight[i], type);
+    if constexpr (sizeof(To) == 4) {
+      to[i] = scaled[0];
+    } else {
+      to[i] = round_to_bfloat16(scaled[0]);
+    }
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,35 @@
+// Rotary position embedding (Su et al., 2021), in the form that rotates halves of a head.
+#pragma once
+
+#include "numbers.h"
+
+namespace outrider {
+
+// from, to [head_dim], may be the same; cosines and sines [head_dim / 2] of the position.
+// head_dim is a multiple of 16. Rounded once, to the type of `to`, after rounding to T.
+template <class T, class From, class To>
+static inline void rotate_head(const From* from, int64_t head_dim, const float* cosines, const float* sines, To* to) {
+  const T* type = nullptr;
+  const int64_t half = head_dim / 2;
+  int64_t i = 0;
+  for (; i + kWidth <= half; i += kWidth) {
+    const Floats low = load_wide(from + i), high = load_wide(from + half + i);
+    const Floats cosine = load(cosines + i), sine = load(sines + i);
+    store_rounded(to + i, rounded_to(low * cosine - high * sine, type));
+    store_rounded(to + half + i, rounded_to(high * cosine + low * sine, type));
+  }
+  for (; i < half; i++) {  // half a vector is left when head_dim is not a multiple of 2 * kWidth
+    const float low = widen(from[i]), high = widen(from[half + i]);
+    const Floats first = rounded_to(broadcast(low * cosines[i] - high * sines[i]), type);
+    const Floats second = rounded_to(broadcast(high * cosines[i] + low * sines[i]), type);
+    if constexpr (sizeof(To) == 4) {
+      to[i] = first[0];
+      to[half + i] = second[0];
+    } else {
+      to[i] = round_to_bfloat16(first[0]);
+      to[half + i] = round_to_bfloat16(second[0]);
+    }
+  }
+}
+
+}  // namespace outrider
