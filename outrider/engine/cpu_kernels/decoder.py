@@ -45,7 +45,8 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
         return f"its widths {widths} are not multiples of {_WIDTH_STEP}"
     if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
         return "its layers attend with a soft cap or with different scales"
-    cosines, _ = model.base_model.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
+    base: Any = model.base_model
+    cosines, _ = base.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
     if cosines.shape[-1] != spec.head_dim:
         return f"it rotates {cosines.shape[-1]} of {spec.head_dim} dimensions"
     return ""
@@ -78,7 +79,8 @@ class NativeDecoder:
         self._arena = WeightArena()
         self._quantise = quantise
         self.num_weight_bytes = 0
-        base, head = model.base_model, model.get_output_embeddings()
+        base: Any = model.base_model
+        head: Any = model.get_output_embeddings()
         is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
         dtype = head.weight.dtype
 
@@ -114,9 +116,8 @@ class NativeDecoder:
         """What one runner computes its forwards with."""
         return NativeStep(self, self._struct, kv_cache)
 
-    def _layer(self, layer: nn.Module, options: AttentionOptions) -> LayerStruct:
-        attention: Any = layer.self_attn
-        mlp: Any = layer.mlp
+    def _layer(self, layer: Any, options: AttentionOptions) -> LayerStruct:
+        attention, mlp = layer.self_attn, layer.mlp
         query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         norms = [
             None if norm is None else self._keep(norm.weight.detach().float())

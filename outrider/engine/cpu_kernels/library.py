@@ -139,18 +139,48 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "outrider_write_cache": (
         None,
-        (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
-        + (c_int64, c_int64, c_void_p, c_void_p),
+        (
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_void_p,
+        ),
     ),
     "outrider_paged_attention": (
         None,
-        (c_void_p, c_void_p, c_int32, POINTER(AttentionStruct), POINTER(BatchStruct))
-        + (c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+        (
+            c_void_p,
+            c_void_p,
+            c_int32,
+            POINTER(AttentionStruct),
+            POINTER(BatchStruct),
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_void_p,
+        ),
     ),
     "outrider_decoder_layers": (
         None,
-        (c_void_p, c_void_p, POINTER(DecoderStruct), POINTER(BatchStruct))
-        + (POINTER(c_void_p), POINTER(c_void_p), c_int64, c_int64),
+        (
+            c_void_p,
+            c_void_p,
+            POINTER(DecoderStruct),
+            POINTER(BatchStruct),
+            POINTER(c_void_p),
+            POINTER(c_void_p),
+            c_int64,
+            c_int64,
+        ),
     ),
     "outrider_decoder_logits": (
         None,

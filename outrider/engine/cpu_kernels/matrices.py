@@ -75,9 +75,7 @@ class PackedMatrix:
         padded = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
         self.out_features = sum(padded)
         self.type = ElementType.INT8 if quantise else ELEMENT_TYPES[weights[0].dtype]
-        self._packed = arena.take(
-            self._functions.outrider_packed_size(self.type, self.out_features, self.in_features)
-        )
+        self._packed = arena.take(self._functions.outrider_packed_size(self.type, self.out_features, self.in_features))
         scales = torch.ones(self.out_features)
         bias = torch.zeros(self.out_features)
         first = 0
