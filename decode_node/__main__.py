@@ -95,6 +95,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                     vocabulary_fingerprint=info.vocabulary_fingerprint,
                     max_model_len=info.max_model_len,
                 ),
+                resolve_interval_seconds=config.resolve_interval_seconds,
             )
             if config.draft_targets
             else NoDrafts()
@@ -112,7 +113,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
             host=config.kv_host or config.server.host,
             port=config.kv_port,
             connectors=config.connectors,
-            advertise_address=config.server.advertise_address,
+            advertise_address="" if config.kv_host else config.server.advertise_address,
             on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
             on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
         )

@@ -26,7 +26,12 @@ class DecodeNodeConfig:
     session_timeout_seconds: float = setting(
         4.0, at_least=1.0, help="A router that says nothing for so long is taken for dead; its work is freed."
     )
-    draft_targets: tuple[str, ...] = setting((), help="host:port of the draft nodes; none: no remote drafts.")
+    draft_targets: tuple[str, ...] = setting(
+        (), help="host:port of the draft nodes; a name with several addresses is several; none: no remote drafts."
+    )
+    resolve_interval_seconds: float = setting(
+        5.0, at_least=0.1, at_most=3600.0, help="How often draft targets are looked up again."
+    )
     num_speculative_tokens: int = setting(
         5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
     )

@@ -63,6 +63,7 @@ class DraftCounters:
 @dataclass(slots=True)
 class _Target:
     breaker: Breaker
+    rank: int  # among targets with equally many sequences, the lowest comes first
     is_connected: bool = False
     num_sequences: int = 0
     closed: set[int] = field(default_factory=set)  # the node has still to hear of
@@ -79,13 +80,18 @@ class DraftBook:
 
     A sequence has at most one unanswered update. So however long a node is frozen, it
     finds one message when it thaws, and the next is made from the state of that moment.
+
+    One target serves a sequence at a time: the connected one with the fewest of them when
+    it is opened, another one when that is lost, stands still or answers nonsense.
     """
 
-    def __init__(self, num_targets: int, *, vocab_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, *, vocab_size: int, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._vocab_size = vocab_size
         self._sequences: dict[int, DraftedSequence] = {}
-        self._targets = [_Target(Breaker(clock)) for _ in range(num_targets)]
+        self._targets: dict[int, _Target] = {}
+        self._num_targets_ever = 0
+        self._num_past_openings = 0  # of the breakers of targets that are gone
         self._table = ProposalTable(max_branches_per_sequence=MAX_BRANCHES_PER_SEQUENCE)
         self._counters = DraftCounters()
         self._budget_seconds = 0.0
@@ -175,6 +181,22 @@ class DraftBook:
 
     # The streams' side.
 
+    def add_target(self, *, rank: int = 0) -> int:
+        """One more; the number by which it is called from here on.
+
+        `rank` decides between targets that serve equally many sequences: decode nodes
+        that rank the same targets differently do not all begin with the same one.
+        """
+        target = self._num_targets_ever
+        self._num_targets_ever += 1
+        self._targets[target] = _Target(Breaker(self._clock), rank)
+        return target
+
+    def remove_target(self, target: int) -> None:
+        """Its stream is gone and will not come back."""
+        self.disconnected(target)
+        self._num_past_openings += self._targets.pop(target).breaker.num_openings
+
     def connected(self, target: int) -> None:
         """A new stream is up: its node knows nothing yet."""
         self._targets[target].is_connected = True
@@ -263,7 +285,8 @@ class DraftBook:
         return self._targets[target].num_sequences
 
     def counters(self) -> DraftCounters:
-        return replace(self._counters, num_breaker_openings=sum(state.breaker.num_openings for state in self._targets))
+        num_openings = sum(state.breaker.num_openings for state in self._targets.values())
+        return replace(self._counters, num_breaker_openings=self._num_past_openings + num_openings)
 
     # Inside.
 
@@ -341,21 +364,21 @@ class DraftBook:
     def _assign(self, sequence_id: int, tracked: DraftedSequence) -> None:
         """To the connected target with the fewest sequences; one that is being probed gets one at most."""
         able = [
-            (state.num_sequences, index)
-            for index, state in enumerate(self._targets)
+            (state.num_sequences, state.rank, index)
+            for index, state in self._targets.items()
             if state.is_connected
             and index not in tracked.refused
             and (not state.breaker.is_open or state.num_sequences == 0)
         ]
         if not able:
             able = [
-                (state.num_sequences, index)
-                for index, state in enumerate(self._targets)
+                (state.num_sequences, state.rank, index)
+                for index, state in self._targets.items()
                 if state.is_connected and index not in tracked.refused
             ]
         if not able:
             return
-        tracked.target = min(able)[1]
+        tracked.target = min(able)[-1]
         state = self._targets[tracked.target]
         state.num_sequences += 1
         state.closed.discard(sequence_id)
@@ -376,7 +399,7 @@ class DraftBook:
         """Moves all but `keep` sequences of a target to others that work; without those they stay."""
         others = [
             index
-            for index, state in enumerate(self._targets)
+            for index, state in self._targets.items()
             if index != target and state.is_connected and not state.breaker.is_open
         ]
         if not others and self._targets[target].is_connected:

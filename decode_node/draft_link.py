@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import grpc
 import grpc.aio
+import xxhash
 
 from decode_node.draft_book import DraftBook
 from outrider.errors import MismatchError, PeerLostError
@@ -34,34 +35,49 @@ _log = get_logger("drafts")
 
 
 class DraftLink:
-    """Keeps one stream up for ever. Owned by the event loop; the book is shared under `changed`."""
+    """Keeps one stream up until `run` is cancelled. Owned by the event loop; the book is shared under `changed`."""
 
     def __init__(
         self,
-        index: int,
         target: str,
         hello: DraftHello,
         *,
         book: DraftBook,
         changed: threading.Condition,
+        links_by_node: dict[bytes, DraftLink],
         open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        self.index = index
+        """`links_by_node`: the connected link to each draft process, shared by all links."""
         self.target = target
         self.node_name = ""
         self.refusal = ""
         self._hello = hello
         self._book = book
         self._changed = changed
+        self._links_by_node = links_by_node
         self._open_channel = open_channel
         self._wake = asyncio.Event()
+        with changed:
+            self.index = book.add_target(rank=draft_rank(hello, target))
+
+    @property
+    def is_connected(self) -> bool:
+        return self._book.is_connected(self.index)
 
     def wake(self) -> None:
         """There may be something to send. On the event loop."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Connects, serves, and connects again, until cancelled."""
+        """Connects, serves, and connects again, until cancelled; then its place in the book is gone."""
+        try:
+            await self._stay_connected()
+        finally:
+            with self._changed:
+                self._book.remove_target(self.index)
+                self._changed.notify_all()
+
+    async def _stay_connected(self) -> None:
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             try:
@@ -89,6 +105,7 @@ class DraftLink:
         call: DraftCall = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         try:
             info = await self._exchange_hellos(call)
+            self._claim(info)
             self.node_name, self.refusal = info.name, ""
             _log.info("draft node connected", target=self.target, node=info.name, proposer=_proposer(info))
             with self._changed:
@@ -104,6 +121,7 @@ class DraftLink:
             raise PeerLostError(f"{self.target}: {reason}", node=self.target) from error
         finally:
             call.cancel()
+            self._release()
             with self._changed:
                 self._book.disconnected(self.index)
                 self._changed.notify_all()
@@ -126,6 +144,16 @@ class DraftLink:
         info = info_from_proto(first.hello)
         check_fits(self._hello, info)
         return info
+
+    def _claim(self, info: NodeInfo) -> None:
+        """One link to each process. Raises: MismatchError when another target leads to this one."""
+        other = self._links_by_node.setdefault(info.incarnation, self)
+        if other is not self:
+            raise MismatchError(f"{info.name} is reached as {other.target} already", reason="SAME_NODE")
+
+    def _release(self) -> None:
+        for incarnation in [key for key, link in self._links_by_node.items() if link is self]:
+            del self._links_by_node[incarnation]
 
     async def _exchange_state(self, call: DraftCall) -> None:
         tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
@@ -192,6 +220,11 @@ def check_fits(hello: DraftHello, info: NodeInfo) -> None:
             f"draft node {info.name} has vocabulary {draft_vocabulary[:16]}",
             reason="VOCABULARY_MISMATCH",
         )
+
+
+def draft_rank(hello: DraftHello, target: str) -> int:
+    """Rendezvous hashing: each decode node has an order of its own among draft nodes, whoever comes and goes."""
+    return xxhash.xxh3_64_intdigest(hello.incarnation + target.encode())
 
 
 def _proposer(info: NodeInfo) -> str:

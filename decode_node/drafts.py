@@ -20,6 +20,8 @@ from decode_node.draft_book import DraftBook, DraftCounters, DraftWant
 from decode_node.draft_link import DraftLink
 from decode_node.drafted_sequence import SequenceStartInfo
 from outrider.service.channels import open_channel
+from outrider.service.peers import PeerSet
+from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 DEFAULT_NUM_WANTED = 5
+DEFAULT_RESOLVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class TakenDrafts:
 class DraftTargetStatus:
     """One draft node, for metrics and logs."""
 
-    target: str
+    target: str  # its address
     node: str  # its name; empty until the first hello
     is_connected: bool
     is_breaker_open: bool  # also while it is not connected: decode goes on without it
@@ -63,10 +66,10 @@ class DraftClientStatus:
 
 
 class DraftClient:
-    """One stream to each draft target. Any target can serve any sequence.
+    """One stream to each draft node behind the targets, which are names or addresses. Any can serve any sequence.
 
-    `start` and `stop` belong to the event loop; `open`, `update`, `close` and `take` to
-    the engine thread; `status` to anyone. Nothing here raises because of a draft node.
+    `start`, `stop` and `status` belong to the event loop; `open`, `update`, `close` and
+    `take` to the engine thread. Nothing here raises because of a draft node.
     """
 
     def __init__(
@@ -74,31 +77,31 @@ class DraftClient:
         targets: Sequence[str],
         hello: DraftHello,
         *,
+        resolver: Resolver = resolve_with_dns,
+        resolve_interval_seconds: float = DEFAULT_RESOLVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
+        self._hello = hello
         self._changed = threading.Condition()
-        self._book = DraftBook(len(targets), vocab_size=hello.vocab_size, clock=clock)
-        self._links = [
-            DraftLink(index, target, hello, book=self._book, changed=self._changed, open_channel=open_channel)
-            for index, target in enumerate(targets)
-        ]
+        self._book = DraftBook(vocab_size=hello.vocab_size, clock=clock)
+        self._links_by_node: dict[bytes, DraftLink] = {}
+        self._nodes = PeerSet(
+            targets, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
+        )
+        self._open_channel = open_channel
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begins to connect, and returns at once: drafts come when they come."""
         self._loop = asyncio.get_running_loop()
-        self._tasks = [asyncio.create_task(link.run(), name=f"drafts of {link.target}") for link in self._links]
+        self._nodes.start()
 
     async def stop(self) -> None:
         """Ends all streams. Later calls of the engine thread find no proposals."""
         self._loop = None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await self._nodes.stop()
 
     def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int = DEFAULT_NUM_WANTED) -> None:
         """Announces a sequence as early as its prompt is known, and asks for its first draft."""
@@ -143,6 +146,16 @@ class DraftClient:
             self._wake()
         return TakenDrafts(found, self._clock() - started, hits)
 
+    def _open_link(self, _target: str, address: str) -> DraftLink:
+        return DraftLink(
+            address,
+            self._hello,
+            book=self._book,
+            changed=self._changed,
+            links_by_node=self._links_by_node,
+            open_channel=self._open_channel,
+        )
+
     def status(self) -> DraftClientStatus:
         with self._changed:
             return DraftClientStatus(
@@ -156,7 +169,7 @@ class DraftClient:
                         refusal=link.refusal,
                         num_sequences=self._book.num_sequences(link.index),
                     )
-                    for link in self._links
+                    for link in self._nodes.peers
                 ),
                 counters=self._book.counters(),
             )
@@ -171,7 +184,7 @@ class DraftClient:
             self._loop = None
 
     def _wake_links(self) -> None:
-        for link in self._links:
+        for link in self._nodes.peers:
             link.wake()
 
 

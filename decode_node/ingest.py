@@ -9,6 +9,7 @@ import torch
 
 from outrider.kv_transfer.base import DrainState, TransferSpec, TransferStats
 from outrider.kv_transfer.receiver import KvReceiver
+from outrider.service.address import is_local, is_wildcard, own_host, split_port
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -47,9 +48,11 @@ class Ingest:
         on_complete: Callable[[bytes, TransferStats], None],
         on_failed: Callable[[bytes, str], None],
     ) -> None:
+        """`advertise_address`: "host" or "host:port" of this node for others; only the host counts here."""
         self._kv_cache = kv_cache
         self._incarnation = incarnation
-        self._advertise_address = advertise_address
+        self._host = host
+        self._advertised_host = split_port(advertise_address)[0]
         self.receiver = KvReceiver(
             incarnation=incarnation,
             host=host,
@@ -67,8 +70,8 @@ class Ingest:
         self.receiver.stop()
 
     def address(self, reached_host: str) -> str:
-        """host:port that a prefill node dials; the host is the advertised one, else the one the router used."""
-        return f"{_host_of(self._advertise_address) or reached_host}:{self._port}"
+        """host:port that a prefill node dials."""
+        return f"{kv_host(self._host, self._advertised_host, reached_host)}:{self._port}"
 
     def open(self, transfer_id: bytes, block_ids: Sequence[int], *, start_token: int, end_token: int) -> None:
         self.receiver.open(
@@ -94,10 +97,14 @@ class Ingest:
         return self.receiver.close(transfer_id, timeout_seconds=0.0)
 
 
-def _host_of(address: str) -> str:
-    """The host of "host", "host:port", "[v6]", "[v6]:port" or a bare IPv6 address; those come back in brackets."""
-    if address.startswith("["):
-        return address.partition("]")[0] + "]"
-    if address.count(":") > 1:
-        return f"[{address}]"
-    return address.partition(":")[0]
+def kv_host(bound: str, advertised: str, reached: str) -> str:
+    """The host that prefill nodes dial, which may be on other machines than the router.
+
+    The advertised one; else the one interface that is bound; else where the router
+    reached this node, unless that means another machine to everybody else.
+    """
+    if advertised:
+        return advertised
+    if not is_wildcard(bound):
+        return f"[{bound}]" if ":" in bound else bound
+    return own_host() if is_local(reached) else reached

@@ -73,8 +73,7 @@ class DecodeMetrics:
             num_hit_tokens=prefix_lookups.num_hit_tokens - self._prefix_lookups.num_hit_tokens,
         )
         self._prefix_lookups = prefix_lookups
-        for target in drafts.targets:
-            self._engine.set_breaker(target.target, is_open=target.is_breaker_open)
+        self._engine.set_breakers({target.target: target.is_breaker_open for target in drafts.targets})
         self._engine.add_refused_proposals("quarantined", drafts.counters.num_quarantined - self._num_quarantined)
         self._engine.add_refused_proposals("stale", drafts.counters.num_stale_answers - self._num_stale_answers)
         self._num_quarantined = drafts.counters.num_quarantined

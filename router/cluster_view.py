@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.service.channels import open_channel
+from outrider.service.peers import PeerSet
+from outrider.service.resolver import Resolver, host_name_of, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
 from router.node_link import DecodeLink, NodeLink, PrefillLink
-from router.resolver import Resolver, resolve_with_dns
 from router.sessions import RouterIdentity
 from router.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
-CANCEL_AGAIN_SECONDS = 0.2
 
 _log = get_logger("cluster")
 
@@ -43,7 +44,7 @@ class NodeStatus:
 
 
 class ClusterView:
-    """Finds the nodes behind the targets and keeps a link to each. Owned by the event loop.
+    """A link to each node behind the targets, and what they serve. Owned by the event loop.
 
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node
     that serves; a node with another fingerprint is refused.
@@ -59,16 +60,17 @@ class ClusterView:
     ) -> None:
         self._config = config
         self._identity = identity
-        self._resolver = resolver
         self._on_lost = on_lost
-        self._targets = [
-            *((NodeRole.PREFILL, target) for target in config.prefill_targets),
-            *((NodeRole.DECODE, target) for target in config.decode_targets),
-            *((NodeRole.DRAFT, target) for target in config.draft_targets),
-        ]
-        self._links: dict[tuple[NodeRole, str], NodeLink] = {}
-        self._tasks: dict[tuple[NodeRole, str], asyncio.Task[None]] = {}
-        self._lookup: asyncio.Task[None] | None = None
+        self._nodes = {
+            role: PeerSet(
+                targets,
+                open_peer=partial(self._open_link, role),
+                resolver=resolver,
+                interval_seconds=config.resolve_interval_seconds,
+                on_change=self._changed_now,
+            )
+            for role, targets in _targets(config).items()
+        }
         self._adopting = asyncio.Lock()
         self._has_model = asyncio.Event()
         self._changed = asyncio.Event()
@@ -80,14 +82,14 @@ class ClusterView:
 
     @property
     def prefill_nodes(self) -> list[PrefillLink]:
-        return [link for link in self._links.values() if isinstance(link, PrefillLink) and link.is_serving]
+        return [link for link in self._links() if isinstance(link, PrefillLink) and link.is_serving]
 
     @property
     def decode_nodes(self) -> list[DecodeLink]:
         """Those whose session is open."""
         return [
             link
-            for link in self._links.values()
+            for link in self._links()
             if isinstance(link, DecodeLink) and link.is_serving and link.session is not None and link.session.is_open
         ]
 
@@ -103,17 +105,23 @@ class ClusterView:
         A draft node's proposer where one serves, else the decode nodes' own; how many are
         asked for is the decode nodes' choice.
         """
-        drafts = [link for link in self._links.values() if link.role is NodeRole.DRAFT and link.is_serving]
+        drafts = [link for link in self._links() if link.role is NodeRole.DRAFT and link.is_serving]
         decodes = self.decode_nodes
         names = [model.proposer for model in _models((*drafts, *decodes)) if model.proposer]
         numbers = [model.num_speculative_tokens for model in _models((*decodes, *drafts))]
         return next(iter(names), ""), next(iter(numbers), 0)
 
     def statuses(self) -> list[NodeStatus]:
-        """Every node, by role and name; names are unique."""
-        found: list[NodeStatus] = []
+        """Every node, by role and name; names are unique. A target without an address is one that is not there."""
+        found = [
+            NodeStatus(
+                name=f"{role.name.lower()}@{target}", role=role, state=NodeState.STARTING, target=target, report=None
+            )
+            for role, nodes in self._nodes.items()
+            for target in nodes.unresolved
+        ]
         names: set[str] = set()
-        for link in sorted(self._links.values(), key=lambda link: (link.role.value, link.name, link.address)):
+        for link in sorted(self._links(), key=lambda link: (link.name, link.address)):
             if link.is_alias:
                 continue
             name = link.name if link.name not in names else f"{link.name}@{link.address}"
@@ -121,7 +129,7 @@ class ClusterView:
             found.append(
                 NodeStatus(name=name, role=link.role, state=link.state, target=link.address, report=link.report)
             )
-        return found
+        return sorted(found, key=lambda status: status.role.value)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called after every report, and when nodes come and go. It must not block."""
@@ -130,7 +138,8 @@ class ClusterView:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        self._lookup = asyncio.create_task(self._look_up_targets(), name="look up targets")
+        for nodes in self._nodes.values():
+            nodes.start()
 
     async def wait_until_serving(self) -> None:
         """Until a prefill node and a decode node serve; says what it waits for."""
@@ -140,19 +149,11 @@ class ClusterView:
                 async with asyncio.timeout(WAITING_LOG_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
-                refusals = {link.name: link.refusal for link in self._links.values() if link.refusal}
-                _log.info("waiting for nodes", missing=missing, refused=refusals)
+                _log.info("waiting for nodes", missing=missing, **self._reasons_to_wait())
 
     async def stop(self) -> None:
         """Ends every link; their listeners are told. A second call does nothing."""
-        tasks = {task for task in (self._lookup, *self._tasks.values()) if task is not None}
-        while tasks:
-            for task in tasks:
-                task.cancel()
-            # Python 3.11's wait_for loses a cancellation that comes together with a result: ask again.
-            _, tasks = await asyncio.wait(tasks, timeout=CANCEL_AGAIN_SECONDS)
-        self._tasks.clear()
-        self._links.clear()
+        await asyncio.gather(*(nodes.stop() for nodes in self._nodes.values()))
         if self.served is not None:
             self.served.tokenizer.close()
 
@@ -160,49 +161,33 @@ class ClusterView:
         found = (("a prefill node", self.prefill_nodes), ("a decode node", self.decode_nodes))
         return [what for what, nodes in found if not nodes]
 
-    # ------------------------------------------------------------ targets
+    def _reasons_to_wait(self) -> dict[str, dict[str, str]]:
+        """Why the nodes that are known, and the names that are not, do not serve."""
+        links = [link for link in self._links() if not link.is_serving]
+        return {
+            "unresolved": {target: why for nodes in self._nodes.values() for target, why in nodes.unresolved.items()},
+            "unreachable": {link.address: link.last_error for link in links if link.last_error},
+            "refused": {link.name: link.refusal for link in links if link.refusal},
+        }
 
-    async def _look_up_targets(self) -> None:
-        while True:
-            for role, target in self._targets:
-                try:
-                    addresses = await self._resolver(target)
-                except OSError as error:
-                    _log.debug("target is not resolved", target=target, error=str(error))
-                    addresses = []
-                self._take_addresses(role, target, addresses)
-            await asyncio.sleep(self._config.resolve_interval_seconds)
+    # ------------------------------------------------------------ links
 
-    def _take_addresses(self, role: NodeRole, target: str, addresses: Iterable[str]) -> None:
-        """Links for new addresses; a link whose address is gone is dropped once its node does not serve.
+    def _links(self) -> list[NodeLink]:
+        return [link for nodes in self._nodes.values() for link in nodes.peers]
 
-        A name that resolves to nothing is listed as one node, which gRPC itself goes on looking up.
-        """
-        known = {link.address for link in self._links.values() if link.role is role and link.target == target}
-        wanted = set(addresses) or known or {target}
-        for address in sorted(wanted - known):
-            if (role, address) not in self._links:
-                self._add_link(role, target, address)
-        for address in known - wanted:
-            if not self._links[role, address].is_serving:
-                self._tasks.pop((role, address)).cancel()
-                del self._links[role, address]
-
-    def _add_link(self, role: NodeRole, target: str, address: str) -> None:
+    def _open_link(self, role: NodeRole, target: str, address: str) -> NodeLink:
         kind = {NodeRole.PREFILL: PrefillLink, NodeRole.DECODE: DecodeLink, NodeRole.DRAFT: NodeLink}[role]
-        link = kind(
+        return kind(
             role=role,
             target=target,
             address=address,
-            channel=open_channel(address, tls=self._config.node_tls),
+            channel=open_channel(address, tls=self._config.node_tls, server_name=host_name_of(target)),
             identity=self._identity,
             approve=self._approve,
             on_change=self._changed_now,
             on_lost=lambda link, _error: self._on_lost(link.role),
             liveness_timeout_seconds=self._config.liveness_timeout_seconds,
         )
-        self._links[role, address] = link
-        self._tasks[role, address] = asyncio.create_task(link.run(), name=f"link to {address}")
 
     def _changed_now(self) -> None:
         self._changed.set()
@@ -221,7 +206,7 @@ class ClusterView:
             and other.state is not NodeState.LOST
             and other.info is not None
             and other.info.incarnation == info.incarnation
-            for other in self._links.values()
+            for other in self._links()
         )
         if link.role is NodeRole.DRAFT:
             await self._has_model.wait()
@@ -267,6 +252,14 @@ class ClusterView:
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
         return ServedModel(model, tokenizer, name)
+
+
+def _targets(config: RouterConfig) -> dict[NodeRole, Sequence[str]]:
+    return {
+        NodeRole.PREFILL: config.prefill_targets,
+        NodeRole.DECODE: config.decode_targets,
+        NodeRole.DRAFT: config.draft_targets,
+    }
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

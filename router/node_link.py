@@ -61,6 +61,7 @@ class NodeLink:
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node is not used; empty when it may be
+        self.last_error = ""  # why it could not be reached, while it cannot
         self.is_alias = False  # another link leads to the same process
         self.channel = channel
         self.watcher = NodeWatcher(channel, target=address, grace_seconds=liveness_timeout_seconds)
@@ -85,6 +86,11 @@ class NodeLink:
     @property
     def is_serving(self) -> bool:
         return self.state is NodeState.SERVING
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether reports arrive: also from a node that drains."""
+        return self.report is not None
 
     def add_listener(self, listener: LossListener) -> None:
         self._listeners.add(listener)
@@ -122,6 +128,7 @@ class NodeLink:
                 f"{info.name} speaks protocol version {info.protocol_version}, this router {PROTOCOL_VERSION}"
             )
         self.info = info
+        self.last_error = ""
         if info.state is not NodeState.SERVING:
             if self.state is not NodeState.LOST:
                 self.state = info.state
@@ -144,7 +151,8 @@ class NodeLink:
         self._on_change()
 
     def _take_failure(self, error: OutriderError) -> None:
-        was_up = self.report is not None
+        was_up = self.is_connected
+        self.last_error = error.message
         if isinstance(error, (MismatchError, ModelError)):
             if self.refusal != error.message:
                 _log.error("node refused", node=self.name, address=self.address, error=error.message)

@@ -7,12 +7,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import xxhash
 
 from outrider.request import Request
 from router.cluster_view import ClusterView
-from router.node_link import DecodeLink, PrefillLink
+from router.node_link import DecodeLink, NodeLink, PrefillLink
 
 Link = TypeVar("Link")
 
@@ -105,6 +106,8 @@ class Placement:
         self._outstanding: dict[PrefillLink, int] = {}  # uncached prompt tokens that this router sent
         self._num_placed: dict[DecodeLink, int] = {}  # requests that this router placed
         self._full_until: dict[DecodeLink, float] = {}
+        self._num_chosen = 0
+        self._chosen_at: WeakKeyDictionary[NodeLink, int] = WeakKeyDictionary()  # equals take turns
         self._held_by_decode = PrefixMap()
         self._held_by_prefill = PrefixMap()
 
@@ -135,6 +138,8 @@ class Placement:
         if chosen is None:
             return None
         prefill, num_uncached = chosen
+        self._num_chosen += 1
+        self._chosen_at[decode] = self._chosen_at[prefill] = self._num_chosen
         self._held_by_decode.remember(hashes, _incarnation(decode))
         self._held_by_prefill.remember(hashes, _incarnation(prefill))
         self._outstanding[prefill] = self._outstanding.get(prefill, 0) + num_uncached
@@ -169,7 +174,7 @@ class Placement:
         ]
         return min(candidates, key=lambda link: self._decode_cost(link, hashes), default=None)
 
-    def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[float, float, float, str]:
+    def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[float, float, float, int, str]:
         report = link.report
         assert report is not None, "a serving node has reported"
         num_running = max(report.load.num_running, self._num_placed.get(link, 0))
@@ -177,11 +182,12 @@ class Placement:
         share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
         free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
         cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
-        return cost, -round(free_share, 1), report.expected_step_seconds, link.name
+        turn = self._chosen_at.get(link, 0)
+        return cost, -round(free_share, 1), report.expected_step_seconds, turn, link.name
 
     def _choose_prefill(self, hashes: Sequence[int], num_tokens: int) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there) with the least work ahead, this prompt included; None without room."""
-        best: tuple[int, str, PrefillLink, int] | None = None
+        best: tuple[int, int, str, PrefillLink, int] | None = None
         for link in self._cluster.prefill_nodes:
             held = self._held_by_prefill.num_held_tokens(hashes, _incarnation(link))
             num_uncached = max(num_tokens - 1 - held, 1)
@@ -189,9 +195,10 @@ class Placement:
             outstanding = max(self._outstanding.get(link, 0), reported)
             if self._outstanding.get(link, 0) and outstanding + num_uncached > self._limit:
                 continue  # a prompt beyond the limit goes to a node that has nothing else of ours
-            cost = (outstanding + num_uncached, link.name, link, num_uncached)
-            best = cost if best is None or cost[:2] < best[:2] else best
-        return None if best is None else (best[2], best[3])
+            turn = self._chosen_at.get(link, 0)
+            cost = (outstanding + num_uncached, turn, link.name, link, num_uncached)
+            best = cost if best is None or cost[:3] < best[:3] else best
+        return None if best is None else (best[3], best[4])
 
 
 def _incarnation(link: DecodeLink | PrefillLink) -> bytes:

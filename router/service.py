@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from outrider.errors import PeerLostError
 from outrider.node import NodeRole
+from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.admission import Admission
@@ -20,7 +21,6 @@ from router.config import RouterConfig
 from router.journal import JournalBudget
 from router.placement import Placement
 from router.request_flow import FlowServices
-from router.resolver import Resolver, resolve_with_dns
 from router.server import SERVICE_NAME, RouterServicer
 from router.sessions import RouterIdentity
 
@@ -71,7 +71,7 @@ class RouterService:
             placement=placement,
             journals=JournalBudget(config.journal_bytes),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
-            router_address=config.server.advertise_address or address,
+            router_address=address,
         )
         self.cluster.on_change(_pump_and_count(self.services))
 

@@ -66,12 +66,19 @@ def open_channel(
     *,
     bulk: bool = False,
     tls: TlsConfig | None = None,
+    server_name: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port" (or any gRPC target). Dials lazily, never through a proxy."""
+    """A channel to "host:port" (or any gRPC target). Dials lazily, never through a proxy.
+
+    `server_name`: what the other side's certificate must be for, where the target is an
+    address that was found by that name.
+    """
     options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk)
     if tls is None or not tls.is_enabled:
         return grpc.aio.insecure_channel(target, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
 
 

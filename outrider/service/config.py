@@ -34,9 +34,9 @@ class ServerConfig:
     host: str = setting("127.0.0.1", help="Address to bind; 0.0.0.0 for every network card.")
     port: int = setting(0, at_least=0, at_most=65535, help="Port to bind; 0: the system chooses.")
     advertise_address: str = setting(
-        "", help="host[:port] under which others reach this service; empty: the one they dialled."
+        "", help="host[:port] under which others reach this service; empty: what is bound, or this machine's address."
     )
-    name: str = setting("", help="Unique in the cluster; empty: role, host and port.")
+    name: str = setting("", help="Unique in the cluster; empty: role and address for others.")
     metrics_port: int | None = setting(
         None, at_least=0, at_most=65535, help="Prometheus over HTTP on this port; 0: the system chooses; null: off."
     )

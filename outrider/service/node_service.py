@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
@@ -36,13 +35,7 @@ def make_incarnation() -> bytes:
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:
-    """The configured name, else "decode@127.0.0.1:50052"; bound to every network card: with the host's name.
-
-    Containers of one image bind the same address; their host names tell them apart.
-    """
-    host, _, port = address.rpartition(":")
-    if host in ("0.0.0.0", "[::]"):  # noqa: S104 compared, not bound
-        address = f"{socket.gethostname()}:{port}"
+    """The configured name, else "decode@127.0.0.1:50052"; `address` is the one that others know."""
     return configured or f"{role.removesuffix('_node')}@{address}"
 
 

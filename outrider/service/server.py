@@ -27,6 +27,7 @@ import uvloop
 from outrider import __version__
 from outrider.config import environment_name
 from outrider.errors import ConfigError, OutriderError
+from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.channels import server_credentials, server_options
 from outrider.service.config import ServerConfig, TelemetryConfig
@@ -45,7 +46,7 @@ class Service(Protocol):
     """What a role brings. All methods run on the event loop and must not block it.
 
     `add_to` registers the servicers. `start` loads what must be loaded (in threads); the
-    address is the host:port that was bound. `drain` is called after health is
+    address is the host:port under which others reach it. `drain` is called after health is
     NOT_SERVING: take no new work, return when running work has ended or the deadline has
     passed. `stop` frees everything; it is called once, also when `start` failed.
     `describe` gives the start-up line: fingerprint, dtype, device, threads and so on, as
@@ -109,18 +110,25 @@ class _ServiceProcess:
             "pid": os.getpid(),
         }
         self._announcer.say(**where)
-        self._log.info("listening", address=address, metrics_address=metrics.address, version=__version__)
+        reachable = reachable_address(self._config.advertise_address, address)
+        self._log.info(
+            "listening",
+            address=address,
+            reachable_address=reachable,
+            metrics_address=metrics.address,
+            version=__version__,
+        )
         try:
-            return await self._serve(health, where)
+            return await self._serve(health, where, reachable)
         finally:
             await server.stop(CLOSE_SECONDS)
             await self._service.stop()
             metrics.close()
             self._log.info("stopped")
 
-    async def _serve(self, health: Health, where: Mapping[str, Any]) -> int:
+    async def _serve(self, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
         started_at = time.monotonic()
-        starting = asyncio.ensure_future(self._service.start(where["address"]))
+        starting = asyncio.ensure_future(self._service.start(reachable_address))
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():

@@ -25,9 +25,15 @@ def clock() -> Clock:
     return Clock()
 
 
+def make_book(num_targets: int, *, vocab_size: int = 10, clock: Clock) -> DraftBook:
+    book = DraftBook(vocab_size=vocab_size, clock=clock)
+    assert [book.add_target() for _ in range(num_targets)] == list(range(num_targets))
+    return book
+
+
 @pytest.fixture
 def book(clock) -> DraftBook:
-    book = DraftBook(1, vocab_size=1000, clock=clock)
+    book = make_book(1, vocab_size=1000, clock=clock)
     book.connected(0)
     return book
 
@@ -207,7 +213,7 @@ def test_a_step_that_did_not_wait_is_a_miss_only_when_the_answer_is_long_overdue
 
 
 def test_sequences_are_spread_over_the_connected_targets(clock):
-    book = DraftBook(3, vocab_size=10, clock=clock)
+    book = make_book(3, clock=clock)
     book.connected(0)
     book.connected(2)
     for sequence_id in range(4):
@@ -218,8 +224,45 @@ def test_sequences_are_spread_over_the_connected_targets(clock):
     assert all(update.start is not None for update in book.take_updates(2))
 
 
+def test_targets_come_and_go_and_numbers_are_never_used_twice(clock):
+    book = make_book(1, clock=clock)
+    book.connected(0)
+    book.open(1, start_of(1), num_wanted=1)
+    added = book.add_target()
+    book.connected(added)
+    book.open(2, start_of(1), num_wanted=1)
+    assert (book.num_sequences(0), book.num_sequences(added)) == (1, 1)
+    book.remove_target(0)
+    assert book.num_sequences(added) == 2
+    assert book.add_target() == 2
+    book.remove_target(added)
+    book.open(3, start_of(1), num_wanted=1)
+    book.connected(2)
+    assert book.num_sequences(2) == 3
+    assert all(update.start is not None for update in book.take_updates(2))
+
+
+def test_the_rank_decides_between_targets_with_equally_many_sequences(clock):
+    book = DraftBook(vocab_size=10, clock=clock)
+    for rank in (5, 1, 3):
+        book.connected(book.add_target(rank=rank))
+    for sequence_id in range(4):
+        book.open(sequence_id, start_of(1), num_wanted=1)
+    assert [book.num_sequences(target) for target in range(3)] == [1, 2, 1]
+
+
+def test_openings_of_breakers_that_are_gone_still_count(book, clock):
+    book.open(1, start_of(1), num_wanted=1)
+    book.take_updates(0)
+    for _ in range(5):
+        miss(book, 1)
+    assert book.counters().num_breaker_openings == 1
+    book.remove_target(0)
+    assert book.counters().num_breaker_openings == 1
+
+
 def test_a_target_whose_breaker_opens_keeps_one_sequence_and_gives_the_others_away(clock):
-    book = DraftBook(2, vocab_size=10, clock=clock)
+    book = make_book(2, clock=clock)
     book.connected(0)
     book.connected(1)
     for sequence_id in range(6):
@@ -233,7 +276,7 @@ def test_a_target_whose_breaker_opens_keeps_one_sequence_and_gives_the_others_aw
 
 
 def test_a_quarantined_sequence_is_offered_to_another_target(clock):
-    book = DraftBook(2, vocab_size=10, clock=clock)
+    book = make_book(2, clock=clock)
     book.connected(0)
     book.open(1, start_of(1), num_wanted=1)
     (update,) = book.take_updates(0)
@@ -256,7 +299,7 @@ def test_a_stream_that_leaves_an_update_unanswered_for_very_long_is_stuck(book, 
 
 
 def test_sequences_that_opened_before_any_node_was_there_are_served_once_one_is(clock):
-    book = DraftBook(1, vocab_size=10, clock=clock)
+    book = make_book(1, clock=clock)
     book.open(1, start_of(1), num_wanted=1)
     assert book.take_updates(0) == []
     book.connected(0)
@@ -296,7 +339,7 @@ def test_a_node_whose_answers_take_longer_than_the_budget_is_not_waited_for_unti
 
 
 def test_a_late_answer_of_a_node_that_a_sequence_has_come_back_to_is_stale_and_no_lie(clock):
-    book = DraftBook(2, vocab_size=1000, clock=clock)
+    book = make_book(2, vocab_size=1000, clock=clock)
     book.connected(0)
     book.open(1, start_of(5), num_wanted=3)
     book.open(2, start_of(5), num_wanted=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -12,12 +13,14 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decode_node.draft_link import draft_rank
 from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartInfo
 from draft_node.config import DraftNodeConfig
 from draft_node.server import DraftNodeService
 from outrider.node import ModelInfo, NodeInfo, NodeRole, NodeState
 from outrider.request import SamplingParams
 from outrider.service.config import ServerConfig
+from outrider.service.resolver import FakeResolver
 from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.draft_stream import Branch, DraftHello, SequenceProposals
 from outrider.speculation.prefix_hash import prefix_hash
@@ -81,7 +84,13 @@ def draft_node(proposer=None, *, name="draft@test", **settings) -> DraftNodeServ
 
 @contextlib.asynccontextmanager
 async def client_of(*ports: int, hello: DraftHello = HELLO) -> AsyncIterator[DraftClient]:
-    client = DraftClient([f"127.0.0.1:{port}" for port in ports], hello)
+    async with started(DraftClient([f"127.0.0.1:{port}" for port in ports], hello)) as client:
+        await until(lambda: len(client.status().targets) == len(ports))
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def started(client: DraftClient) -> AsyncIterator[DraftClient]:
     await client.start()
     try:
         yield client
@@ -234,6 +243,51 @@ async def test_sequences_of_a_node_that_dies_move_to_another():
         await until(lambda: [target.num_sequences for target in client.status().targets] == [6, 0])
         wants = [DraftWant(sequence_id, TEXT, 2) for sequence_id in range(6)]
         await until(lambda: client.take(wants, wait_seconds=0.0).hits == set(range(6)))
+
+
+async def test_a_draft_node_that_comes_is_used_and_one_that_leaves_the_name_is_left_when_its_stream_ends():
+    resolver = FakeResolver({})
+    client = DraftClient(["draft.test:1"], HELLO, resolver=resolver, resolve_interval_seconds=0.01)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(started(client))
+        client.open(0, start_of(TEXT))
+        first = await stack.enter_async_context(serving(draft_node(name="first")))
+        resolver.set("draft.test:1", f"127.0.0.1:{first}")
+        await until(lambda: client.status().counters.num_branches == 1)
+        async with serving(draft_node(name="second")) as second:
+            resolver.set("draft.test:1", f"127.0.0.1:{first}", f"127.0.0.1:{second}")
+            await until(lambda: [target.is_connected for target in client.status().targets] == [True, True])
+            client.open(1, start_of(TEXT))
+            assert sequences_by_node(client) == {"first": 1, "second": 1}
+            resolver.set("draft.test:1", f"127.0.0.1:{first}")
+            num_lookups = resolver.num_lookups
+            await until(lambda: resolver.num_lookups > num_lookups + 2)
+            assert sequences_by_node(client) == {"first": 1, "second": 1}
+        await until(lambda: sequences_by_node(client) == {"first": 2})
+        wants = [DraftWant(sequence_id, TEXT, 2) for sequence_id in range(2)]
+        await until(lambda: client.take(wants, wait_seconds=0.0).hits == {0, 1})
+
+
+async def test_two_targets_that_lead_to_one_process_are_one_node():
+    async with serving(draft_node()) as port:
+        resolver = FakeResolver({"draft.test:1": [f"127.0.0.1:{port}"], "alias.test:1": [f"ipv4:127.0.0.1:{port}"]})
+        client = DraftClient(["draft.test:1", "alias.test:1"], HELLO, resolver=resolver)
+        async with started(client):
+            await until(lambda: any("already" in target.refusal for target in client.status().targets))
+            await until(lambda: [target.is_connected for target in client.status().targets].count(True) == 1)
+
+
+def test_decode_nodes_begin_with_different_draft_nodes():
+    def first_choice(decode_node: int) -> str:
+        hello = dataclasses.replace(HELLO, incarnation=decode_node.to_bytes(16, "big"))
+        return min(("10.0.0.1:1", "10.0.0.2:1"), key=lambda target: draft_rank(hello, target))
+
+    choices = [first_choice(decode_node) for decode_node in range(64)]
+    assert 16 < choices.count("10.0.0.1:1") < 48
+
+
+def sequences_by_node(client: DraftClient) -> dict[str, int]:
+    return {target.node: target.num_sequences for target in client.status().targets}
 
 
 class Impostor(draft_pb2_grpc.DraftServiceServicer):

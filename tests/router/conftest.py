@@ -122,7 +122,7 @@ class Cluster:
             "prefill_targets": by_role["PREFILL"],
             "decode_targets": by_role["DECODE"],
             "draft_targets": by_role["DRAFT"],
-            "server": ServerConfig(port=0, advertise_address="router.test:50051"),
+            "server": ServerConfig(port=0),
             "liveness_timeout_seconds": 1.0,
         }
         extra = {} if resolver is None else {"resolver": resolver}

@@ -6,11 +6,13 @@ import asyncio
 
 import grpc
 import pytest
+import structlog
 
 from outrider.errors import MismatchError
 from outrider.node import NodeRole, NodeState
+from outrider.service.resolver import FakeResolver
 from outrider.v1 import router_pb2
-from router.fakes import FakeDecodeNode, FakeNode, fake_model_info
+from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -177,9 +179,9 @@ async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(clu
     cluster.nodes.append(other)
     await cluster.serve()
     other.state = NodeState.SERVING
-    links = cluster.service.cluster._links.values()
-    await cluster.eventually(lambda: any(link.refusal for link in links))
-    refused = next(link for link in links if link.refusal)
+    links = cluster.service.cluster._links
+    await cluster.eventually(lambda: any(link.refusal for link in links()))
+    refused = next(link for link in links() if link.refusal)
     served_by = cluster.service.cluster.served.node
     for part in ("stranger", "0" * 64, served_by, "f" * 64):
         assert part in refused.refusal
@@ -214,8 +216,8 @@ async def test_a_draft_node_of_another_vocabulary_is_refused(cluster):
     model = fake_model_info(vocabulary_fingerprint="b" * 64)
     cluster.nodes.append(FakeNode(NodeRole.DRAFT, name="draft-0", model=model))
     await cluster.serve()
-    links = cluster.service.cluster._links.values()
-    await cluster.eventually(lambda: any("b" * 64 in link.refusal and "a" * 64 in link.refusal for link in links))
+    links = cluster.service.cluster._links
+    await cluster.eventually(lambda: any("b" * 64 in link.refusal and "a" * 64 in link.refusal for link in links()))
 
 
 async def test_the_router_waits_until_nodes_serve(cluster):
@@ -284,6 +286,50 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_fo
     await cluster.eventually(lambda: len(cluster.service.cluster.statuses()) == 2)
 
 
+async def test_a_node_that_drains_and_is_gone_from_dns_finishes_its_requests_and_is_then_forgotten(cluster):
+    second = FakeDecodeNode(name="decode-1")
+    cluster.prefill._decode_nodes = (cluster.decode, second)
+    cluster.decode.step_seconds = 0.02
+    for node in (cluster.decode, second, cluster.prefill):
+        await node.start()
+    cluster.stack.push_async_callback(second.stop)
+    resolver = FakeResolver(
+        {"decode.test:1": [cluster.decode.address], cluster.prefill.address: [cluster.prefill.address]}
+    )
+    await cluster.serve(resolver=resolver, decode_targets=("decode.test:1",), resolve_interval_seconds=0.1)
+    running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=50)))
+    await cluster.eventually(lambda: cluster.decode.groups)
+    cluster.decode.state = NodeState.DRAINING
+    resolver.set("decode.test:1", second.address)
+    num_lookups = resolver.num_lookups
+    await cluster.eventually(lambda: resolver.num_lookups > num_lookups + 4)  # two of each name
+    assert not running.done()
+    assert len((await running).token_ids()) == 50
+    await cluster.decode.stop()
+    await cluster.eventually(
+        lambda: [status.name for status in cluster.service.cluster.statuses()] == ["prefill-0", "decode-1"]
+    )
+
+
+async def test_a_name_that_is_not_known_is_a_node_that_is_not_there_and_the_router_says_so(cluster, monkeypatch):
+    monkeypatch.setattr("router.cluster_view.WAITING_LOG_SECONDS", 0.05)
+    await cluster.prefill.start()
+    resolver = FakeResolver({cluster.prefill.address: [cluster.prefill.address]})
+    with structlog.testing.capture_logs() as log:
+        await cluster.start(resolver=resolver, decode_targets=("decode.test:1",), resolve_interval_seconds=0.1)
+        starting = asyncio.ensure_future(cluster.service.start(cluster.address))
+        await cluster.eventually(lambda: any(line["event"] == "waiting for nodes" for line in log))
+    waiting = [line for line in log if line["event"] == "waiting for nodes"][-1]
+    assert "a decode node" in waiting["missing"]
+    assert waiting["unresolved"] == {"decode.test:1": "[Errno -2] Name or service not known"}
+    status = await status_of(cluster, "decode@decode.test:1")
+    assert (status.state, status.target) == (router_pb2.NODE_STATE_STARTING, "decode.test:1")
+    await cluster.decode.start()
+    resolver.set("decode.test:1", cluster.decode.address)
+    await asyncio.wait_for(starting, 5)
+    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+
+
 async def test_one_node_under_two_names_is_one_node(cluster):
     async def resolve(target):
         return [f"ipv4:{cluster.decode.address}"] if target == "alias:1" else [target]
@@ -291,11 +337,30 @@ async def test_one_node_under_two_names_is_one_node(cluster):
     await cluster.decode.start()
     targets = (cluster.decode.address, "alias:1")
     await cluster.serve(resolver=resolve, decode_targets=targets)
-    links = cluster.service.cluster._links.values()
-    await cluster.eventually(lambda: [link.is_alias for link in links if link.role is NodeRole.DECODE].count(True) == 1)
+    links = cluster.service.cluster._links
+    await cluster.eventually(
+        lambda: [link.is_alias for link in links() if link.role is NodeRole.DECODE].count(True) == 1
+    )
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
     assert [status.name for status in cluster.service.cluster.statuses()] == ["prefill-0", "decode-0"]
     assert cluster.decode.num_sessions == 1
+
+
+async def test_nodes_that_are_equal_take_turns(cluster):
+    decodes = [cluster.decode, FakeDecodeNode(name="decode-1")]
+    cluster.prefill._decode_nodes = tuple(decodes)
+    prefills = [cluster.prefill, FakePrefillNode(decodes, name="prefill-1")]
+    cluster.nodes += [decodes[1], prefills[1]]
+    await cluster.serve()
+    view = cluster.service.cluster
+    await cluster.eventually(lambda: len(view.decode_nodes) == len(view.prefill_nodes) == 2)
+    used = []
+    for index in range(8):
+        answer = await cluster.generate(text=f"prompt {index}", sampling=cluster.sampling(max_tokens=2))
+        used += answer.summary.metrics.nodes
+        await cluster.is_empty()
+    assert sorted(set(used)) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    assert {used.count(name) for name in set(used)} == {4}
 
 
 async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(cluster):

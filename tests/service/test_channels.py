@@ -17,12 +17,15 @@ WAIT_SECONDS = 10.0
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"), "subjectAltName=DNS:localhost,IP:127.0.0.1")
+
+
+def make_certificate(directory, names: str) -> TlsConfig:
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")
-    directory = tmp_path_factory.mktemp("tls")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-subj", "/CN=localhost", "-addext", names,
          "-keyout", "key.pem", "-out", "cert.pem"],
         cwd=directory, check=True, capture_output=True, timeout=WAIT_SECONDS,
     )  # fmt: skip
@@ -64,6 +67,18 @@ async def test_mutual_tls_lets_only_those_in_that_show_a_certificate(certificate
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await check(channel)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(0)
+
+
+async def test_an_address_that_was_found_by_a_name_shows_a_certificate_for_that_name(tmp_path):
+    certificate = make_certificate(tmp_path, "subjectAltName=DNS:decode.test")
+    server, address = await serve(ServerConfig(tls=certificate))
+    async with open_channel(address, tls=certificate, server_name="decode.test") as channel:
+        assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
+    async with open_channel(address, tls=certificate) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await check(channel)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     await server.stop(0)
 
 

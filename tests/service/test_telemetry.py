@@ -98,7 +98,7 @@ def test_engine_metrics_have_the_names_of_vllm():
     metrics.observe_transfer(connector="shared_memory", num_bytes=100, seconds=0.01, exposed_seconds=0.002)
     metrics.add_dropped_frames("stale")
     metrics.add_refused_proposals("too_long", 2)
-    metrics.set_breaker("127.0.0.1:1", is_open=True)
+    metrics.set_breakers({"127.0.0.1:1": True})
     figures = exported(registry)
     label = 'model_name="m"'
     assert figures[f"vllm:num_requests_running{{{label}}}"] == 3
@@ -111,6 +111,9 @@ def test_engine_metrics_have_the_names_of_vllm():
     assert figures[f'outrider:step_part_seconds_total{{{label},part="forward"}}'] == 0.015
     assert figures[f'outrider:kv_frames_dropped_total{{{label},reason="stale"}}'] == 1
     assert figures[f'outrider:draft_breaker_open{{{label},target="127.0.0.1:1"}}'] == 1
+    metrics.set_breakers({"127.0.0.1:2": False})
+    breakers = {name: value for name, value in exported(registry).items() if "breaker" in name}
+    assert breakers == {f'outrider:draft_breaker_open{{{label},target="127.0.0.1:2"}}': 0}
 
 
 def test_router_metrics_have_the_names_of_vllm():

@@ -54,9 +54,25 @@ class _Family:
         counter = Counter(name, help_text, ("model_name", label), registry=self._registry)
         return lambda value: counter.labels(self._model_name, value)
 
-    def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[str], Gauge]:
-        gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
-        return lambda value: gauge.labels(self._model_name, value)
+    def labelled_gauge(self, name: str, help_text: str, label: str) -> _LabelledGauge:
+        return _LabelledGauge(Gauge(name, help_text, ("model_name", label), registry=self._registry), self._model_name)
+
+
+class _LabelledGauge:
+    """One series for each value of a label, as long as there is something to say of it."""
+
+    def __init__(self, gauge: Gauge, model_name: str) -> None:
+        self._gauge = gauge
+        self._model_name = model_name
+        self._shown: set[str] = set()
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """These series and no others."""
+        for label in self._shown - values.keys():
+            self._gauge.remove(self._model_name, label)
+        for label, value in values.items():
+            self._gauge.labels(self._model_name, label).set(value)
+        self._shown = set(values)
 
 
 class EngineMetrics:
@@ -96,7 +112,7 @@ class EngineMetrics:
         )
         self._dropped = family.labelled_counter("outrider:kv_frames_dropped", "Frames refused.", "reason")
         self._refused = family.labelled_counter("outrider:proposals_refused", "Hostile or stale proposals.", "reason")
-        self._breaker = family.labelled_gauge(
+        self._breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
         )
 
@@ -152,8 +168,9 @@ class EngineMetrics:
     def add_refused_proposals(self, reason: str, num_proposals: int = 1) -> None:
         self._refused(reason).inc(num_proposals)
 
-    def set_breaker(self, target: str, *, is_open: bool) -> None:
-        self._breaker(target).set(int(is_open))
+    def set_breakers(self, is_open: Mapping[str, bool]) -> None:
+        """By address, of every draft node there is now. One thread."""
+        self._breakers.show(is_open)
 
 
 class RouterMetrics:

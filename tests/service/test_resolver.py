@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.resolver import resolve_with_dns
+from outrider.service.resolver import resolve_with_dns
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:5", "[::1]:5", "unix:/tmp/x", "ipv4:127.0.0.1:5", "nonsense"])

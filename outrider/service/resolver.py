@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 Resolver = Callable[[str], Awaitable[list[str]]]
 """Target → addresses that can be dialled. Raises: OSError when the name is not known (yet)."""
@@ -16,10 +16,10 @@ async def resolve_with_dns(target: str) -> list[str]:
 
     Addresses, and targets in another scheme ("unix:/path"), stay as they are.
     """
-    host, colon, port = target.rpartition(":")
-    host = host.strip("[]")
-    if not colon or not port.isdigit() or ":" in host or _is_address(host):
+    host = host_name_of(target)
+    if not host:
         return [target]
+    port = target.rpartition(":")[2]
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (UnicodeError, OverflowError) as error:  # no host name, no port
@@ -32,9 +32,37 @@ async def resolve_with_dns(target: str) -> list[str]:
     return sorted({f"[{ip}]:{port}" for ips in by_family.values() for ip in ips})
 
 
+def host_name_of(target: str) -> str:
+    """The name in "name:port"; empty where the target is an address already, or of another scheme."""
+    host, colon, port = target.rpartition(":")
+    host = host.strip("[]")
+    if not colon or not port.isdigit() or ":" in host or _is_address(host):
+        return ""
+    return host
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return False
     return True
+
+
+class FakeResolver:
+    """A resolver for tests: answers what it was told last; a name that it was not told is unknown."""
+
+    def __init__(self, answers: Mapping[str, Iterable[str]]) -> None:
+        self._answers = {target: list(addresses) for target, addresses in answers.items()}
+        self.num_lookups = 0
+
+    def set(self, target: str, *addresses: str) -> None:
+        """From the next lookup on. Without addresses: the lookup fails."""
+        self._answers[target] = list(addresses)
+
+    async def __call__(self, target: str) -> list[str]:
+        self.num_lookups += 1
+        addresses = self._answers.get(target, [])
+        if not addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return list(addresses)
