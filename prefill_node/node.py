@@ -15,7 +15,7 @@ from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.scheduler import Scheduler
-from outrider.errors import InternalError
+from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.base import Connector
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
@@ -119,7 +119,7 @@ class PrefillNode:
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """No new jobs; those in work end, or are given up at the deadline by `stop`."""
+        """No new jobs; those in work end, or are given up at the deadline."""
         self._state = NodeState.DRAINING
         self._desk.start_draining()
         try:
@@ -127,6 +127,7 @@ class PrefillNode:
                 await self._desk.wait_until_idle()
         except TimeoutError:
             _log.warning("drain deadline passed", num_jobs=self._desk.num_jobs)
+            self._desk.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
 
     async def stop(self) -> None:
         parts = self._parts

@@ -143,13 +143,16 @@ class ClusterView:
 
     async def wait_until_serving(self) -> None:
         """Until a prefill node and a decode node serve; says what it waits for."""
+        loop = asyncio.get_running_loop()
+        log_at = loop.time() + WAITING_LOG_SECONDS
         while missing := self._missing():
             self._changed.clear()
             try:
-                async with asyncio.timeout(WAITING_LOG_SECONDS):
+                async with asyncio.timeout_at(log_at):  # each failed try is a change: they must not put the line off
                     await self._changed.wait()
             except TimeoutError:
                 _log.info("waiting for nodes", missing=missing, **self._reasons_to_wait())
+                log_at = loop.time() + WAITING_LOG_SECONDS
 
     async def stop(self) -> None:
         """Ends every link; their listeners are told. A second call does nothing."""

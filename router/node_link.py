@@ -151,7 +151,7 @@ class NodeLink:
         self._on_change()
 
     def _take_failure(self, error: OutriderError) -> None:
-        was_up = self.is_connected
+        was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
         self.last_error = error.message
         if isinstance(error, (MismatchError, ModelError)):
             if self.refusal != error.message:
@@ -164,8 +164,11 @@ class NodeLink:
             listeners, self._listeners = list(self._listeners), set()
             for listener in listeners:
                 listener.on_lost(error)
-            _log.warning("node lost", node=self.name, address=self.address, error=error.message)
-            self._on_lost(self, error)
+            if was_draining:
+                _log.info("node left", node=self.name, address=self.address)
+            else:
+                _log.warning("node lost", node=self.name, address=self.address, error=error.message)
+                self._on_lost(self, error)
         self._on_change()
 
 

@@ -63,6 +63,7 @@ class RequestFlow:
         self._attempt: Attempt | None = None
         self._news = asyncio.Event()
         self._is_aborted = False
+        self._failure: OutriderError | None = None  # told from outside, by `fail`
 
     async def run(self) -> AsyncGenerator[list[AnswerEvent], None]:
         """The answer's events, everything new at each turn: the caller's pace never holds a node.
@@ -111,6 +112,16 @@ class RequestFlow:
         self._news.set()
         return True
 
+    def fail(self, error: OutriderError) -> None:
+        """Stops the request everywhere; `run` then raises `error`. What has ended stays as it is."""
+        if self._journal.is_finished:
+            return
+        self._failure = error
+        self._services.admission.withdraw(self._waiting, error)
+        if self._attempt is not None:
+            self._attempt.fail(error)
+        self._news.set()
+
     async def _admit(self) -> None:
         """Queue → place → Open, until a decode node grants; then the prefill starts."""
         while not self._is_aborted:
@@ -123,6 +134,8 @@ class RequestFlow:
                     metrics=self._services.metrics,
                     wake=self._news.set,
                 )
+                if self._failure is not None:  # `fail` came when the place had just been given out
+                    raise self._failure
                 self._record.use_node(place.decode.name, place.decode.numerics)
                 answer = await self._attempt.open(
                     stop_token_ids=self._stop_token_ids,

@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from outrider.errors import AlreadyRunningError
+from outrider.errors import AlreadyRunningError, OutriderError
+
+
+class Stoppable(Protocol):
+    """What runs under a name (`router.request_flow.RequestFlow`)."""
+
+    def abort(self) -> bool: ...
+
+    def fail(self, error: OutriderError) -> None: ...
 
 
 class RunningRequest:
-    """One name in use. Aborting works from the first moment, before there is a flow to abort."""
+    """One name in use. Stopping works from the first moment, before there is a flow to stop."""
 
     def __init__(self) -> None:
-        self._abort: Callable[[], bool] | None = None
+        self._flow: Stoppable | None = None
         self._is_aborted = False
+        self._error: OutriderError | None = None
 
-    def attach(self, abort: Callable[[], bool]) -> None:
-        """`abort` stops the request; it is called at once if that was asked for already."""
-        self._abort = abort
+    def attach(self, flow: Stoppable) -> None:
+        """`flow` is stopped at once if that was asked for already."""
+        self._flow = flow
         if self._is_aborted:
-            abort()
+            flow.abort()
+        elif self._error is not None:
+            flow.fail(self._error)
 
     def abort(self) -> bool:
         """Whether there was something to stop."""
-        if self._abort is not None:
-            return self._abort()
+        if self._flow is not None:
+            return self._flow.abort()
         was_aborted, self._is_aborted = self._is_aborted, True
         return not was_aborted
+
+    def fail(self, error: OutriderError) -> None:
+        """The request ends with this error, unless it has ended."""
+        self._error = error
+        if self._flow is not None:
+            self._flow.fail(error)
 
 
 class RunningRequests:
@@ -59,6 +77,11 @@ class RunningRequests:
         """False: unknown, or it has ended already."""
         running = self._by_id.get(request_id)
         return running is not None and running.abort()
+
+    def fail_all(self, error: OutriderError) -> None:
+        """Every request that runs ends with this error."""
+        for running in self._by_id.values():
+            running.fail(error)
 
     async def wait_until_none(self) -> None:
         await self._is_empty.wait()

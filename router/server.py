@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -47,6 +47,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._services = services
         self.running = RunningRequests()
         self.is_draining = False
+        self._has_ended = asyncio.Event()  # nothing is left to watch
+
+    def end_watches(self) -> None:
+        """Every WatchCluster ends, with a status that says why."""
+        self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
@@ -112,9 +117,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
-            while True:
+            while not self._has_ended.is_set():
                 await context.write(self._cluster_status())
-                await asyncio.sleep(interval)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        await self._has_ended.wait()
+            raise PeerLostError("the router is stopping", reason="DRAINING")
 
     @asynccontextmanager
     async def _flow(
@@ -133,7 +141,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         with self.running.enter(request_id) as running:
             request = await read_request(proto, served, request_id=request_id)
             flow = RequestFlow(RequestRecord(request, arrived_at), served, services)
-            running.attach(flow.abort)
+            running.attach(flow)
             try:
                 yield flow
             finally:

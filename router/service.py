@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import grpc.aio
@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from outrider.errors import PeerLostError
 from outrider.node import NodeRole
 from outrider.service.resolver import Resolver, resolve_with_dns
+from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.admission import Admission
@@ -24,7 +25,12 @@ from router.request_flow import FlowServices
 from router.server import SERVICE_NAME, RouterServicer
 from router.sessions import RouterIdentity
 
+TELL_SECONDS = 0.5
+"""How long clients have to take the news that the router gives their requests up."""
+
 _INCARNATION_BYTES = 16
+
+_log = get_logger("router")
 
 
 class RouterService:
@@ -76,13 +82,15 @@ class RouterService:
         self.cluster.on_change(_pump_and_count(self.services))
 
     async def drain(self, deadline_seconds: float) -> None:
-        """No new request; returns when the running ones have ended or the deadline has passed."""
+        """No new request; running ones end, or are told at the deadline, the queue included."""
         self.servicer.is_draining = True
-        try:
-            async with asyncio.timeout(deadline_seconds):
-                await self.servicer.running.wait_until_none()
-        except TimeoutError:
-            return
+        running = self.servicer.running
+        if not await _comes_about(running.wait_until_none(), deadline_seconds):
+            _log.warning("drain deadline passed", num_requests=len(running))
+            running.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
+            if not await _comes_about(running.wait_until_none(), TELL_SECONDS):
+                _log.warning("clients do not read their answers' ends", num_requests=len(running))
+        self.servicer.end_watches()
 
     async def stop(self) -> None:
         await self.cluster.stop()
@@ -108,6 +116,15 @@ class RouterService:
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:
             self.services.metrics.add_lost_node(role.name.lower())
+
+
+async def _comes_about(condition: Coroutine[Any, Any, None], seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await condition
+    except TimeoutError:
+        return False
+    return True
 
 
 def _pump_and_count(services: FlowServices) -> Callable[[], None]:

@@ -41,7 +41,7 @@ class ServerConfig:
         None, at_least=0, at_most=65535, help="Prometheus over HTTP on this port; 0: the system chooses; null: off."
     )
     drain_seconds: float = setting(
-        30.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM."
+        6.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM; the end takes 3 s more."
     )
     max_message_bytes: int = setting(
         16 * 1024 * 1024, at_least=65_536, at_most=1 << 30, help="Largest message accepted or sent."

@@ -40,6 +40,8 @@ DRAIN_SLACK_SECONDS = 1.0
 """How far past its deadline a drain may go before it is given up."""
 CLOSE_SECONDS = 0.5
 """How long calls that outlived the drain (watches, sessions) may take to end."""
+STOP_SECONDS = 2.0
+"""How long the server and the service may take to stop; the process ends then, whatever still hangs in it."""
 
 
 class Service(Protocol):
@@ -121,10 +123,7 @@ class _ServiceProcess:
         try:
             return await self._serve(health, where, reachable)
         finally:
-            await server.stop(CLOSE_SECONDS)
-            await self._service.stop()
-            metrics.close()
-            self._log.info("stopped")
+            await self._close(server, metrics)
 
     async def _serve(self, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
         started_at = time.monotonic()
@@ -156,6 +155,16 @@ class _ServiceProcess:
         except TimeoutError:
             self._log.warning("drain took too long; running work is cut off")
         return 0
+
+    async def _close(self, server: grpc.aio.Server, metrics: MetricsEndpoint) -> None:
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await server.stop(CLOSE_SECONDS)
+                await self._service.stop()
+                await asyncio.to_thread(metrics.close)
+        except TimeoutError:
+            self._log.warning("stopping took too long; the process ends all the same")
+        self._log.info("stopped")
 
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():

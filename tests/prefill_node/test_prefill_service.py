@@ -171,6 +171,21 @@ async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig):
         await asyncio.wait_for(draining, 10)
 
 
+async def test_prompts_in_work_at_the_drains_deadline_are_told(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        serving.rig.decode.gate.clear()
+        running = serving.stub.Prefill(serving.request(list(range(12))))
+        await until(lambda: serving.node._desk.num_jobs == 1)
+        await serving.node.drain(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await running
+        told = from_rpc_error(caught.value)
+        assert (caught.value.code(), told.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert told.retry_after_seconds > 0
+        assert serving.node._desk.num_jobs == 0
+
+
 async def test_a_full_queue_refuses_at_once(make_rig):
     async with Serving(make_rig(), max_jobs=1) as serving:
         await serving.start()

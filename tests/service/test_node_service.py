@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 
 import grpc.aio
 import pytest
@@ -111,8 +110,3 @@ async def test_a_node_that_falls_silent_is_lost_though_its_connection_stands():
 def test_a_node_is_named_by_role_and_address_unless_configured():
     assert default_node_name("decode_node", "127.0.0.1:5") == "decode@127.0.0.1:5"
     assert default_node_name("decode_node", "127.0.0.1:5", configured="d1") == "d1"
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0:5", "[::]:5"])
-def test_a_node_on_every_network_card_is_named_by_its_host(address):
-    assert default_node_name("decode_node", address) == f"decode@{socket.gethostname()}:5"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -19,65 +16,24 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from tests.processes import WAIT_SECONDS, RoleProcess, check_health
+
 ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
-WAIT_SECONDS = 20.0
 ROUTER_SERVICE = "outrider.v1.RouterService"
 
 
-class ServiceProcess:
-    """`python role_process.py router …` with a pipe for its announcements and its log on stderr."""
-
-    def __init__(self, *settings: str, role: str = "router", **environ: str) -> None:
-        self._reader, writer = os.pipe()
-        arguments = [part for setting in settings for part in ("--set", setting)]
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROLE_PROCESS), role, *arguments],
-            pass_fds=(writer,),
-            stderr=subprocess.PIPE,
-            env={**os.environ, "OUTRIDER_ANNOUNCE_FD": str(writer), **environ},
-        )
-        os.close(writer)
-        self._lines = self._read_lines()
-
-    def _read_lines(self):
-        buffer = b""
-        selector = selectors.DefaultSelector()
-        selector.register(self._reader, selectors.EVENT_READ)
-        while True:
-            assert selector.select(WAIT_SECONDS), "nothing was announced"
-            data = os.read(self._reader, 4096)
-            if not data:
-                return
-            buffer += data
-            *lines, buffer = buffer.split(b"\n")
-            yield from map(json.loads, lines)
-
-    def announcement(self, key: str) -> dict:
-        return next(said for said in self._lines if key in said)
-
-    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[dict]]:
-        """The exit status and the log."""
-        self.process.send_signal(number)
-        return self.wait()
-
-    def wait(self) -> tuple[int, list[dict]]:
-        _, log = self.process.communicate(timeout=WAIT_SECONDS)
-        os.close(self._reader)
-        return self.process.returncode, [json.loads(line) for line in log.decode().splitlines() if line[:1] == "{"]
+def service_process(*settings: str, **environ: str) -> RoleProcess:
+    """`python role_process.py router …`."""
+    return RoleProcess("router", *settings, command=[sys.executable, str(ROLE_PROCESS), "router"], **environ)
 
 
 @pytest.fixture(scope="module")
 def served():
-    service = ServiceProcess("router.server.port=0")
+    service = service_process("router.server.port=0")
     announced = service.announcement("serving")
     yield announced["address"]
     status, _ = service.end()
     assert status == 0
-
-
-def check_health(channel: grpc.Channel, service: str = "") -> int:
-    stub = health_pb2_grpc.HealthStub(channel)
-    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_SECONDS).status
 
 
 @pytest.fixture(params=["grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"])
@@ -214,7 +170,7 @@ def test_noise_on_the_port_disturbs_nobody(served, noise):
 
 
 def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_with_0():
-    service = ServiceProcess("router.server.port=0", "router.server.metrics_port=0", START_SECONDS="1.0")
+    service = service_process("router.server.port=0", "router.server.metrics_port=0", START_SECONDS="1.0")
     bound = service.announcement("address")
     with grpc.insecure_channel(bound["address"]) as channel:
         watch = iter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS))
@@ -236,14 +192,14 @@ def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_wi
 
 
 def test_sigterm_while_loading_ends_with_0():
-    service = ServiceProcess("router.server.port=0", START_SECONDS="60")
+    service = service_process("router.server.port=0", START_SECONDS="60")
     service.announcement("progress")
     status, _ = service.end()
     assert status == 0
 
 
 def test_a_start_that_fails_is_one_clear_line_and_status_1():
-    status, log = ServiceProcess("router.server.port=0", ROLE_FAILS="router").wait()
+    status, log = service_process("router.server.port=0", ROLE_FAILS="router").wait()
     assert status == 1
     (failure,) = (line for line in log if line["level"] == "error")
     assert failure["event"] == "cannot start"
@@ -254,7 +210,7 @@ def test_a_start_that_fails_is_one_clear_line_and_status_1():
 def test_a_taken_port_is_named_with_the_way_out():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, log = ServiceProcess(f"router.server.port={port}").wait()
+        status, log = service_process(f"router.server.port={port}").wait()
     assert status == 1
     (failure,) = log
     assert failure["error"] == (
@@ -265,6 +221,6 @@ def test_a_taken_port_is_named_with_the_way_out():
 
 def test_two_services_never_share_a_port(served):
     port = served.rpartition(":")[2]
-    status, log = ServiceProcess(f"router.server.port={port}").wait()
+    status, log = service_process(f"router.server.port={port}").wait()
     assert status == 1
     assert "is taken" in log[0]["error"]

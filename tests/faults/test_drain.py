@@ -1,0 +1,125 @@
+"""SIGTERM, node by node, on a tiny model: what runs ends or is told, and the process ends with status 0 in time."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+
+import grpc
+import pytest
+
+from outrider.client import Client
+from outrider.errors import OutriderError, PeerLostError
+from tests.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, watch_health
+
+PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
+LONG = {"max_tokens": 1500, "seed": 3, "ignore_eos": True}
+END_SECONDS = 10.0
+"""What a process has from SIGTERM to its end, by default."""
+ANSWER_SECONDS = 300.0
+"""For a long answer on a machine that is busy with other things."""
+
+pytestmark = pytest.mark.timeout(480)
+
+
+class Roles:
+    """One process of each role, without a supervisor that would start it again."""
+
+    def __init__(self, stack: contextlib.ExitStack, model, *settings: str) -> None:
+        def start(role: str, *more: str) -> RoleProcess:
+            return stack.enter_context(RoleProcess(role, *more, *settings))
+
+        engine = (f"model.id={model}", "model.num_threads=1")
+        self.prefill = start("prefill_node", "prefill_node.kv_cache.num_blocks=512", *engine)
+        self.draft = start("draft_node")
+        drafts = f"decode_node.draft_targets={address_of(self.draft)}"
+        self.decode = start("decode_node", "decode_node.kv_cache.num_blocks=512", drafts, *engine)
+        self.router = start(
+            "router",
+            "router.server.port=0",
+            f"router.prefill_targets={address_of(self.prefill)}",
+            f"router.decode_targets={address_of(self.decode)}",
+            f"router.draft_targets={address_of(self.draft)}",
+        )
+        self.client = stack.enter_context(Client(self.router.serving()))
+
+
+def address_of(process: RoleProcess) -> str:
+    return process.announcement("address")["address"]
+
+
+@pytest.fixture
+def start_roles(tiny_model):
+    with contextlib.ExitStack() as stack:
+        yield lambda *settings: Roles(stack, tiny_model, *settings)
+
+
+class Request:
+    """A request in a thread of its own, begun; its tokens, or its error."""
+
+    def __init__(self, client: Client) -> None:
+        self.token_ids: list[int] = []
+        self.error: OutriderError | None = None
+        self.is_done = False
+        self._has_begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(client,), daemon=True)
+        self._thread.start()
+        assert self._has_begun.wait(WAIT_SECONDS)
+
+    def _run(self, client: Client) -> None:
+        try:
+            with client.generate(PROMPT, **LONG) as stream:
+                for delta in stream:
+                    self.token_ids.extend(delta.token_ids)
+                    self._has_begun.set()
+        except OutriderError as error:
+            self.error = error
+        self.is_done = True
+        self._has_begun.set()
+
+    def join(self) -> None:
+        self._thread.join(ANSWER_SECONDS)
+        assert not self._thread.is_alive()
+
+
+def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended(start_roles):
+    roles = start_roles("decode_node.server.drain_seconds=60")
+    request = Request(roles.client)
+    started = time.monotonic()
+    status, _ = roles.draft.end()
+    assert status == 0
+    assert time.monotonic() - started < END_SECONDS / 2
+    with grpc.insecure_channel(roles.decode.log()[0]["address"]) as channel:
+        health = watch_health(channel, "outrider.v1.DecodeService")
+        assert next(health) == SERVING
+        roles.decode.process.send_signal(signal.SIGTERM)
+        assert next(health) == NOT_SERVING
+        assert not request.is_done
+        request.join()
+    assert request.error is None
+    assert len(request.token_ids) == LONG["max_tokens"]
+    status, log = roles.decode.wait()
+    assert status == 0
+    roles.router.wait_for_log("node left")
+    assert not [line for line in log if line["level"] in ("warning", "error") and "draft" not in line["event"]]
+
+
+def test_what_still_runs_at_a_decode_nodes_deadline_is_told_and_an_idle_prefill_node_ends_at_once(start_roles):
+    roles = start_roles("decode_node.server.drain_seconds=0.2")
+    request = Request(roles.client)
+    started = time.monotonic()
+    status, log = roles.decode.end()
+    assert status == 0
+    assert time.monotonic() - started < END_SECONDS
+    assert "drain deadline passed" in [line["event"] for line in log]
+    request.join()
+    assert isinstance(request.error, PeerLostError)
+    assert "draining" in request.error.message
+    assert request.error.retry_after_seconds > 0
+    assert 0 < len(request.token_ids) < LONG["max_tokens"]
+    started = time.monotonic()
+    status, _ = roles.prefill.end()
+    assert status == 0
+    assert time.monotonic() - started < END_SECONDS / 2

@@ -1,0 +1,166 @@
+"""The router as a process, before fake nodes: alone, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider.service.channels import open_channel
+from outrider.v1 import router_pb2, router_pb2_grpc
+from router.fakes import FakeDecodeNode, FakePrefillNode
+from tests.processes import NOT_SERVING, SERVING, RoleProcess, check_health
+
+END_SECONDS = 10.0
+"""What a process has from SIGTERM to its end, by default."""
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture
+async def nodes():
+    """A decode and a prefill node that serve."""
+    decode = FakeDecodeNode()
+    prefill = FakePrefillNode([decode])
+    for node in (decode, prefill):
+        await node.start()
+    yield decode, prefill
+    for node in (decode, prefill):
+        await node.stop()
+
+
+@pytest.fixture
+async def router(nodes):
+    """start(*settings) → (process, stub); the router serves."""
+    decode, prefill = nodes
+    channels, processes = [], []
+
+    async def start(*settings: str):
+        process = RoleProcess(
+            "router",
+            "router.server.port=0",
+            f"router.decode_targets={decode.address}",
+            f"router.prefill_targets={prefill.address}",
+            *settings,
+        )
+        processes.append(process)
+        channels.append(open_channel(await asyncio.to_thread(process.serving)))
+        return process, router_pb2_grpc.RouterServiceStub(channels[-1])
+
+    yield start
+    for channel in channels:
+        await channel.close()
+    for process in processes:
+        await asyncio.to_thread(process.__exit__)
+
+
+def request(max_tokens: int) -> router_pb2.GenerateRequest:
+    sampling = router_pb2.SamplingParams(seed=0, max_tokens=max_tokens)
+    return router_pb2.GenerateRequest(text="a prompt", sampling=sampling)
+
+
+class Stream:
+    """A Generate in the background."""
+
+    def __init__(self, stub, *, max_tokens: int) -> None:
+        self.has_begun = asyncio.Event()
+        self.num_tokens = 0
+        self.has_summary = False
+        self._call = stub.Generate(request(max_tokens))
+        self.task = asyncio.ensure_future(self._read())
+        self.task.add_done_callback(lambda _: self.has_begun.set())
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            self.num_tokens += len(message.delta.token_ids)
+            self.has_summary = message.HasField("summary")
+            if self.num_tokens:
+                self.has_begun.set()
+
+    async def failure(self, cluster):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.task
+        return cluster.failure_of(caught.value)
+
+
+async def read_all(call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
+    nodes[0].step_seconds = 0.01
+    process, stub = await router("router.server.drain_seconds=60")
+    stream = Stream(stub, max_tokens=150)
+    await stream.has_begun.wait()
+    process.process.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(process.wait_for_log, "draining")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Complete(request(1))
+    assert refused.value.code() is UNAVAILABLE
+    assert not stream.has_summary
+    await stream.task
+    assert (stream.num_tokens, stream.has_summary) == (150, True)
+    status, _ = await asyncio.to_thread(process.wait)
+    assert status == 0
+
+
+async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router, cluster):
+    nodes[0].step_seconds = 0.05
+    nodes[0].max_running = 1
+    process, stub = await router("router.server.drain_seconds=0.3")
+    running = Stream(stub, max_tokens=400)
+    await running.has_begun.wait()
+    waiting = [Stream(stub, max_tokens=400) for _ in range(3)]
+    watch = stub.WatchCluster(router_pb2.WatchClusterRequest())
+    while (await watch.read()).num_requests_waiting < len(waiting):
+        pass
+    started = time.monotonic()
+    process.process.send_signal(signal.SIGTERM)
+    for stream in (running, *waiting):
+        told = await stream.failure(cluster)
+        assert (told.code, told.reason) == (UNAVAILABLE, "DRAINING")
+        assert told.retry_seconds > 0
+    assert running.num_tokens > 0
+    status, log = await asyncio.to_thread(process.wait)
+    assert status == 0
+    assert time.monotonic() - started < END_SECONDS
+    assert [line["num_requests"] for line in log if line["event"] == "drain deadline passed"] == [4]
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await read_all(watch)
+    assert cluster.failure_of(ended.value).reason == "DRAINING"
+
+
+async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
+    with RoleProcess(
+        "router",
+        "router.server.port=0",
+        "router.decode_targets=decode.invalid:1",
+        "router.prefill_targets=127.0.0.1:1",
+    ) as process:
+        address = await asyncio.to_thread(lambda: process.announcement("address")["address"])
+        waiting = await asyncio.to_thread(process.wait_for_log, "waiting for nodes")
+        assert waiting["missing"] == ["a prefill node", "a decode node"]
+        assert list(waiting["unresolved"]) == ["decode.invalid:1"]
+        assert "cannot be reached" in waiting["unreachable"]["127.0.0.1:1"]
+        unknown = [line for line in process.log() if line["event"] == "name is not resolved"]
+        assert [line["target"] for line in unknown] == ["decode.invalid:1"]
+        with grpc.insecure_channel(address) as channel:
+            assert await asyncio.to_thread(check_health, channel) == NOT_SERVING
+        async with open_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await router_pb2_grpc.RouterServiceStub(channel).Complete(request(1))
+            assert refused.value.code() is UNAVAILABLE
+        status, _ = await asyncio.to_thread(process.end)
+        assert status == 0
+
+
+async def test_health_is_serving_only_between_start_and_sigterm(nodes, router):
+    process, _ = await router()
+    with grpc.insecure_channel(process.log()[0]["address"]) as channel:
+        assert await asyncio.to_thread(check_health, channel, "outrider.v1.RouterService") == SERVING
+    status, _ = await asyncio.to_thread(process.end)
+    assert status == 0
