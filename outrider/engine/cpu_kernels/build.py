@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,12 @@ def build(folder: Path, compiler: Compiler, *, extra_flags: Sequence[str] = ()) 
             for path, flags in built.items()
             for source in sources
         ]
-        for job in jobs:
-            job.result()
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        except CompileError:
+            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would be for nothing
+            raise
         link_flags = (*LINK_FLAGS, *(LINUX_LINK_FLAGS if sys.platform == "linux" else ()), *extra_flags)
         for path in built:
             unfinished = Path(objects) / f"{path}.so"
