@@ -35,6 +35,7 @@ from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.cli.bench import DEFAULT_PROMPTS
 from outrider.client import ChatMessage
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import choose_model_kernels
 from outrider.model_hub.load import resolve_device, resolve_dtype
 from outrider.model_hub.locate import locate_model
 
@@ -149,7 +150,9 @@ def load(directory: Path, config: ModelConfig) -> tuple[Model, str]:
     """The model as transformers itself runs it, and its dtype's name."""
     device = resolve_device(config.device)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
-    dtype = resolve_dtype(config.dtype, device, model.config)
+    dtype = resolve_dtype(
+        config.dtype, device, model.config, is_native=choose_model_kernels(config, device).library is not None
+    )
     return model.to(device=device, dtype=getattr(torch, dtype)).eval(), dtype
 
 

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from outrider.engine.cpu_kernels.build import WARNING_FLAGS, CompileError, build, describe, find_compiler
+from outrider.engine.cpu_kernels.build import CompileError, build, describe, find_compiler
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         try:
-            manifest = build(Path(folder), compiler, extra_flags=WARNING_FLAGS)
+            manifest = build(Path(folder), compiler, extra_flags=compiler.warning_flags)
         except CompileError as error:
             print(error)
             return 1

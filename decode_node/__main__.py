@@ -148,6 +148,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                 "attention_backend": runner.attention_name,
                 "threads": torch.get_num_threads(),
                 "numerics": info.numerics,
+                "kernels": str(model.kernels),
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,
                 "draft_targets": list(config.draft_targets),

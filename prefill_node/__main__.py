@@ -103,6 +103,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
                 "attention_backend": runner.attention_name,
                 "threads": torch.get_num_threads(),
                 "numerics": model.info.numerics,
+                "kernels": str(model.kernels),
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,
                 "connector": connector.name,

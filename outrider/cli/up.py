@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that starts a cluster; short for settings, over file and environment."""
     parser.add_argument("--model", metavar="ID", help="a directory, a hub id, or the default model")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto is float32 on a CPU")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="auto is the checkpoint's, but float32 on a CPU without native kernels",
+    )
     parser.add_argument("--draft", metavar="WHO", help="ngram (default), draft_model:PATH, or none")
     for role in ("prefill", "decode", "draft"):
         parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"{role} nodes; default 1")
@@ -120,10 +124,11 @@ def _check_router_port(cluster: Cluster) -> None:
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
-    """The address, what the decode node's arithmetic promises, and what else it said of itself, a line each."""
+    """The address, and what the decode node said of itself: what its arithmetic promises, its kernels, the rest."""
     described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
     facts = {name: described[name] for name in SHOWN_FIRST if name in described}
     printer.say(f"serving on {cluster.router_address}")
     if "numerics" in described:
         printer.say(f"numerics: {described['numerics']}")
+        printer.say(described["kernels"])
     printer.say(" ".join([f"version={__version__}", *(f"{name}={value}" for name, value in facts.items())]))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -26,10 +27,15 @@ class RunnableModel(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
 
+    @property
+    def native(self) -> NativeDecoder | None:
+        """What computes in place of `model`, whose weights it has then taken."""
+
 
 class ModelRunner:
     """The forward pass of one node. Not thread-safe: the engine thread owns it.
 
+    A model that native kernels compute brings its own attention: the backend is not asked then.
     Several runners may share one model, each with its own cache and backend.
     """
 
@@ -38,13 +44,16 @@ class ModelRunner:
         self._spec = model.spec
         self._kv_cache = kv_cache
         self._attention = attention
+        self._native = None if model.native is None else model.native.new_step(kv_cache)
         self._device = kv_cache.device
         # Elsewhere kernels compute behind the caller's back: a clock around a module would time its launches.
-        self.phases: ForwardPhases = ModulePhases(model.model) if self._device.type == "cpu" else NoPhases()
+        is_told = self._device.type == "cpu" and self._native is None
+        self.phases: ForwardPhases = ModulePhases(model.model) if is_told else NoPhases()
 
     @property
     def attention_name(self) -> str:
-        return self._attention.name
+        """The backend's name, or "native"."""
+        return self._attention.name if self._native is None else "native"
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
@@ -57,6 +66,8 @@ class ModelRunner:
         Returns [num_logits, vocab_size] float32, with no rows when none need logits. It is
         an inference tensor: change it in place only within torch.inference_mode().
         """
+        if self._native is not None:
+            return self._native.forward(batch, on_layer_done=on_layer_done)
         step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         arguments: dict[str, Any] = {
             "input_ids": batch.token_ids.to(self._device).unsqueeze(0),  # [1, num_rows]

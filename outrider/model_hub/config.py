@@ -22,7 +22,12 @@ class ModelConfig:
     dtype: str = setting(
         "auto",
         choices=("auto", "float32", "bfloat16"),
-        help="auto is float32 on a CPU, where it makes tokens independent of the batch, else the checkpoint's.",
+        help="auto is the checkpoint's, but float32 on a CPU without native kernels.",
+    )
+    kernels: str = setting(
+        "auto",
+        choices=("auto", "torch", "portable", "avx512_bf16", "amx"),
+        help="On a CPU: auto is the best native path that was built and that the processor has, else torch.",
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
     attention: str = setting("auto", choices=("auto", "torch_sdpa", "flash_attn"), help="Attention backend.")

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.cpu_kernels.decoder import NativeDecoder, why_not_native
+from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.engine.linear import can_pack, pack_linear_layers
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.numerics import Numerics, torch_numerics
+from outrider.engine.numerics import Numerics, native_numerics, torch_numerics
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint, weight_files
+from outrider.model_hub.kernels import choose_model_kernels, start_kernels, torch_instead
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.support import check_paged_forward, describe_decoder, own_logits, refuse_by_config
@@ -39,7 +42,9 @@ from outrider.node import ModelInfo
 class LoadedModel:
     """A model in memory, with everything that its node tells others about it."""
 
-    model: PreTrainedModel  # on its device, in eval mode, its attention is ours
+    model: PreTrainedModel  # on its device, in eval mode, its attention is ours; without weights if `native` has them
+    native: NativeDecoder | None  # what computes in place of `model`
+    kernels: KernelChoice
     config: PretrainedConfig
     spec: ModelSpec
     info: ModelInfo
@@ -67,20 +72,32 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     hf_config = _read_config(location.directory)
     refuse_by_config(hf_config)
     weight_files(location.directory)
-    dtype = resolve_dtype(config.dtype, device, hf_config)
+    kernels = choose_model_kernels(config, device)
+    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
-    spec = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
+    spec, layers = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
+    if kernels.library is not None and (reason := why_not_native(model, spec, layers)):
+        kernels = torch_instead(config, reason)
+        dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
+        nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
+        spec = replace(spec, dtype=dtype)
     expected = own_logits(model, spec.vocab_size)
-    if can_pack(TORCH_DTYPES[dtype], device):
+    native = None
+    if kernels.library is not None:
+        native = NativeDecoder(start_kernels(kernels, config), model, spec, layers)
+    elif can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
+    numerics = torch_numerics(dtype, device.type) if native is None else native_numerics(kernels.path)
     tokenizer_files = read_tokenizer_files(location.directory)
     known = torch.zeros(spec.vocab_size, dtype=torch.bool)
     known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
     loaded = LoadedModel(
         model=model,
+        native=native,
+        kernels=kernels,
         config=model.config,
         spec=spec,
-        info=_model_info(location, spec, tokenizer_files, numerics=torch_numerics(dtype, device.type)),
+        info=_model_info(location, spec, tokenizer_files, numerics=numerics),
         tokenizer_files=tokenizer_files,
         known_token_ids=known,
         directory=location.directory,
@@ -102,15 +119,15 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig) -> str:
+def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig, *, is_native: bool) -> str:
     """The dtype that weights, KV and activations have.
 
-    "auto" is float32 on a CPU, where ordinary bfloat16 kernels let a decision depend on
-    the batch around it, and the checkpoint's own elsewhere.
+    "auto" is the checkpoint's own, but float32 on a CPU without native kernels, where
+    torch's bfloat16 kernels let a decision depend on the batch around it.
     """
     if name != "auto":
         return name
-    if device.type == "cpu":
+    if device.type == "cpu" and not is_native:
         return "float32"
     checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"

@@ -42,8 +42,10 @@ def refuse_by_config(config: PretrainedConfig) -> None:
         raise ModelError(f"{name} has layers that share the K and V of others, which the paged cache does not know")
 
 
-def describe_decoder(model: PreTrainedModel, *, dtype: str, max_model_len: int = 0) -> ModelSpec:
-    """Measures what each layer hands to attention, on a forward of two tokens.
+def describe_decoder(
+    model: PreTrainedModel, *, dtype: str, max_model_len: int = 0
+) -> tuple[ModelSpec, list[AttentionOptions]]:
+    """Measures what each layer hands to attention and asks of it, on a forward of two tokens.
 
     `max_model_len` 0 takes the model's own window. Raises ModelError for a decoder whose
     layers do not all keep plain K and V of one shape, ConfigError for a window that the
@@ -69,16 +71,16 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, max_model_len: int =
             f"{name} has {config.num_hidden_layers} layers, of which {len(recorder.layers)} keep plain K and V for "
             f"each token: state-space, recurrent and compressed layers cannot be served"
         )
-    windows = {layer: options.sliding_window for layer, (_, options) in recorder.layers.items()}
+    layers = [recorder.layers[layer][1] for layer in range(config.num_hidden_layers)]
     layer_types = getattr(config, "layer_types", None) or ()
     for layer, layer_type in enumerate(layer_types):
-        if layer_type == "sliding_attention" and windows[layer] is None:
+        if layer_type == "sliding_attention" and layers[layer].sliding_window is None:
             raise ModelError(f"{name}: layer {layer} slides its window in a mask of its own, which is not supported")
     shapes = {shape for shape, _ in recorder.layers.values()}
     if len(shapes) != 1:
         raise ModelError(f"{name} has layers of different K and V shapes {sorted(shapes)}, which is not supported")
     num_heads, num_kv_heads, head_dim = shapes.pop()
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=name,
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
@@ -88,6 +90,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, max_model_len: int =
         max_model_len=_window(config, max_model_len),
         dtype=dtype,
     )
+    return spec, layers
 
 
 def check_paged_forward(model: RunnableModel, expected: Tensor) -> None:
@@ -118,9 +121,14 @@ def check_paged_forward(model: RunnableModel, expected: Tensor) -> None:
     scale = expected.abs().max().clamp_min(1e-6)
     difference = float((paged - expected).abs().max() / scale)
     if not difference <= RELATIVE_TOLERANCE[spec.dtype]:
+        what, conclusion = (
+            ("paged forward", "so its attention is not one that can be served")
+            if model.native is None
+            else ("native kernels' forward", "so they do not compute this model: set model.kernels to torch")
+        )
         raise ModelError(
-            f"{spec.architecture}: the paged forward differs from the model's own by {difference:.2g} of the largest "
-            f"logit ({RELATIVE_TOLERANCE[spec.dtype]} allowed), so its attention is not one that can be served"
+            f"{spec.architecture}: the {what} differs from the model's own by {difference:.2g} of the largest logit "
+            f"({RELATIVE_TOLERANCE[spec.dtype]} allowed), {conclusion}"
         )
 
 

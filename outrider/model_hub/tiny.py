@@ -39,14 +39,15 @@ def make_tiny_model(
     seed: int = 0,
     architecture: str = "llama",
     vocab_size: int = 320,
+    dtype: str = "float32",
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a random decoder of about 100,000 weights to `path` and returns it.
 
     `architecture` is a key of ARCHITECTURES; `vocab_size` is the number of the model's
-    rows, at least the tokenizer's, the rest being padding; `overrides` go into the
-    configuration. Equal arguments give equal weights and tokenizers. Raises ValueError for
-    another architecture or a vocabulary that is too small.
+    rows, at least the tokenizer's, the rest being padding; `dtype` is that of the stored
+    weights; `overrides` go into the configuration. Equal arguments give equal weights and
+    tokenizers. Raises ValueError for another architecture or a vocabulary that is too small.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,7 +80,7 @@ def make_tiny_model(
             if name.endswith("norm.weight"):  # ones or zeros at first, which hide mistakes
                 torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save(str(path / "tokenizer.json"))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

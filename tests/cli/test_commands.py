@@ -100,7 +100,7 @@ def test_up_refuses_a_wrong_setting_of_any_role_before_it_starts_one(capsys, arg
 def test_up_tells_its_story_and_the_status_file_matches(up, target):
     order = [next(index for index, line in enumerate(up.lines) if line.startswith(word)) for word in (
         "outrider 0", "draft-0    starting", "prefill-0  starting", "router     starting", "serving on",
-        "numerics: exact (echo)", "version=",
+        "numerics: exact (echo)", "native kernels: echo", "version=",
     )]  # fmt: skip
     assert order == sorted(order)
     status = json.loads(up.status_file.read_text())

@@ -84,7 +84,12 @@ class RoleService:
         return
 
     def describe(self):
-        return {"threads": 1, "numerics": "exact (echo)", "draft_targets": list(self._config.draft_targets)}
+        return {
+            "threads": 1,
+            "numerics": "exact (echo)",
+            "kernels": "native kernels: echo",
+            "draft_targets": list(self._config.draft_targets),
+        }
 
 
 def main() -> int:

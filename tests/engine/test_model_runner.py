@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -22,11 +23,12 @@ PROMPT = [random.Random(3).randrange(299) for _ in range(61)]
 OTHER = [random.Random(4).randrange(299) for _ in range(30)]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=itertools.product(ARCHITECTURES, ("auto", "torch")), ids="-".join)
 def loaded(request, tmp_path_factory):
+    architecture, kernels = request.param
     torch.set_num_threads(1)
-    path = make_tiny_model(tmp_path_factory.mktemp(request.param), architecture=request.param, seed=5)
-    return load_model(ModelConfig(id=str(path)))
+    path = make_tiny_model(tmp_path_factory.mktemp(architecture), architecture=architecture, seed=5)
+    return load_model(ModelConfig(id=str(path), kernels=kernels))
 
 
 @pytest.fixture

@@ -75,12 +75,15 @@ def test_bfloat16_is_loaded_when_asked_for(tiny):
     assert loaded.model.dtype == torch.bfloat16
 
 
-def test_auto_is_float32_on_a_cpu_and_the_checkpoints_dtype_on_a_gpu():
+def test_auto_is_the_checkpoints_dtype_but_float32_on_a_cpu_without_native_kernels():
     config = AutoConfig.for_model("llama")
     config.dtype = torch.bfloat16
-    assert resolve_dtype("auto", torch.device("cpu"), config) == "float32"
-    assert resolve_dtype("auto", torch.device("cuda"), config) == "bfloat16"
-    assert resolve_dtype("float32", torch.device("cuda"), config) == "float32"
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert resolve_dtype("auto", cpu, config, is_native=False) == "float32"
+    assert resolve_dtype("auto", cpu, config, is_native=True) == "bfloat16"
+    assert resolve_dtype("auto", gpu, config, is_native=False) == "bfloat16"
+    assert resolve_dtype("float32", gpu, config, is_native=False) == "float32"
+    assert resolve_dtype("bfloat16", cpu, config, is_native=False) == "bfloat16"
 
 
 def test_the_window_is_the_models_or_less(tiny):
@@ -193,4 +196,4 @@ def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
 
     monkeypatch.setattr(TorchSdpaAttention, "attend", forgetful)
     with pytest.raises(ModelError, match="differs from the model's own"):
-        load(tiny)
+        load(tiny, kernels="torch")

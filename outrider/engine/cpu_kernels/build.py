@@ -52,8 +52,10 @@ LINK_FLAGS = ("-shared", "-pthread")
 # A library that brings its own C++ runtime and shows nothing of it cannot meet another one in torch's process.
 EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
-# GCC 12 takes parameters of its own AVX-512 header for uninitialised, and tells of an ABI that no caller sees.
-WARNING_FLAGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-psabi")
+WARNING_FLAGS = ("-Wall", "-Wextra", "-Werror")
+# GCC 12 takes its own _mm512_undefined for a mistake wherever an intrinsic is inlined (GCC bug 105593), and tells
+# of an ABI that no caller sees.
+GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi")
 SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 
 NO_COMPILER = "no C++ compiler was found at install time"
@@ -86,6 +88,11 @@ class Manifest:
 class Compiler:
     command: tuple[str, ...]
     version: str  # the first line of its --version
+
+    @property
+    def warning_flags(self) -> tuple[str, ...]:
+        """For developers: warnings are errors."""
+        return (*WARNING_FLAGS, *(() if "clang" in self.version else GCC_WARNING_FLAGS))
 
     def knows(self, flags: Sequence[str]) -> str:
         """Empty, or the reason why these flags do not work."""
@@ -214,10 +221,10 @@ def is_current(manifest: Manifest, folder: Path, compiler: Compiler, extra_flags
     )
 
 
-def ensure_built(folder: Path, *, extra_flags: Sequence[str] = ()) -> Manifest:
+def ensure_built(folder: Path, *, warnings: bool = False, sanitize: bool = False) -> Manifest:
     """Builds what is not current; without a compiler keeps what is, or records why there is nothing.
 
-    Raises CompileError when a source is refused.
+    `warnings` are errors then. Raises CompileError when a source is refused.
     """
     manifest = read_manifest(folder)
     compiler = find_compiler()
@@ -226,6 +233,7 @@ def ensure_built(folder: Path, *, extra_flags: Sequence[str] = ()) -> Manifest:
             return manifest
         chosen = os.environ.get("CXX", "")
         return record_absence(folder, f"{NO_COMPILER} (CXX={chosen})" if chosen else NO_COMPILER)
+    extra_flags = (*(compiler.warning_flags if warnings else ()), *(SANITIZER_FLAGS if sanitize else ()))
     if manifest is not None and is_current(manifest, folder, compiler, extra_flags):
         (folder / MANIFEST_NAME).touch()  # make compares times
         return manifest
@@ -246,9 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warnings", action="store_true", help="warnings are errors; for developers")
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour sanitizers")
     arguments: Any = parser.parse_args(argv)
-    extra_flags = (*(WARNING_FLAGS if arguments.warnings else ()), *(SANITIZER_FLAGS if arguments.sanitize else ()))
     try:
-        manifest = ensure_built(arguments.into, extra_flags=extra_flags)
+        manifest = ensure_built(arguments.into, warnings=arguments.warnings, sanitize=arguments.sanitize)
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1

@@ -95,7 +95,7 @@ def test_nothing_is_built_twice_until_something_changes(small_sources, one_path,
     (folder / "portable.so").unlink()
     ensure_built(folder)
     assert len(counted_builds) == 3
-    ensure_built(folder, extra_flags=build.WARNING_FLAGS)
+    ensure_built(folder, warnings=True)
     assert len(counted_builds) == 4
 
 

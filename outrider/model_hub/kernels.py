@@ -1,0 +1,34 @@
+"""Which kernels compute a model: native ones where machine, settings and architecture allow it, else torch's."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
+from outrider.errors import ConfigError
+from outrider.model_hub.config import ModelConfig
+
+
+def choose_model_kernels(config: ModelConfig, device: torch.device) -> KernelChoice:
+    """What `model.kernels` means on this machine. Raises ConfigError when it is impossible."""
+    if device.type != "cpu":
+        return torch_instead(config, f"the device is {device.type}")
+    if config.attention != AUTO:
+        return torch_instead(config, f"model.attention is {config.attention}")
+    return choose_kernels(config.kernels)
+
+
+def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:
+    """The choice of torch's kernels for `reason`. Raises ConfigError with it where a native path is asked for."""
+    if config.kernels not in (AUTO, TORCH):
+        raise ConfigError(f"model.kernels {config.kernels} cannot be had: {reason}; use auto or torch")
+    return KernelChoice(path=TORCH, library=None, reason=reason)
+
+
+def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
+    """The chosen library, with as many threads as torch has unless the configuration says."""
+    assert choice.library is not None, "torch's kernels need no start"
+    library = KernelLibrary(choice.library)
+    return CpuKernels(library, Team(library, config.num_threads or torch.get_num_threads()))

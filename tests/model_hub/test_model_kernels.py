@@ -1,0 +1,124 @@
+"""Which kernels a model gets, in which dtype, and what its node then says of itself."""
+
+import pytest
+import torch
+
+from outrider.engine.cpu_kernels import build, paths
+from outrider.engine.cpu_kernels.build import Manifest
+from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, choose_kernels
+from outrider.errors import ConfigError, ModelError
+from outrider.model_hub import load as load_module
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import choose_model_kernels
+from outrider.model_hub.load import load_model
+from outrider.model_hub.tiny import make_tiny_model
+
+NATIVE = choose_kernels()
+needs_native = pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
+
+
+@pytest.fixture(scope="module")
+def bfloat16_checkpoint(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
+
+
+def load(path, **settings):
+    return load_model(ModelConfig(id=str(path), **settings))
+
+
+def facts(loaded):
+    return loaded.info.dtype, loaded.info.numerics, loaded.native is not None
+
+
+@needs_native
+def test_the_checkpoints_bfloat16_is_exact_by_native_kernels(bfloat16_checkpoint):
+    loaded = load(bfloat16_checkpoint)
+    assert facts(loaded) == ("bfloat16", f"exact ({NATIVE.path})", True)
+    assert loaded.kernels == NATIVE
+    assert loaded.spec.dtype == "bfloat16"
+
+
+@needs_native
+def test_float32_is_exact_by_native_kernels_too(bfloat16_checkpoint):
+    assert facts(load(bfloat16_checkpoint, dtype="float32")) == ("float32", f"exact ({NATIVE.path})", True)
+
+
+@needs_native
+def test_native_kernels_hold_the_only_copy_of_the_weights(bfloat16_checkpoint):
+    loaded = load(bfloat16_checkpoint)
+    assert sum(parameter.numel() for parameter in loaded.model.parameters()) == 0
+
+
+def test_torch_on_a_cpu_is_float32_up_to_ties(bfloat16_checkpoint):
+    loaded = load(bfloat16_checkpoint, kernels="torch")
+    assert facts(loaded) == ("float32", "exact up to ties (torch float32)", False)
+    assert str(loaded.kernels) == "native kernels: none (model.kernels is torch); torch kernels are used"
+
+
+def test_torch_in_bfloat16_says_that_answers_depend_on_the_batch(bfloat16_checkpoint):
+    loaded = load(bfloat16_checkpoint, kernels="torch", dtype="bfloat16")
+    assert facts(loaded) == ("bfloat16", "batch-dependent (torch bfloat16)", False)
+
+
+def test_without_a_compiler_at_install_time_torch_is_used_and_the_reason_told(
+    bfloat16_checkpoint, tmp_path, monkeypatch
+):
+    build.record_absence(tmp_path, build.NO_COMPILER)
+    monkeypatch.setenv(paths.LIBRARIES_VARIABLE, str(tmp_path))
+    loaded = load(bfloat16_checkpoint)
+    assert facts(loaded) == ("float32", "exact up to ties (torch float32)", False)
+    assert build.NO_COMPILER in str(loaded.kernels)
+
+
+def test_stale_libraries_are_refused(bfloat16_checkpoint, tmp_path, monkeypatch):
+    Manifest(source_hash="0" * 64, built={"portable": []}).write(tmp_path)
+    monkeypatch.setenv(paths.LIBRARIES_VARIABLE, str(tmp_path))
+    with pytest.raises(ConfigError, match="make setup"):
+        load(bfloat16_checkpoint)
+
+
+@needs_native
+def test_a_model_that_native_kernels_cannot_compute_is_torchs_in_torchs_dtype(tmp_path):
+    path = make_tiny_model(tmp_path / "odd", dtype="bfloat16", overrides={"head_dim": 20})
+    loaded = load(path)
+    assert facts(loaded) == ("float32", "exact up to ties (torch float32)", False)
+    assert "its heads have 20 dimensions" in str(loaded.kernels)
+    assert loaded.model.dtype == torch.float32
+    with pytest.raises(ConfigError, match=f"model.kernels {NATIVE.path} cannot be had: its heads have 20 dimensions"):
+        load(path, kernels=NATIVE.path)
+
+
+@needs_native
+def test_a_native_forward_that_differs_from_the_models_own_is_refused(bfloat16_checkpoint, monkeypatch):
+    """The negative control of the check at load: attention that is one key short."""
+    describe = load_module.describe_decoder
+
+    def forgetful(*arguments, **options):
+        spec, layers = describe(*arguments, **options)
+        return spec, [type(layer)(layer.scaling, sliding_window=11) for layer in layers]
+
+    monkeypatch.setattr(load_module, "describe_decoder", forgetful)
+    with pytest.raises(ModelError, match=r"native kernels' forward differs.*set model\.kernels to torch"):
+        load(bfloat16_checkpoint, dtype="float32")
+
+
+def test_a_chosen_attention_backend_is_torchs():
+    config = ModelConfig(attention="torch_sdpa")
+    assert choose_model_kernels(config, torch.device("cpu")).reason == "model.attention is torch_sdpa"
+    with pytest.raises(ConfigError, match=r"model\.kernels portable cannot be had: model\.attention is torch_sdpa"):
+        choose_model_kernels(ModelConfig(attention="torch_sdpa", kernels="portable"), torch.device("cpu"))
+
+
+def test_native_kernels_are_a_cpus():
+    gpu = torch.device("cuda")
+    assert choose_model_kernels(ModelConfig(), gpu).library is None
+    with pytest.raises(ConfigError, match="the device is cuda"):
+        choose_model_kernels(ModelConfig(kernels="portable"), gpu)
+
+
+def test_the_setting_offers_every_path():
+    (limits,) = (
+        field.metadata["limits"] for field in ModelConfig.__dataclass_fields__.values() if field.name == "kernels"
+    )
+    assert set(limits.choices) == {AUTO, TORCH, *PREFERENCE}
