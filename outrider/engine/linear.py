@@ -1,4 +1,4 @@
-"""Linear layers as the CPU likes them: weights packed once by oneDNN, sibling projections as one product.
+"""Linear layers as the CPU likes them: weights packed once, sibling projections as one product.
 
 torch's F.linear hands float32 products on a CPU to MKL, which reads plain weights. For
 the 2 to 16 rows of a verification that costs up to four times what one row costs,
@@ -7,18 +7,23 @@ beforehand reads them at the memory's speed up to about 16 rows (figures in
 benchmarks/LOG.md). Projections of the same input (q, k, v; gate, up) become one product,
 which spares the threads meeting at the end of each.
 
-This is the seam for other kernels: `pack_linear_layers` replaces modules after loading
-and knows nothing of models beyond the names of projections.
+Native kernels come in by the same door: `pack_linear_layers` replaces modules after loading
+by whatever it is given to make them with, and knows nothing of models beyond the names of
+projections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 PROJECTIONS_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
+"""From a weight [out_features, in_features] and a bias [out_features] or None."""
 
 
 class PackedLinear(nn.Module):
@@ -52,7 +57,7 @@ class SharedProjection(nn.Module):
     sibling that meets another input, or another thread's, computes anew and is right.
     """
 
-    def __init__(self, joined: PackedLinear, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]]) -> None:
+    def __init__(self, joined: nn.Module, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]]) -> None:
         super().__init__()
         self._joined = joined
         self._sizes = tuple(sizes)
@@ -80,7 +85,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def pack_linear_layers(model: nn.Module) -> int:
+def pack_linear_layers(model: nn.Module, make_linear: MakeLinear = PackedLinear) -> int:
     """Replaces every plain nn.Linear in `model`, dropping its weight as it goes; returns how many there were.
 
     A weight that another module holds as well (an embedding tied to the output layer)
@@ -90,17 +95,17 @@ def pack_linear_layers(model: nn.Module) -> int:
     replaced = 0
     for module in list(model.modules()):
         for names in PROJECTIONS_OF_ONE_INPUT:
-            replaced += _join(module, names)
+            replaced += _join(module, names, make_linear)
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
+                setattr(module, name, make_linear(child.weight.detach(), child.bias))
                 replaced += 1
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return replaced
 
 
-def _join(module: nn.Module, names: Sequence[str]) -> int:
+def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> int:
     """Replaces `names` of `module` by shared projections when all are there and alike; returns how many it replaced."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
@@ -108,7 +113,7 @@ def _join(module: nn.Module, names: Sequence[str]) -> int:
         return 0
     weight = torch.cat([layer.weight.detach() for layer in plain])
     biases = [layer.bias.detach() for layer in plain if layer.bias is not None]
-    joined = PackedLinear(weight, torch.cat(biases) if biases else None)
+    joined = make_linear(weight, torch.cat(biases) if biases else None)
     sizes = [layer.out_features for layer in plain]
     last: list[tuple[Tensor, ...]] = [()]
     for index, name in enumerate(names):

@@ -110,6 +110,7 @@ class DecoderStruct(ctypes.Structure):
     )
 
 
+# ruff: noqa: RUF005 two tuples read better than one line of twelve
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_api_version": (c_int32, ()),
     "outrider_path": (c_char_p, ()),
@@ -194,6 +195,7 @@ class KernelLibrary:
 
     def __init__(self, file: Path) -> None:
         """Raises OSError when the file cannot be loaded, InternalError when it is of another version."""
+        self.file = file
         self.functions = ctypes.CDLL(str(file))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self.functions, name)

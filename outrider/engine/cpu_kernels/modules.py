@@ -1,0 +1,114 @@
+"""Layers of a transformers model replaced by native ones, whatever the architecture.
+
+For models that are not in the shape that decoder.py knows. Linear layers are known by
+their class, norms by what they compute: a module that gives what root mean square
+normalisation with its weight gives (or with one plus its weight, as Gemma has it) is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import Workspace
+from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
+from outrider.engine.cpu_kernels.operators import address_of, register_operators
+
+_PROBED_ROWS = 4
+_ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+"""Of the largest output: rounding in another order, not another function."""
+
+
+class NativeLinear(nn.Module):
+    """y = x W^T + b by the packed kernel. Holds no plain copy of W."""
+
+    def __init__(self, owner: NativeLayers, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out_features, in_features]; `bias` [out_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._owner = owner
+        self._matrix = PackedMatrix(owner.kernels, owner.arena, [weight], [bias], quantise=owner.quantise)
+        self._address = address_of(self._matrix.struct)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[…, in_features] → […, out_features], of the input's dtype."""
+        owner = self._owner
+        output: Tensor = owner.operators.linear(
+            rows, self._address, self.out_features, owner.kernels.team.handle, owner.workspace.handle
+        )
+        return output
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy, [out_features, in_features] float32, for the rare code that asks a layer for its weight."""
+        return torch.stack([self._matrix.row(index) for index in range(self.out_features)])
+
+
+class NativeRMSNorm(nn.Module):
+    """Root mean square normalisation by the native kernel."""
+
+    def __init__(self, owner: NativeLayers, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self._owner = owner
+        self._weight = weight.detach().float().contiguous()
+        self._epsilon = epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[…, width] → the same."""
+        owner = self._owner
+        output: Tensor = owner.operators.rms_norm(rows, self._weight, self._epsilon, owner.kernels.team.handle)
+        return output
+
+
+class NativeLayers:
+    """What the native layers of one model share. Not thread-safe: they belong to the thread that runs the model."""
+
+    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
+        """`quantise` keeps linear layers as int8 (lossy)."""
+        self.kernels = kernels
+        self.quantise = quantise
+        self.operators = register_operators(kernels.library)
+        self.workspace = Workspace(kernels.library)
+        self.arena = WeightArena()
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        return NativeLinear(self, weight, bias)
+
+    @torch.no_grad()
+    def replace_norms(self, model: nn.Module) -> int:
+        """Replaces the norms of `model` that are found to be plain ones; returns how many."""
+        replaced = 0
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                norm = self._as_norm(child)
+                if norm is not None:
+                    setattr(module, name, norm)
+                    replaced += 1
+        return replaced
+
+    def _as_norm(self, module: Any) -> NativeRMSNorm | None:
+        """A native norm that gives what `module` gives on random rows; None if there is none."""
+        weight = getattr(module, "weight", None)
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        has_one_weight = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.children())
+        if not (has_one_weight and weight.ndim == 1 and isinstance(epsilon, float)):
+            return None
+        if weight.dtype not in _ALLOWED_DIFFERENCE:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn((_PROBED_ROWS, weight.numel()), generator=generator).to(weight.dtype)
+        try:
+            expected = module(rows)
+        except (RuntimeError, TypeError):
+            return None
+        if expected.shape != rows.shape or expected.dtype != rows.dtype:
+            return None
+        allowed = _ALLOWED_DIFFERENCE[weight.dtype] * float(expected.abs().max())
+        for candidate in (weight.float(), 1.0 + weight.float()):
+            norm = NativeRMSNorm(self, candidate, epsilon)
+            if float((norm(rows) - expected).abs().max()) <= allowed:
+                return norm
+        return None
