@@ -277,7 +277,7 @@ def _rows(item: Scheduled, drafts: Drafts) -> SequenceRows:
     return SequenceRows(
         token_ids=[*known, *draft],
         start_position=start,
-        block_ids=sequence.kv.block_ids,
+        block_ids=sequence.kv.block_table(),
         num_logits=1 + len(draft) if item.reaches_end else 0,
     )
 

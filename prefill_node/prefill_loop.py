@@ -362,7 +362,7 @@ def _rows(item: Scheduled) -> SequenceRows:
     return SequenceRows(
         token_ids=sequence.token_ids[start : start + item.num_rows],
         start_position=start,
-        block_ids=sequence.kv.block_ids,
+        block_ids=sequence.kv.block_table(),
         num_logits=0,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ class SequenceRows:
 
     token_ids: Sequence[int]  # at least one
     start_position: int  # absolute position of token_ids[0]; KV of everything before is in the cache
-    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids))
+    block_ids: Sequence[int] | npt.NDArray[np.int32]  # covers [0, start_position + len(token_ids))
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.block_pool import BlockPool
+
+_FIRST_TABLE = 32  # blocks; grows
 
 
 class SequenceKV:
@@ -17,7 +22,16 @@ class SequenceKV:
     `truncate` what became valid. Only blocks with valid tokens are ever shared.
     """
 
-    __slots__ = ("_block_size", "_hashes", "_pool", "block_ids", "num_cached_tokens", "num_tokens")
+    __slots__ = (
+        "_block_size",
+        "_hashes",
+        "_num_tabled",
+        "_pool",
+        "_table",
+        "block_ids",
+        "num_cached_tokens",
+        "num_tokens",
+    )
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -26,6 +40,8 @@ class SequenceKV:
         self.block_ids: list[int] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of num_tokens at creation: prefix hits
+        self._table = np.empty(_FIRST_TABLE, dtype=np.int32)  # block_ids, as far as they are there
+        self._num_tabled = 0
 
     @classmethod
     def create(cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int) -> SequenceKV:
@@ -34,6 +50,22 @@ class SequenceKV:
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv
+
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """`block_ids` as an array, [len(block_ids)]: a view that holds until blocks change.
+
+        Only what is new since the last call is written: a step's cost must not grow with
+        the length of its contexts.
+        """
+        num_blocks = len(self.block_ids)
+        if num_blocks > len(self._table):
+            larger = np.empty(2 * num_blocks, dtype=np.int32)
+            larger[: self._num_tabled] = self._table[: self._num_tabled]
+            self._table = larger
+        if self._num_tabled < num_blocks:
+            self._table[self._num_tabled : num_blocks] = self.block_ids[self._num_tabled :]
+            self._num_tabled = num_blocks
+        return self._table[:num_blocks]
 
     @property
     def capacity(self) -> int:
@@ -60,6 +92,7 @@ class SequenceKV:
             if pool.is_shared(source):
                 taken = pool.allocate(max(num_new, 0) + 1)
                 self.block_ids[index] = taken.pop()
+                self._num_tabled = min(self._num_tabled, index)
                 self.block_ids += taken
                 pool.release((source,))
                 return [(source, self.block_ids[index])]
@@ -90,6 +123,7 @@ class SequenceKV:
         if num_kept < len(self.block_ids):
             self._pool.release(reversed(self.block_ids[num_kept:]))
             del self.block_ids[num_kept:]
+            self._num_tabled = min(self._num_tabled, num_kept)
 
     def publish(self, token_ids: Sequence[int]) -> None:
         """Full blocks of valid, committed tokens enter the prefix cache; only new ones are hashed.

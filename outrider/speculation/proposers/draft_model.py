@@ -334,7 +334,7 @@ def _num_missing(draft: _Draft) -> int:
 def _rows(draft: _Draft, token_ids: Sequence[int], *, num_logits: int) -> SequenceRows:
     kv = draft.drafted.kv
     return SequenceRows(
-        token_ids=token_ids, start_position=kv.num_tokens, block_ids=kv.block_ids, num_logits=num_logits
+        token_ids=token_ids, start_position=kv.num_tokens, block_ids=kv.block_table(), num_logits=num_logits
     )
 
 

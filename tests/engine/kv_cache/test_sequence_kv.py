@@ -241,3 +241,27 @@ def test_a_fork_goes_on_publishing_under_its_own_tokens(pool):
         table.publish(prompt + tail)
     assert pool.match_prefix([*prompt, 6, 7, 8], max_tokens=8) == kv.block_ids
     assert pool.match_prefix([*prompt, 9, 9, 9], max_tokens=8) == other.block_ids
+
+
+def test_block_table_follows_every_change_of_the_blocks():
+    pool = BlockPool(num_blocks=300, block_size=4, hash_seed=b"", enable_prefix_cache=False)
+    kv = SequenceKV.create(pool, [], max_cached_tokens=0)
+
+    def check(*tables: SequenceKV) -> None:
+        for table in tables:
+            assert table.block_table().tolist() == table.block_ids
+
+    kv.reserve(600)  # beyond the first table
+    check(kv)
+    kv.advance(599)
+    kv.truncate(42)
+    check(kv)
+    other = kv.fork()
+    check(kv, other)
+    assert other.reserve(44), "the shared partial block is copied"
+    check(kv, other)
+    other.advance(44)
+    kv.reserve(80)
+    check(kv, other)
+    kv.free()
+    check(kv, other)
