@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
+from outrider.engine.attention.native import NativeAttention
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -28,8 +30,8 @@ class RunnableModel(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def native(self) -> NativeDecoder | None:
-        """What computes in place of `model`, whose weights it has then taken."""
+    def native(self) -> NativeDecoder | NativeLayers | None:
+        """What computes in place of `model`, whose weights it has then taken, or in its layers."""
 
 
 class ModelRunner:
@@ -43,8 +45,10 @@ class ModelRunner:
         self._model = model.model
         self._spec = model.spec
         self._kv_cache = kv_cache
+        self._native = model.native.new_step(kv_cache) if isinstance(model.native, NativeDecoder) else None
+        if isinstance(model.native, NativeLayers):
+            attention = NativeAttention(model.native.kernels)
         self._attention = attention
-        self._native = None if model.native is None else model.native.new_step(kv_cache)
         self._device = kv_cache.device
         # Elsewhere kernels compute behind the caller's back: a clock around a module would time its launches.
         is_told = self._device.type == "cpu" and self._native is None

@@ -30,9 +30,13 @@ class Numerics:
         return f"{self.promise} ({self.kernels})"
 
 
-def native_numerics(path: str) -> Numerics:
-    """`path`: an instruction path, whose kernels keep the order of every sum fixed (see cpu_kernels)."""
-    return Numerics(Promise.EXACT, path)
+def native_numerics(path: str, *, by_layers: bool = False) -> Numerics:
+    """`path`: an instruction path, whose kernels keep the order of every sum fixed (see cpu_kernels).
+
+    `by_layers`: transformers runs the model and native layers compute in it, which rounds
+    at other places than a whole native decoder does.
+    """
+    return Numerics(Promise.EXACT, f"{path}, by layers" if by_layers else path)
 
 
 def torch_numerics(dtype: str, device_type: str) -> Numerics:

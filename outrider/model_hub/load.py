@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, why_not_native
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_layers
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.engine.linear import can_pack, pack_linear_layers
@@ -43,7 +46,7 @@ class LoadedModel:
     """A model in memory, with everything that its node tells others about it."""
 
     model: PreTrainedModel  # on its device, in eval mode, its attention is ours; without weights if `native` has them
-    native: NativeDecoder | None  # what computes in place of `model`
+    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
     kernels: KernelChoice
     config: PretrainedConfig
     spec: ModelSpec
@@ -76,18 +79,20 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
     spec, layers = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
-    if kernels.library is not None and (reason := why_not_native(model, spec, layers)):
+    if kernels.library is not None and (reason := why_no_native_layers(spec)):
         kernels = torch_instead(config, reason)
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
     expected = own_logits(model, spec.vocab_size)
-    native = None
+    native: NativeDecoder | NativeLayers | None = None
     if kernels.library is not None:
-        native = NativeDecoder(start_kernels(kernels, config), model, spec, layers)
+        native = _make_native(start_kernels(kernels, config), model, spec, layers)
     elif can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
-    numerics = torch_numerics(dtype, device.type) if native is None else native_numerics(kernels.path)
+    numerics = torch_numerics(dtype, device.type)
+    if native is not None:
+        numerics = native_numerics(kernels.path, by_layers=isinstance(native, NativeLayers))
     tokenizer_files = read_tokenizer_files(location.directory)
     known = torch.zeros(spec.vocab_size, dtype=torch.bool)
     known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
@@ -104,6 +109,18 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     )
     check_paged_forward(loaded, expected)
     return loaded
+
+
+def _make_native(
+    kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]
+) -> NativeDecoder | NativeLayers:
+    """One call for the whole model where its shape is known, else native layers in the model as it is."""
+    if not why_not_native(model, spec, layers):
+        return NativeDecoder(kernels, model, spec, layers)
+    native = NativeLayers(kernels)
+    pack_linear_layers(model, native.make_linear)
+    native.replace_norms(model)
+    return native
 
 
 def resolve_device(name: str) -> torch.device:
@@ -130,6 +147,8 @@ def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig, *, 
     if device.type == "cpu" and not is_native:
         return "float32"
     checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    if device.type == "cpu" and checkpoint == "float16":
+        return "float32"  # bfloat16 would lose what the checkpoint holds
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
 
 

@@ -11,8 +11,6 @@ from outrider.engine.cpu_kernels.library import BatchStruct, Workspace
 from outrider.engine.cpu_kernels.operators import address_of, register_operators
 from outrider.engine.input_batch import InputBatch
 
-HEAD_DIM_STEP = 16
-
 
 class _Plan:
     """One forward's batch, in the form that the kernel reads."""

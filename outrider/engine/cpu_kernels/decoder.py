@@ -27,19 +27,16 @@ MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _WIDTH_STEP = 32
 """Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
 
-_HEAD_DIM_STEP = 16
 _POSITIONS_AT_ONCE = 4096
 
 
 def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
-    """What keeps a model from being run as one native call; empty when nothing does."""
+    """What keeps a model, to whose layers the kernels apply, from being run as one native call; empty: nothing."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not in the shape of Llama"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
-    if spec.head_dim % _HEAD_DIM_STEP:
-        return f"its heads have {spec.head_dim} dimensions, not a multiple of {_HEAD_DIM_STEP}"
     widths = (config.hidden_size, config.intermediate_size, spec.num_heads * spec.head_dim)
     if any(width % _WIDTH_STEP for width in widths):
         return f"its widths {widths} are not multiples of {_WIDTH_STEP}"

@@ -110,7 +110,6 @@ class DecoderStruct(ctypes.Structure):
     )
 
 
-# ruff: noqa: RUF005 two tuples read better than one line of twelve
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_api_version": (c_int32, ()),
     "outrider_path": (c_char_p, ()),

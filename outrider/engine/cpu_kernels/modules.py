@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
-from outrider.engine.cpu_kernels.operators import address_of, register_operators
+from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, address_of, register_operators
+from outrider.engine.model_spec import ModelSpec
 
 _PROBED_ROWS = 4
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 """Of the largest output: rounding in another order, not another function."""
+
+
+def why_no_native_layers(spec: ModelSpec) -> str:
+    """What keeps native layers out of a model; empty when nothing does."""
+    if spec.head_dim % HEAD_DIM_STEP:
+        return f"its heads have {spec.head_dim} dimensions, not a multiple of {HEAD_DIM_STEP}"
+    return ""
 
 
 class NativeLinear(nn.Module):
@@ -91,7 +99,7 @@ class NativeLayers:
 
     def _as_norm(self, module: Any) -> NativeRMSNorm | None:
         """A native norm that gives what `module` gives on random rows; None if there is none."""
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         has_one_weight = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.children())
         if not (has_one_weight and weight.ndim == 1 and isinstance(epsilon, float)):

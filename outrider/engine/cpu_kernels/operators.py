@@ -19,6 +19,8 @@ from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.errors import InternalError
 
 NAMESPACE = "outrider_cpu"
+HEAD_DIM_STEP = 16
+"""What attention wants the dimensions of a head to be a multiple of."""
 
 _registry = torch.library.Library(NAMESPACE, "DEF")
 _registry.define("linear(Tensor x, int matrix, int out_features, int team, int workspace) -> Tensor")
@@ -37,7 +39,7 @@ class _Operators:
         self._functions = library.functions
 
     def linear(self, x: Tensor, matrix: int, out_features: int, team: int, workspace: int) -> Tensor:
-        """x [..., in_features] float32 or bfloat16 → [..., out_features] of its dtype; `matrix` is a MatrixStruct."""
+        """X [..., in_features] float32 or bfloat16 → [..., out_features] of its dtype; `matrix` is a MatrixStruct."""
         struct = MatrixStruct.from_address(matrix)
         _check(x.shape[-1] == struct.in_features, f"{x.shape[-1]} columns for {struct.in_features}")
         x = x.contiguous()
@@ -50,7 +52,7 @@ class _Operators:
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, team: int) -> Tensor:
-        """x [..., width] float32 or bfloat16, weight [width] float32 → x's shape and dtype."""
+        """X [..., width] float32 or bfloat16, weight [width] float32 → x's shape and dtype."""
         width = weight.numel()
         _check(x.shape[-1] == width and weight.dtype == torch.float32, f"{x.shape[-1]} columns for {width} of float32")
         x = x.contiguous()
@@ -61,11 +63,11 @@ class _Operators:
         )  # fmt: skip
         return y
 
-    def paged_attention(
+    def paged_attention(  # noqa: PLR0917 operators are called by position
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: int,
         scaling: float, sliding_window: int, softcap: float, team: int, workspace: int,
     ) -> Tensor:  # fmt: skip
-        """query [num_rows, num_heads, head_dim], caches [blocks, block_size, kv_heads, head_dim] → query's shape.
+        """Query [num_rows, num_heads, head_dim], caches [blocks, block_size, kv_heads, head_dim] → query's shape.
 
         `batch` is a BatchStruct; `sliding_window` and `softcap` are 0 for none.
         """
@@ -86,7 +88,7 @@ _registered: _Operators | None = None
 
 
 def register_operators(library: KernelLibrary) -> Any:
-    """The operators, `torch.ops.outrider_cpu`, over `library`. A process has one library: raises InternalError for two."""
+    """The operators, `torch.ops.outrider_cpu`, over `library`. Raises InternalError for a second one in a process."""
     global _registered  # noqa: PLW0603 as wide as torch's own registry
     if _registered is None:
         operators = _Operators(library)
@@ -121,5 +123,3 @@ def address_of(struct: ctypes.Structure) -> int:
 def _check(is_right: bool, message: str) -> None:  # noqa: FBT001
     if not is_right:
         raise InternalError(f"native kernels: {message}")
-
-
