@@ -1,0 +1,85 @@
+"""Every architecture of the tiny models with native layers: the same model, and the same bits in every batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels import modules
+from outrider.engine.cpu_kernels.modules import NativeLayers, NativeLinear, NativeRMSNorm
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.model_hub import load as load_module
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.model_hub.tiny import ARCHITECTURES, make_tiny_model
+
+pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+
+NUM_TOKENS = 60
+BLOCKS = ([3, 4, 5, 6], [9, 8, 20, 11], [13, 14, 15, 16])
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in ARCHITECTURES for dtype in ("float32", "bfloat16")],
+                ids="-".join)  # fmt: skip
+def loaded(request, tmp_path_factory):
+    architecture, dtype = request.param
+    directory = make_tiny_model(tmp_path_factory.mktemp(architecture), architecture=architecture)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
+        # Loading compares with the untouched model's own forward.
+        model = load_model(ModelConfig(id=str(directory), dtype=dtype))
+    assert isinstance(model.native, NativeLayers)
+    assert model.info.numerics == f"exact ({model.kernels.path}, by layers)"
+    return model
+
+
+@pytest.fixture
+def forward(loaded):
+    cache = PagedKVCache(loaded.spec.planes, num_blocks=32, block_size=16)
+    runner = ModelRunner(loaded, cache, make_attention_backend("torch_sdpa"))
+    assert runner.attention_name == "native"
+    return lambda *rows: runner.forward(build_input_batch(rows, 16)).clone()
+
+
+def rows_of(token_ids, start, end, blocks):
+    return SequenceRows(token_ids[start:end], start, blocks, end - start)
+
+
+def test_linear_layers_and_norms_are_replaced(loaded):
+    kinds = [type(module) for module in loaded.model.modules()]
+    assert torch.nn.Linear not in kinds
+    assert kinds.count(NativeLinear) >= 4 * loaded.spec.num_layers
+    assert kinds.count(NativeRMSNorm) >= 2 * loaded.spec.num_layers + 1
+    assert not [kind for kind in kinds if "RMSNorm" in kind.__name__ and kind is not NativeRMSNorm]
+
+
+def test_a_row_has_the_same_bits_in_every_batch(loaded, forward):
+    token_ids = torch.randint(0, 300, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    whole = forward(rows_of(token_ids, 0, NUM_TOKENS, BLOCKS[0]))
+    for size in (1, 5, 7):
+        chunks = [
+            forward(rows_of(token_ids, start, min(start + size, NUM_TOKENS), BLOCKS[1]))
+            for start in range(0, NUM_TOKENS, size)
+        ]
+        assert torch.equal(torch.cat(chunks), whole), f"in chunks of {size}"
+    mixed = forward(
+        rows_of(token_ids, 30, 35, BLOCKS[1]),
+        rows_of(token_ids, 0, NUM_TOKENS, BLOCKS[2]),
+        rows_of(token_ids, NUM_TOKENS - 1, NUM_TOKENS, BLOCKS[0]),
+    )
+    assert torch.equal(mixed[:5], whole[30:35])
+    assert torch.equal(mixed[5:-1], whole)
+    assert torch.equal(mixed[-1], whole[-1])
+
+
+def test_a_norm_of_another_kind_is_left_alone():
+    kernels = NativeLayers(load_module.start_kernels(choose_kernels(), ModelConfig()))
+    layer_norm = torch.nn.LayerNorm(32, bias=False)
+    model = torch.nn.Sequential(layer_norm, torch.nn.RMSNorm(32, eps=1e-6))
+    assert kernels.replace_norms(model) == 1
+    assert model[0] is layer_norm
+    assert isinstance(model[1], modules.NativeRMSNorm)
