@@ -17,6 +17,7 @@ from __future__ import annotations
 from outrider.answer import Delta, Finished, KvTransferMetrics, RequestMetrics, SpeculationMetrics, Usage
 from outrider.client.aio import AsyncClient, AsyncGenerateStream
 from outrider.client.options import GenerateOptions, Prompt
+from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client, GenerateStream
 from outrider.client.values import (
     ChatMessage,
@@ -28,6 +29,7 @@ from outrider.client.values import (
     Started,
     Summary,
 )
+from outrider.service.config import TlsConfig
 
 __all__ = [
     "AsyncClient",
@@ -46,8 +48,10 @@ __all__ = [
     "NodeStatus",
     "Prompt",
     "RequestMetrics",
+    "RetryPolicy",
     "SpeculationMetrics",
     "Started",
     "Summary",
+    "TlsConfig",
     "Usage",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from outrider.answer import Delta
+from outrider.client.credentials import make_credentials
 from outrider.client.messages import read_cluster, read_complete, read_model
 from outrider.client.options import (
     GenerateOptions,
@@ -19,8 +20,10 @@ from outrider.client.options import (
     make_request,
     set_prompt,
     to_duration,
+    with_request_id,
 )
 from outrider.client.record import StreamRecord
+from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
 from outrider.client.sync import DEFAULT_TARGET, DEFAULT_TIMEOUT_SECONDS
 from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Model
 from outrider.service.channels import open_channel
@@ -37,33 +40,52 @@ class AsyncGenerateStream(StreamRecord):
     cancels nothing then.)
     """
 
-    def __init__(self, call: Any, target: str) -> None:
-        super().__init__()
-        self._call = call
+    def __init__(
+        self, open_call: Callable[[float | None], Any], *, request_id: str, target: str, attempts: Attempts
+    ) -> None:
+        super().__init__(request_id)
+        self._open_call = open_call
         self._target = target
-        self._is_cancelled = False
+        self._attempts = attempts
+        self._cancelled = asyncio.Event()
+        self._call = open_call(attempts.remaining_seconds())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
-            while True:
-                event = await self._call.read()
-                if not isinstance(event, router_pb2.GenerateResponse):  # grpc.aio.EOF
-                    return
-                delta = self.take(event)
-                if delta is not None:
-                    yield delta
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, target=self._target) from error
+            while not self._cancelled.is_set():
+                try:
+                    while True:
+                        event = await self._call.read()
+                        if not isinstance(event, router_pb2.GenerateResponse):  # grpc.aio.EOF
+                            return
+                        delta = self.take(event)
+                        if delta is not None:
+                            yield delta
+                except grpc.RpcError as error:
+                    if not self._cancelled.is_set():
+                        await self._try_again_after(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._is_cancelled or (task is not None and task.cancelling()):
+            if not self._cancelled.is_set() or (task is not None and task.cancelling()):
                 raise  # it is the task that is cancelled, not this stream
         finally:
             self._call.cancel()
 
+    async def _try_again_after(self, rpc_error: grpc.RpcError) -> None:
+        """Waits and opens the next attempt. Raises: OutriderError when there is none."""
+        error = from_rpc_error(rpc_error, target=self._target)
+        seconds = self.next_attempt_after(error, self._attempts)
+        if seconds is None:
+            raise error from rpc_error
+        try:
+            async with asyncio.timeout(seconds):
+                await self._cancelled.wait()
+        except TimeoutError:
+            self._call = self._open_call(self._attempts.remaining_seconds())
+
     def cancel(self) -> None:
         """Stops the request everywhere. Idempotent."""
-        self._is_cancelled = True
+        self._cancelled.set()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -76,18 +98,24 @@ class AsyncGenerateStream(StreamRecord):
 
 
 class AsyncClient:
-    """A router's client for one event loop. Raises OutriderErrors, nothing of gRPC's."""
+    """A router's client for one event loop, with `Client`'s arguments. Raises OutriderErrors, nothing of gRPC's.
+
+    Cancelling a task that waits for an answer stops the request on all nodes.
+    """
 
     def __init__(
         self,
         target: str = DEFAULT_TARGET,
         *,
         tls: TlsConfig | None = None,
+        token: str | None = None,
+        retry: RetryPolicy = ONE_ATTEMPT,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         self.target = target
         self._timeout_seconds = timeout_seconds
-        self._channel = open_channel(target, tls=tls)
+        self._retry = retry
+        self._channel = open_channel(target, credentials=make_credentials(tls, token))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
@@ -102,12 +130,17 @@ class AsyncClient:
         metadata: Sequence[tuple[str, str]] = (),
     ) -> AsyncGenerateStream:
         """Streams an answer to a message that was made elsewhere."""
-        call = self._stub.Generate(request, timeout=timeout_seconds, metadata=tuple(metadata))
-        return AsyncGenerateStream(call, self.target)
+        named = with_request_id(request)
+        return AsyncGenerateStream(
+            lambda seconds: self._stub.Generate(named, timeout=seconds, metadata=tuple(metadata)),
+            request_id=named.request_id,
+            target=self.target,
+            attempts=Attempts(self._retry, timeout_seconds=timeout_seconds),
+        )
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""
-        request = make_request(prompt, options)
+        request = with_request_id(make_request(prompt, options))
         return read_complete(await self._call(self._stub.Complete, request, options.get("timeout_seconds")))
 
     async def abort(self, request_id: str) -> bool:
@@ -158,7 +191,13 @@ class AsyncClient:
         await self.close()
 
     async def _call(self, method: Any, request: Any, timeout_seconds: float | None) -> Any:
-        try:
-            return await method(request, timeout=timeout_seconds)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, target=self.target) from error
+        attempts = Attempts(self._retry, timeout_seconds=timeout_seconds)
+        while True:
+            try:
+                return await method(request, timeout=attempts.remaining_seconds())
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error, target=self.target)
+                seconds = attempts.next_after(error)
+                if seconds is None:
+                    raise error from rpc_error
+            await asyncio.sleep(seconds)

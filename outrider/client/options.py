@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
+from uuid import uuid4
 
 from google.protobuf import duration_pb2
 
@@ -107,6 +108,15 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
     if "resume_window_seconds" in options:
         request.resume_window.CopyFrom(to_duration(options["resume_window_seconds"], field="resume_window"))
     return request
+
+
+def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
+    """The request under a name of ours unless it has one: every attempt of it has the same."""
+    if request.request_id:
+        return request
+    named = router_pb2.GenerateRequest(request_id=str(uuid4()))
+    named.MergeFrom(request)
+    return named
 
 
 def make_detokenize_request(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from outrider.answer import Delta, Finished
 from outrider.client.messages import read_delta, read_finished, read_started, read_summary
+from outrider.client.retry import Attempts
 from outrider.client.values import Started, Summary
-from outrider.errors import InternalError
+from outrider.errors import InternalError, OutriderError, PeerLostError
 from outrider.v1 import router_pb2
 
 
 class StreamRecord:
     """Sorts a stream's events. The base of both clients' streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        """The request's name on its router from the first moment, for `abort` and for logs."""
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
@@ -37,9 +40,32 @@ class StreamRecord:
                 self._summary = read_summary(event.summary, event.request_id)
         return None
 
+    def next_attempt_after(self, error: OutriderError, attempts: Attempts) -> float | None:
+        """How long to wait before the request is sent again; None: the error stands.
+
+        What has begun to arrive is not begun again: the error's notes then say how to go on.
+        """
+        if self.has_deltas:
+            if isinstance(error, PeerLostError):
+                num_tokens = sum(map(len, self._token_ids.values()))
+                error.add_note(
+                    f"{num_tokens} tokens had arrived, and this version has no Resume: to go on, send the request "
+                    "again with this seed and generated_token_ids"
+                )
+            return None
+        seconds = attempts.next_after(error)
+        if seconds is not None:
+            self._started = None  # of the next attempt nothing is known yet
+        return seconds
+
     @property
     def has_started(self) -> bool:
         return self._started is not None
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether a part of the answer has arrived."""
+        return bool(self._token_ids)
 
     @property
     def is_complete(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
 from outrider.answer import Delta
+from outrider.client.credentials import make_credentials
 from outrider.client.messages import read_cluster, read_complete, read_model
 from outrider.client.options import (
     GenerateOptions,
@@ -17,8 +19,10 @@ from outrider.client.options import (
     make_request,
     set_prompt,
     to_duration,
+    with_request_id,
 )
 from outrider.client.record import StreamRecord
+from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
 from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Model
 from outrider.service.channels import open_sync_channel
 from outrider.service.config import TlsConfig
@@ -37,27 +41,50 @@ class GenerateStream(StreamRecord):
     request on all nodes; iteration then just ends.
     """
 
-    def __init__(self, call: Any, target: str) -> None:
-        super().__init__()
-        self._call = call
+    def __init__(
+        self, open_call: Callable[[float | None], Any], *, request_id: str, target: str, attempts: Attempts
+    ) -> None:
+        super().__init__(request_id)
+        self._open_call = open_call
         self._target = target
-        self._is_cancelled = False
+        self._attempts = attempts
+        self._cancelled = threading.Event()
+        self._call = open_call(attempts.remaining_seconds())
 
     def __iter__(self) -> Iterator[Delta]:
         try:
-            for event in self._call:
-                delta = self.take(event)
-                if delta is not None:
-                    yield delta
-        except grpc.RpcError as error:
-            if not self._is_cancelled:
-                raise from_rpc_error(error, target=self._target) from error
+            while not self._cancelled.is_set():
+                try:
+                    yield from self._read_call()
+                except grpc.RpcError as error:
+                    if not self._cancelled.is_set():
+                        self._try_again_after(error)
+                else:
+                    return
         finally:
+            self._call.cancel()
+
+    def _read_call(self) -> Iterator[Delta]:
+        for event in self._call:
+            delta = self.take(event)
+            if delta is not None:
+                yield delta
+
+    def _try_again_after(self, rpc_error: grpc.RpcError) -> None:
+        """Waits and opens the next attempt. Raises: OutriderError when there is none."""
+        error = from_rpc_error(rpc_error, target=self._target)
+        seconds = self.next_attempt_after(error, self._attempts)
+        if seconds is None:
+            raise error from rpc_error
+        if self._cancelled.wait(seconds):
+            return
+        self._call = self._open_call(self._attempts.remaining_seconds())
+        if self._cancelled.is_set():  # meanwhile: `cancel` has seen the call before
             self._call.cancel()
 
     def cancel(self) -> None:
         """Stops the request everywhere. Idempotent."""
-        self._is_cancelled = True
+        self._cancelled.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -70,28 +97,46 @@ class GenerateStream(StreamRecord):
 
 
 class Client:
-    """A router's client. Thread-safe. Raises OutriderErrors, nothing of gRPC's."""
+    """A router's client. Thread-safe. Raises OutriderErrors, nothing of gRPC's.
+
+    `tls=None` is plaintext, `tls=TlsConfig()` TLS that trusts the system's authorities.
+    `token` goes with every call as `authorization: Bearer …` and needs TLS. `retry` says
+    which failed calls are made again; without it none is. `timeout_seconds` is for the
+    calls that answer at once; a request's own is an option of `generate` and `complete`,
+    and holds for all of its attempts together.
+
+    Raises: ConfigError for a file of `tls` that cannot be read, and for a token without TLS.
+    """
 
     def __init__(
         self,
         target: str = DEFAULT_TARGET,
         *,
         tls: TlsConfig | None = None,
+        token: str | None = None,
+        retry: RetryPolicy = ONE_ATTEMPT,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         self.target = target
         self._timeout_seconds = timeout_seconds
-        self._channel = open_sync_channel(target, tls=tls)
+        self._retry = retry
+        self._closed = threading.Event()
+        self._channel = open_sync_channel(target, credentials=make_credentials(tls, token))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateStream:
         """Streams an answer."""
-        request = make_request(prompt, options)
-        return GenerateStream(self._stub.Generate(request, timeout=options.get("timeout_seconds")), self.target)
+        request = with_request_id(make_request(prompt, options))
+        return GenerateStream(
+            lambda seconds: self._stub.Generate(request, timeout=seconds),
+            request_id=request.request_id,
+            target=self.target,
+            attempts=Attempts(self._retry, timeout_seconds=options.get("timeout_seconds")),
+        )
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""
-        request = make_request(prompt, options)
+        request = with_request_id(make_request(prompt, options))
         return read_complete(self._call(self._stub.Complete, request, options.get("timeout_seconds")))
 
     def abort(self, request_id: str) -> bool:
@@ -125,6 +170,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels what runs, and disconnects."""
+        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -136,7 +182,12 @@ class Client:
         self.close()
 
     def _call(self, method: Any, request: Any, timeout_seconds: float | None) -> Any:
-        try:
-            return method(request, timeout=timeout_seconds)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, target=self.target) from error
+        attempts = Attempts(self._retry, timeout_seconds=timeout_seconds)
+        while True:
+            try:
+                return method(request, timeout=attempts.remaining_seconds())
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error, target=self.target)
+                seconds = attempts.next_after(error)
+                if seconds is None or self._closed.wait(seconds):
+                    raise error from rpc_error

@@ -66,34 +66,35 @@ def open_channel(
     *,
     bulk: bool = False,
     tls: TlsConfig | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
     server_name: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Channel:
     """A channel to "host:port" (or any gRPC target). Dials lazily, never through a proxy.
 
+    Plaintext unless `tls` is enabled; `credentials` take its place where they are given.
     `server_name`: what the other side's certificate must be for, where the target is an
     address that was found by that name.
     """
     options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk)
-    if tls is None or not tls.is_enabled:
+    credentials = credentials or _credentials_of(tls)
+    if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
-    return grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
 
 
-def open_sync_channel(
-    target: str,
-    *,
-    bulk: bool = False,
-    tls: TlsConfig | None = None,
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-) -> grpc.Channel:
+def open_sync_channel(target: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
     """As `open_channel`, for threads without an event loop."""
-    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk)
-    if tls is None or not tls.is_enabled:
+    options = channel_options()
+    if credentials is None:
         return grpc.insecure_channel(target, options=options)
-    return grpc.secure_channel(target, channel_credentials(tls), options=options)
+    return grpc.secure_channel(target, credentials, options=options)
+
+
+def _credentials_of(tls: TlsConfig | None) -> grpc.ChannelCredentials | None:
+    return channel_credentials(tls) if tls is not None and tls.is_enabled else None
 
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:

@@ -1,0 +1,82 @@
+"""When a call that failed is made again, and when not."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.errors import AlreadyRunningError, CapacityError, OutriderError, PeerLostError
+
+_BACKOFF_FACTOR = 2.0
+_JITTER = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """A call is made again when the router says that it may work later: no room (CapacityError),
+    a node or the router lost (PeerLostError).
+
+    Every attempt has the same `request_id`, so the router never runs two of them at a time.
+    Once a part of an answer has arrived there is no other attempt: that would take
+    `Resume`, which this version of the router does not have.
+    """
+
+    max_attempts: int = 4
+    initial_backoff_seconds: float = 0.2  # doubled with each attempt; what the router asks for is waited for
+    max_backoff_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts must be at least 1, not {self.max_attempts}")
+        if not 0 <= self.initial_backoff_seconds <= self.max_backoff_seconds:
+            raise ValueError("backoffs must be 0 <= initial_backoff_seconds <= max_backoff_seconds")
+
+    def backoff_seconds(self, error: OutriderError, *, num_attempts: int) -> float | None:
+        """How long to wait after so many attempts before the next one; None: give up."""
+        if num_attempts >= self.max_attempts or not _may_work_later(error, num_attempts):
+            return None
+        grown = self.initial_backoff_seconds * _BACKOFF_FACTOR ** (num_attempts - 1)
+        seconds = max(min(grown, self.max_backoff_seconds), getattr(error, "retry_after_seconds", 0.0))
+        # Clients that were refused together do not come back together.
+        return seconds * random.uniform(1.0, 1.0 + _JITTER)  # noqa: S311 no secret
+
+
+ONE_ATTEMPT = RetryPolicy(max_attempts=1)
+
+
+def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
+    if isinstance(error, AlreadyRunningError):
+        # It is our own first attempt, whose connection broke before the router has noticed.
+        return num_attempts > 1
+    return isinstance(error, (CapacityError, PeerLostError))
+
+
+class Attempts:
+    """Attempts of one call, against its policy and its deadline. One owner."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        *,
+        timeout_seconds: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
+        self.num_attempts = 1
+
+    def remaining_seconds(self) -> float | None:
+        """What is left for the attempt at hand; None: no limit."""
+        return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
+
+    def next_after(self, error: OutriderError) -> float | None:
+        """Counts one more attempt and tells how long to wait for it; None: the error stands."""
+        seconds = self._policy.backoff_seconds(error, num_attempts=self.num_attempts)
+        remaining = self.remaining_seconds()
+        if seconds is None or (remaining is not None and seconds >= remaining):
+            return None
+        self.num_attempts += 1
+        return seconds

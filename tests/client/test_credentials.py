@@ -1,0 +1,81 @@
+"""TLS and tokens, as a client brings them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent import futures
+
+import grpc
+import pytest
+
+from outrider.client import AsyncClient, Client, TlsConfig
+from outrider.errors import ConfigError, PeerLostError
+from outrider.service.channels import server_credentials
+from outrider.v1 import router_pb2, router_pb2_grpc
+
+WAIT_SECONDS = 10.0
+
+
+class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
+    """Answers with the authorization that a call came with."""
+
+    def GetModel(self, request, context):
+        metadata = dict(context.invocation_metadata())
+        return router_pb2.GetModelResponse(name=metadata.get("authorization", "nobody"))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-keyout", "key.pem", "-out", "cert.pem"],
+        cwd=directory, check=True, capture_output=True, timeout=WAIT_SECONDS,
+    )  # fmt: skip
+    return TlsConfig(certificate=directory / "cert.pem", private_key=directory / "key.pem")
+
+
+@pytest.fixture(scope="module")
+def address(certificate):
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    router_pb2_grpc.add_RouterServiceServicer_to_server(GuardedRouter(), server)
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(certificate))
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait(WAIT_SECONDS)
+
+
+@pytest.fixture
+def trusting(certificate):
+    return TlsConfig(authority=certificate.certificate)
+
+
+async def test_a_token_goes_with_every_call(address, trusting):
+    with Client(address, tls=trusting, token="s3cret") as client:
+        assert client.model().name == "Bearer s3cret"
+    with Client(address, tls=trusting) as client:
+        assert client.model().name == "nobody"
+    async with AsyncClient(address, tls=trusting, token="s3cret") as client:
+        assert (await client.model()).name == "Bearer s3cret"
+
+
+def test_a_router_that_nobody_vouches_for_is_not_spoken_to(address):
+    with Client(address, tls=TlsConfig()) as client, pytest.raises(PeerLostError, match="cannot be reached"):
+        client.model()
+    with Client(address) as client, pytest.raises(PeerLostError):  # plaintext to a TLS port
+        client.model()
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_token_never_travels_in_plaintext(kind):
+    with pytest.raises(ConfigError, match="a token needs tls=TlsConfig"):
+        kind("127.0.0.1:1", token="s3cret")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"tls: .*nowhere\.pem: No such file"):
+        Client("127.0.0.1:1", tls=TlsConfig(authority=tmp_path / "nowhere.pem"))

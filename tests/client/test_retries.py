@@ -1,0 +1,260 @@
+"""Which failed calls are made again, with what, and when not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+
+from outrider.client import AsyncClient, Client, RetryPolicy
+from outrider.client.retry import ONE_ATTEMPT, Attempts
+from outrider.errors import AbortedError, AlreadyRunningError, CapacityError, InvalidRequestError, PeerLostError
+from outrider.service.status import DETAILS_KEY, status_code, to_status
+from outrider.v1 import router_pb2, router_pb2_grpc
+
+WAIT_SECONDS = 10.0
+QUICK = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.01, max_backoff_seconds=0.02)
+
+FULL = CapacityError("256 requests wait", retry_after_seconds=0.05)
+LOST = PeerLostError("decode-0 is lost", node="decode-0", retry_after_seconds=0.0)
+RUNNING = AlreadyRunningError("request 'x' is running", reason="DUPLICATE_REQUEST_ID")
+INVALID = InvalidRequestError("too long", field="text")
+
+
+class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
+    """Each call does what comes next in `script`: an error, or (parts of an answer, then an error or None)."""
+
+    def __init__(self) -> None:
+        self.script = []
+        self.requests = []
+        self.seconds_left = []
+        self.called = threading.Event()
+
+    def _next(self, request, context):
+        self.requests.append(request)
+        self.seconds_left.append(context.time_remaining())
+        self.called.set()
+        entry = self.script.pop(0)
+        return entry if isinstance(entry, tuple) else ((), entry)
+
+    @staticmethod
+    def _end(context, error):
+        if error is not None:
+            context.set_trailing_metadata(((DETAILS_KEY, to_status(error).SerializeToString()),))
+            context.abort(status_code(error), error.message)
+
+    def Generate(self, request, context):
+        parts, error = self._next(request, context)
+        for part in parts:
+            if part == "started":
+                started = router_pb2.Started(num_prompt_tokens=3, seed=len(self.requests))
+                yield router_pb2.GenerateResponse(request_id=request.request_id, started=started)
+            else:
+                delta = router_pb2.Delta(start_position=3, token_ids=[7], text=part)
+                yield router_pb2.GenerateResponse(delta=delta)
+        self._end(context, error)
+        yield router_pb2.GenerateResponse(request_id=request.request_id, summary=router_pb2.Summary())
+
+    def Complete(self, request, context):
+        _, error = self._next(request, context)
+        self._end(context, error)
+        return router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
+
+    def GetModel(self, request, context):
+        _, error = self._next(request, context)
+        self._end(context, error)
+        return router_pb2.GetModelResponse(name="m")
+
+
+WHOLE = (("started", "a", "b"), None)
+
+
+@pytest.fixture(scope="module")
+def served():
+    router = ScriptedRouter()
+    server = grpc.server(futures.ThreadPoolExecutor(8))
+    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield router, f"127.0.0.1:{port}"
+    server.stop(0).wait(WAIT_SECONDS)
+
+
+@pytest.fixture
+def router(served):
+    router = served[0]
+    router.script, router.requests, router.seconds_left = [], [], []
+    router.called.clear()
+    return router
+
+
+@pytest.fixture(params=["sync", "async"])
+def generate(request, served, router):
+    """generate(**options) → the finished stream, from either client; raises what iterating raises."""
+
+    def with_sync(retry=QUICK, **options):
+        with Client(served[1], retry=retry) as client, client.generate("hello", **options) as stream:
+            for _ in stream:
+                pass
+            return stream
+
+    def with_async(retry=QUICK, **options):
+        async def run():
+            async with AsyncClient(served[1], retry=retry) as client, client.generate("hello", **options) as stream:
+                async for _ in stream:
+                    pass
+                return stream
+
+        return asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
+
+    return with_sync if request.param == "sync" else with_async
+
+
+@pytest.fixture(params=["sync", "async"])
+def complete(request, served, router):
+    def with_sync(**options):
+        with Client(served[1], retry=QUICK) as client:
+            return client.complete("hello", **options)
+
+    def with_async(**options):
+        async def run():
+            async with AsyncClient(served[1], retry=QUICK) as client:
+                return await client.complete("hello", **options)
+
+        return asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
+
+    return with_sync if request.param == "sync" else with_async
+
+
+@pytest.mark.parametrize("error", [FULL, LOST])
+def test_a_refused_request_is_sent_again_under_the_same_id(generate, router, error):
+    router.script = [error, error, WHOLE]
+    stream = generate()
+    assert stream.text() == "ab"
+    assert {request.request_id for request in router.requests} == {stream.request_id}
+    assert len(router.requests) == 3
+
+
+def test_a_request_that_started_and_has_no_token_yet_is_sent_again(generate, router):
+    router.script = [(("started",), LOST), WHOLE]
+    stream = generate(request_id="mine")
+    assert (stream.text(), stream.started.seed, stream.request_id) == ("ab", 2, "mine")
+
+
+def test_after_the_first_token_there_is_no_second_attempt(generate, router):
+    router.script = [(("started", "a"), LOST), WHOLE]
+    with pytest.raises(PeerLostError, match="decode-0 is lost") as caught:
+        generate()
+    assert len(router.requests) == 1
+    assert "1 tokens had arrived, and this version has no Resume" in caught.value.__notes__[0]
+
+
+def test_our_own_earlier_attempt_that_still_runs_is_waited_for(generate, complete, router):
+    router.script = [LOST, RUNNING, RUNNING, WHOLE]
+    assert generate().text() == "ab"
+    router.script = [LOST, RUNNING, None]
+    assert complete().text == "whole"
+
+
+@pytest.mark.parametrize("error", [RUNNING, INVALID, AbortedError("aborted")])
+def test_what_would_fail_again_is_not_sent_again(generate, router, error):
+    router.script = [error, WHOLE]
+    with pytest.raises(type(error)):
+        generate()
+    assert len(router.requests) == 1
+
+
+def test_the_last_attempts_error_is_raised(generate, complete, router):
+    router.script = [LOST] * 3 + [FULL]
+    with pytest.raises(CapacityError, match="256 requests wait"):
+        generate()
+    router.script = [FULL] * 3 + [LOST]
+    with pytest.raises(PeerLostError):
+        complete()
+    assert len(router.requests) == 8
+
+
+def test_without_a_policy_nothing_is_sent_again(generate, router):
+    router.script = [LOST, WHOLE]
+    with pytest.raises(PeerLostError):
+        generate(retry=ONE_ATTEMPT)
+    assert len(router.requests) == 1
+
+
+def test_all_attempts_share_one_deadline(generate, complete, router):
+    busy = CapacityError("full", retry_after_seconds=0.3)
+    router.script = [busy, busy, WHOLE]
+    generate(timeout_seconds=5.0)
+    first, second, third = router.seconds_left  # gRPC sends a deadline rounded, by up to 3 %
+    assert third < second - 0.1 < first - 0.2 < 5.0
+    router.script = [CapacityError("full", retry_after_seconds=30.0), None]
+    started_at = time.monotonic()
+    with pytest.raises(CapacityError):  # the wait would outlast the deadline: the error stands at once
+        complete(timeout_seconds=2.0)
+    assert time.monotonic() - started_at < 2.0
+
+
+def test_the_calls_that_need_no_node_are_made_again_too(served, router):
+    router.script = [LOST, None]
+    with Client(served[1], retry=QUICK) as client:
+        assert client.model().name == "m"
+
+
+def test_a_cancel_ends_the_wait_for_the_next_attempt(served, router):
+    router.script = [CapacityError("full", retry_after_seconds=60.0), WHOLE]
+    with Client(served[1], retry=RetryPolicy()) as client:
+        stream = client.generate("hello")
+        reader = futures.ThreadPoolExecutor(1).submit(list, stream)
+        assert router.called.wait(WAIT_SECONDS)
+        stream.cancel()
+        assert reader.result(WAIT_SECONDS) == []
+    assert len(router.requests) == 1
+
+
+async def test_a_cancel_ends_the_wait_of_the_async_client_as_well(served, router):
+    router.script = [CapacityError("full", retry_after_seconds=60.0), WHOLE]
+    async with AsyncClient(served[1], retry=RetryPolicy()) as client:
+        stream = client.generate("hello")
+
+        async def read():
+            return [delta async for delta in stream]
+
+        reading = asyncio.create_task(read())
+        assert await asyncio.to_thread(router.called.wait, WAIT_SECONDS)
+        stream.cancel()
+        assert await asyncio.wait_for(reading, WAIT_SECONDS) == []
+    assert len(router.requests) == 1
+
+
+def test_backoff_doubles_up_to_its_limit_and_heeds_the_router():
+    policy = RetryPolicy(max_attempts=6, initial_backoff_seconds=0.2, max_backoff_seconds=1.0)
+    for num_attempts, least in ((1, 0.2), (2, 0.4), (3, 0.8), (4, 1.0), (5, 1.0)):
+        assert least <= policy.backoff_seconds(LOST, num_attempts=num_attempts) <= 1.25 * least
+    assert policy.backoff_seconds(LOST, num_attempts=6) is None
+    asked = CapacityError("full", retry_after_seconds=7.0)
+    assert 7.0 <= policy.backoff_seconds(asked, num_attempts=1) <= 8.75
+
+
+def test_attempts_end_at_the_deadline():
+    now = [100.0]
+    attempts = Attempts(RetryPolicy(max_attempts=9), timeout_seconds=2.0, clock=lambda: now[0])
+    assert attempts.remaining_seconds() == 2.0
+    assert attempts.next_after(LOST) is not None
+    now[0] = 101.9
+    assert attempts.remaining_seconds() == pytest.approx(0.1)
+    assert attempts.next_after(LOST) is None
+    now[0] = 103.0
+    assert attempts.remaining_seconds() == 0.0
+    assert Attempts(RetryPolicy(), timeout_seconds=None).remaining_seconds() is None
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_attempts": 0}, {"initial_backoff_seconds": -1.0}, {"initial_backoff_seconds": 9.0}]
+)
+def test_an_impossible_policy_is_refused(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        RetryPolicy(**fields)
