@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import SPIN_LONG, prepare_environment
+from outrider.engine.processor import SPIN_LONG, prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: DecodeNodeConfig}, argv
     )
-    prepare_environment(spin_count=SPIN_LONG)
+    prepare_environment(spin_count=SPIN_LONG, cpus=sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
 
@@ -147,6 +147,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                 "device": str(model.device),
                 "attention_backend": runner.attention_name,
                 "threads": torch.get_num_threads(),
+                "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": info.numerics,
                 "kernels": str(model.kernels),
                 "kv_blocks": pool.num_blocks,

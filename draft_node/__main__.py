@@ -17,9 +17,9 @@ from outrider.service.server import run_service
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
-    prepare_environment(spin_count=SPIN_SHORT)
     sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
     config: DraftNodeConfig = sections["draft_node"]
+    prepare_environment(spin_count=SPIN_SHORT, cpus=config.model.cpus)
     service = DraftNodeService(config, registry=REGISTRY)
     return run_service(service, server=config.server, telemetry=sections["telemetry"], role="draft_node")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import SPIN_SHORT, prepare_environment
+from outrider.engine.processor import SPIN_SHORT, prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: PrefillNodeConfig}, argv
     )
-    prepare_environment(spin_count=SPIN_SHORT)
+    prepare_environment(spin_count=SPIN_SHORT, cpus=sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
 
@@ -102,6 +102,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
                 "device": str(model.device),
                 "attention_backend": runner.attention_name,
                 "threads": torch.get_num_threads(),
+                "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": model.info.numerics,
                 "kernels": str(model.kernels),
                 "kv_blocks": pool.num_blocks,

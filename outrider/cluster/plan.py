@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from outrider.cluster.config import DRAFT_MODEL_PREFIX, ClusterConfig
+from outrider.cluster.placement import place_roles
 from outrider.config import environment_name
+from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
 
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
@@ -89,6 +91,11 @@ def _chosen(spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequen
     """The cluster's own settings for one process."""
     role = spec.role
     chosen: dict[str, Any] = {f"{role}.server.drain_seconds": config.drain_seconds}
+    section = {PREFILL: "model", DECODE: "model", DRAFT: "draft_node.model"}.get(role)
+    place = place_roles(config, usable_cpus()).get(spec.name)
+    if section is not None and place is not None:
+        chosen[f"{section}.cpus"] = place.cpus
+        chosen[f"{section}.num_threads"] = place.num_threads
     if config.metrics:
         chosen[f"{role}.server.metrics_port"] = 0
     if role == ROUTER:
@@ -110,7 +117,7 @@ def _chosen(spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequen
 
 
 def _text(value: Any) -> str:
-    return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _is_in_file(path: Path | None, key: str) -> bool:

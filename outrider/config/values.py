@@ -23,7 +23,8 @@ def from_text(kind: Any, text: str, source: str) -> Any:
     if str in options or Path in options or any(isinstance(o, type) and issubclass(o, enum.Enum) for o in options):
         return text
     if any(typing.get_origin(option) in (tuple, list) for option in options) and not text.lstrip().startswith("["):
-        return [part.strip() for part in text.split(",") if part.strip()]
+        item = next(typing.get_args(option)[0] for option in options if typing.get_origin(option) in (tuple, list))
+        return [from_text(item, part.strip(), source) for part in text.split(",") if part.strip()]
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -30,13 +30,15 @@ class Numerics:
         return f"{self.promise} ({self.kernels})"
 
 
-def native_numerics(path: str, *, by_layers: bool = False) -> Numerics:
+def native_numerics(path: str, *, by_layers: bool = False, has_int8_weights: bool = False) -> Numerics:
     """`path`: an instruction path, whose kernels keep the order of every sum fixed (see cpu_kernels).
 
     `by_layers`: transformers runs the model and native layers compute in it, which rounds
-    at other places than a whole native decoder does.
+    at other places than a whole native decoder does. `has_int8_weights`: exact, but of a
+    model whose weights have been rounded.
     """
-    return Numerics(Promise.EXACT, f"{path}, by layers" if by_layers else path)
+    notes = [path, *["by layers"] * by_layers, *["lossy int8 weights"] * has_int8_weights]
+    return Numerics(Promise.EXACT, ", ".join(notes))
 
 
 def torch_numerics(dtype: str, device_type: str) -> Numerics:

@@ -29,10 +29,17 @@ class ModelConfig:
         choices=("auto", "torch", "portable", "avx512_bf16", "amx"),
         help="On a CPU: auto is the best native path that was built and that the processor has, else torch.",
     )
+    weights: str = setting(
+        "auto",
+        choices=("auto", "int8"),
+        help="auto keeps linear layers in the dtype; int8 is LOSSY (another model, strictly) and takes half the "
+        "memory traffic; native kernels only.",
+    )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
     attention: str = setting("auto", choices=("auto", "torch_sdpa", "flash_attn"), help="Attention backend.")
     max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
-    num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0 leaves torch's choice.")
+    num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
+    cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")
     cache_dir: str = setting(
         "", help="Where converted models are kept; empty is $OUTRIDER_CACHE_DIR, else $XDG_CACHE_HOME/outrider."
     )

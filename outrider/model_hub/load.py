@@ -84,15 +84,20 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
+    has_int8_weights = config.weights == "int8"
+    if has_int8_weights and kernels.library is None:
+        raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
     expected = own_logits(model, spec.vocab_size)
     native: NativeDecoder | NativeLayers | None = None
     if kernels.library is not None:
-        native = _make_native(start_kernels(kernels, config), model, spec, layers)
+        native = _make_native(start_kernels(kernels, config), model, spec, layers, quantise=has_int8_weights)
     elif can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
     numerics = torch_numerics(dtype, device.type)
     if native is not None:
-        numerics = native_numerics(kernels.path, by_layers=isinstance(native, NativeLayers))
+        numerics = native_numerics(
+            kernels.path, by_layers=isinstance(native, NativeLayers), has_int8_weights=has_int8_weights
+        )
     tokenizer_files = read_tokenizer_files(location.directory)
     known = torch.zeros(spec.vocab_size, dtype=torch.bool)
     known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
@@ -102,22 +107,22 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         kernels=kernels,
         config=model.config,
         spec=spec,
-        info=_model_info(location, spec, tokenizer_files, numerics=numerics),
+        info=_model_info(location, spec, tokenizer_files, numerics=numerics, weights=config.weights),
         tokenizer_files=tokenizer_files,
         known_token_ids=known,
         directory=location.directory,
     )
-    check_paged_forward(loaded, expected)
+    check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
     return loaded
 
 
 def _make_native(
-    kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]
+    kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, quantise: bool
 ) -> NativeDecoder | NativeLayers:
     """One call for the whole model where its shape is known, else native layers in the model as it is."""
     if not why_not_native(model, spec, layers):
-        return NativeDecoder(kernels, model, spec, layers)
-    native = NativeLayers(kernels)
+        return NativeDecoder(kernels, model, spec, layers, quantise=quantise)
+    native = NativeLayers(kernels, quantise=quantise)
     pack_linear_layers(model, native.make_linear)
     native.replace_norms(model)
     return native
@@ -185,7 +190,7 @@ def _load_weights(
 
 
 def _model_info(
-    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], *, numerics: Numerics
+    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], *, numerics: Numerics, weights: str
 ) -> ModelInfo:
     directory = location.directory
     return ModelInfo(
@@ -197,7 +202,8 @@ def _model_info(
             read_json(directory / "config.json"), read_json(directory / "generation_config.json")
         ),
         dtype=spec.dtype,
-        fingerprint=model_fingerprint(directory, dtype=spec.dtype),
+        # Rounded weights make another model, whose KV nobody else may use.
+        fingerprint=model_fingerprint(directory, dtype=spec.dtype if weights == "auto" else f"{spec.dtype}, {weights}"),
         vocabulary_fingerprint=vocabulary_fingerprint(tokenizer_files[TOKENIZER_FILE]),
         numerics=str(numerics),
     )

@@ -14,6 +14,7 @@ from outrider.config import (
     setting,
 )
 from outrider.errors import ConfigError
+from outrider.model_hub.config import ModelConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
 
@@ -201,3 +202,13 @@ def test_a_role_reads_the_file_that_its_environment_names(write):
     file = write("decode_node: {max_running: 5}\n")
     sections = parse_role_arguments("decode_node", SECTIONS, [], environ={"OUTRIDER_CONFIG": str(file)})
     assert sections["decode_node"].max_running == 5
+
+
+@pytest.mark.parametrize(("text", "value"), [("0,1", (0, 1)), ("3", (3,)), ("", ()), ("[2, 4]", (2, 4))])
+def test_numbers_with_commas_are_a_list_of_numbers(text, value):
+    assert load_config({"model": ModelConfig}, file=None, environ={"OUTRIDER_MODEL__CPUS": text})["model"].cpus == value
+
+
+def test_what_is_no_number_is_refused_in_a_list_of_numbers():
+    with pytest.raises(ConfigError, match=r"model\.cpus"):
+        load_config({"model": ModelConfig}, file=None, environ={}, overrides=["model.cpus=0,one"])

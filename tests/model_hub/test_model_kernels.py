@@ -122,3 +122,16 @@ def test_the_setting_offers_every_path():
         field.metadata["limits"] for field in ModelConfig.__dataclass_fields__.values() if field.name == "kernels"
     )
     assert set(limits.choices) == {AUTO, TORCH, *PREFERENCE}
+
+
+@needs_native
+def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint):
+    plain, rounded = load(bfloat16_checkpoint), load(bfloat16_checkpoint, weights="int8")
+    assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights)"
+    assert rounded.info.fingerprint != plain.info.fingerprint
+    assert rounded.native.num_weight_bytes < plain.native.num_weight_bytes
+
+
+def test_int8_weights_without_native_kernels_are_refused(bfloat16_checkpoint):
+    with pytest.raises(ConfigError, match="int8 needs native kernels"):
+        load(bfloat16_checkpoint, weights="int8", kernels="torch")

@@ -1,0 +1,58 @@
+"""Which processors and how many threads the computing roles of a local cluster get."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.cluster.config import DRAFT_MODEL_PREFIX, ClusterConfig
+
+FEWEST_TO_DIVIDE = 6
+"""Processors from which on roles get their own. With fewer, an idle role's would be missed by the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one process computes on."""
+
+    cpus: tuple[int, ...]
+    num_threads: int
+
+
+def place_roles(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, Placement]:
+    """By the name of each process that computes ("decode-0", "prefill-0", with a draft model "draft-0").
+
+    On few processors all processes share all of them: a phase of a native step waits for
+    no thread that has lost its core, so sharing costs time but never stalls. On more,
+    decode nodes come first with half of them, since every token waits for a decode step;
+    prefill nodes get the rest, so that no chunk holds up a running decode; a draft model
+    takes an eighth of all from them; and one processor stays free for router, n-gram
+    drafter and clients.
+
+    Args:
+        config: how many nodes there are.
+        cpus: that may be used; at least one.
+    """
+    has_draft_model = config.draft.startswith(DRAFT_MODEL_PREFIX)
+    names = {
+        "decode": [f"decode-{index}" for index in range(config.decode_nodes)],
+        "prefill": [f"prefill-{index}" for index in range(config.prefill_nodes)],
+        "draft": [f"draft-{index}" for index in range(config.draft_nodes)] if has_draft_model else [],
+    }
+    everyone = [name for role in names.values() for name in role]
+    if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(everyone)):
+        return dict.fromkeys(everyone, Placement(tuple(cpus), len(cpus)))
+    free = cpus[1:]
+    num_draft = max(len(names["draft"]), len(cpus) // 8) if names["draft"] else 0
+    num_decode = max(len(names["decode"]), (len(free) - num_draft + 1) // 2)
+    decode, draft = free[:num_decode], free[num_decode : num_decode + num_draft]
+    prefill = free[num_decode + num_draft :]
+    return _divide(names["decode"], decode) | _divide(names["prefill"], prefill) | _divide(names["draft"], draft)
+
+
+def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, Placement]:
+    """Neighbouring processors for each, as equal parts as can be."""
+    bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
+    parts = [tuple(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
+    return {name: Placement(part, len(part)) for name, part in zip(names, parts, strict=True)}
