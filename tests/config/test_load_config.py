@@ -72,7 +72,7 @@ def test_later_sources_win(write):
     )
     assert (config.max_running, config.share) == (32, 0.25)
     assert (config.server.port, config.server.host) == (7, "0.0.0.0")
-    assert config.server.drain_seconds == 30.0
+    assert config.server.drain_seconds == ServerConfig().drain_seconds
 
 
 def test_the_sources_of_what_is_set_are_known(write):
