@@ -9,17 +9,31 @@ import pytest
 import torch
 
 from outrider.engine.attention import AttentionOptions, make_attention_backend
+from outrider.engine.attention.native import NativeAttention
+from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.errors import ConfigError
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import start_kernels
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_FLASH_ATTN = HAS_CUDA and importlib.util.find_spec("flash_attn") is not None
 
+KERNELS = choose_kernels()
+
 BACKENDS = [
     pytest.param(("torch_sdpa", "cpu", torch.float32), id="torch_sdpa-cpu-float32"),
     pytest.param(("torch_sdpa", "cpu", torch.bfloat16), id="torch_sdpa-cpu-bfloat16"),
+    *(
+        pytest.param(
+            ("native", "cpu", dtype),
+            id=f"native-cpu-{str(dtype).removeprefix('torch.')}",
+            marks=pytest.mark.skipif(KERNELS.library is None, reason=str(KERNELS)),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
     pytest.param(
         ("torch_sdpa", "cuda", torch.float32),
         id="torch_sdpa-cuda-float32",
@@ -52,6 +66,12 @@ def backend(request):
     return request.param
 
 
+def make_backend(name, device):
+    if name == "native":  # comes with the kernels that a model was loaded with
+        return NativeAttention(start_kernels(KERNELS, ModelConfig(num_threads=2)))
+    return make_attention_backend(name, device)
+
+
 def run(backend, sequences, *, block_size, options, num_heads=6, num_kv_heads=2, head_dim=16, seed=0):
     """(the backend's output, the reference's), both [num_rows, num_heads, head_dim] float64."""
     name, device, dtype = backend
@@ -73,7 +93,7 @@ def run(backend, sequences, *, block_size, options, num_heads=6, num_kv_heads=2,
         [SequenceRows([0] * rows, before, table, 1) for (rows, before), table in zip(sequences, tables, strict=True)],
         block_size,
     )
-    attention = make_attention_backend(name, device)
+    attention = make_backend(name, device)
     plan = attention.prepare(batch)
     output = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
     again = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
