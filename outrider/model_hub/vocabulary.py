@@ -24,13 +24,17 @@ TOKENIZER_FILES = (
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """The files of TOKENIZER_FILES that exist. Raises ModelError without a tokenizer.json."""
+    """The files of TOKENIZER_FILES that exist. Raises ModelError without a tokenizer.json, or when it is damaged."""
     files = {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
     if TOKENIZER_FILE not in files:
         raise ModelError(
             f"{directory} has no {TOKENIZER_FILE}: save a fast tokenizer there "
             f"(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
+    try:
+        vocabulary(files[TOKENIZER_FILE])
+    except ModelError as error:
+        raise ModelError(f"in {directory}, {error.message}; copy or download it again") from error
     return files
 
 

@@ -14,11 +14,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from outrider.service.telemetry.logging import get_logger
 
 ANNOUNCE_VARIABLE = "OUTRIDER_ANNOUNCE_FD"
 PROGRESS_INTERVAL_SECONDS = 0.1
+LOG_INTERVAL_SECONDS = 3.0
 
 
 class Announcer:
@@ -54,9 +57,45 @@ class Announcer:
         self.say(progress=stage, done=done, total=total)
 
 
+class ProgressLog:
+    """Lines for whoever watches a log: every few seconds while a stage goes on, and its end if it had any. One thread.
+
+    A stage that is over sooner says nothing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._log = get_logger("progress")
+        self._stage = ""
+        self._next_line_at = 0.0
+        self._has_spoken = False
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        now = self._clock()
+        if stage != self._stage:
+            self._stage, self._has_spoken = stage, False
+            self._next_line_at = now + LOG_INTERVAL_SECONDS
+        is_done = 0 < total <= done
+        if now < self._next_line_at and not (is_done and self._has_spoken):
+            return
+        self._has_spoken = not is_done
+        self._next_line_at = now + LOG_INTERVAL_SECONDS
+        self._log.info(_STAGES.get(stage, stage), stage=stage, done=done, **({"total": total} if total else {}))
+
+
+_STAGES = {
+    "download": "downloading the model",
+    "convert": "converting the model",
+    "wait": "waiting for another process that gets the model",
+    "weights": "loading the model",
+}
+
+
 def announce_progress(stage: str, done: int, total: int) -> None:
-    """`Announcer.progress` of this process, for composition roots: `load_model(config, progress=announce_progress)`."""
+    """Tells the process that started this one, and the log: `load_model(config, progress=announce_progress)`."""
     _process_announcer.progress(stage, done, total)
+    _process_log.progress(stage, done, total)
 
 
 _process_announcer = Announcer.from_environment()
+_process_log = ProgressLog()

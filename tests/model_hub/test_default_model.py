@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,6 +139,52 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot be written"):
         ensure_default_model(tmp_path / "file" / "cache")
+
+
+def test_a_disk_without_room_is_told_before_anything_is_loaded(acted, tmp_path, monkeypatch):
+    monkeypatch.setattr(default_model.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    with pytest.raises(ModelError) as caught:
+        ensure_default_model(tmp_path)
+    assert caught.value.message == (
+        f"no room for the default model in {tmp_path}: 5 MiB free, 800 MiB are needed; make room, or choose another "
+        "directory with model.cache_dir (OUTRIDER_MODEL__CACHE_DIR)"
+    )
+    assert acted == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_meanwhile_is_named(acted, tmp_path, monkeypatch, number):
+    def fill(weights, directory, *, progress):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(default_model, "convert", fill)
+    with pytest.raises(ModelError, match=rf"no room for the default model in {tmp_path}: .*; make room"):
+        ensure_default_model(tmp_path)
+
+
+def test_a_child_process_that_finds_the_disk_full_is_believed_whatever_it_says(acted, tmp_path, monkeypatch):
+    free = [900 << 20, 1 << 20]
+
+    def fail(weights, directory, *, progress):
+        raise ModelError("status 1")
+
+    monkeypatch.setattr(default_model, "convert", fail)
+    monkeypatch.setattr(default_model.shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop(0)))
+    with pytest.raises(ModelError, match="the disk is full"):
+        ensure_default_model(tmp_path)
+
+
+def test_a_conversion_is_told_of_while_it_goes_on(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho weights\nsleep 0.5\necho tokenizer\necho saved\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(default_model.sys, "executable", str(python))
+    monkeypatch.setattr(default_model, "POLL_SECONDS", 0.05)
+    reports = []
+    default_model.convert(tmp_path / "w.gguf", tmp_path, progress=lambda *report: reports.append(report))
+    assert reports[0] == ("convert", 0, 3)
+    assert reports.count(("convert", 1, 3)) > 1
+    assert reports[-1] == ("convert", 3, 3)
 
 
 def test_pips_last_words_are_passed_on_without_credentials(tmp_path, monkeypatch):

@@ -116,10 +116,29 @@ def test_a_directory_without_a_model_says_what_is_missing(tmp_path, copy):
         load(copy)
 
 
-def test_damaged_weights_are_refused(copy):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1000],
+        lambda data: data[: len(data) // 100],
+        lambda data: b"",
+        lambda data: b"\xff" * 8 + data[8:],
+        lambda data: data[:8] + b"x" + data[9:],
+        lambda data: data + b"more",
+    ],
+    ids=["cut", "cut header", "empty", "header length", "header", "longer"],
+)
+def test_a_damaged_weight_file_is_named_with_the_fix(copy, damage):
     weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="copy"):
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(ModelError, match=rf"{weights} is damaged: .*; copy or download it again"):
+        load(copy)
+
+
+def test_a_damaged_tokenizer_is_named_with_the_fix(copy):
+    tokenizer = copy / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=rf"in {copy}, tokenizer.json is not a tokenizer: .*; copy or download it"):
         load(copy)
 
 
