@@ -262,19 +262,24 @@ def measure_generate(model: Model, prompts: Sequence[TokenIds], *, max_new_token
     )
 
 
-def measure_batched(
-    model: Model, prompts: Sequence[TokenIds], *, max_new_tokens: int, max_requests_per_batch: int
-) -> Batched:
-    """Raises: RuntimeError when a prompt was not answered."""
-    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    config = ContinuousBatchingConfig(
+def batching_config(*, longest_tokens: int, max_requests_per_batch: int) -> ContinuousBatchingConfig:
+    """Room for so many sequences of so many tokens, prompt and answer, at once."""
+    return ContinuousBatchingConfig(
         page_size=PAGE_SIZE_TOKENS,
-        num_blocks=max_requests_per_batch * math.ceil(longest / PAGE_SIZE_TOKENS) + max_requests_per_batch,
+        num_blocks=max_requests_per_batch * math.ceil(longest_tokens / PAGE_SIZE_TOKENS) + max_requests_per_batch,
         max_batch_tokens=BATCH_TOKENS,
         max_requests_per_batch=max_requests_per_batch,
         allow_block_sharing=False,
         auto_switch_to_flash=False,
     )
+
+
+def measure_batched(
+    model: Model, prompts: Sequence[TokenIds], *, max_new_tokens: int, max_requests_per_batch: int
+) -> Batched:
+    """Raises: RuntimeError when a prompt was not answered."""
+    longest = max(len(prompt) for prompt in prompts) + max_new_tokens
+    config = batching_config(longest_tokens=longest, max_requests_per_batch=max_requests_per_batch)
     model.generate_batch(
         [list(prompts[0])], generation_config=greedy(4, model), continuous_batching_config=config
     )  # warm-up

@@ -1,4 +1,4 @@
-"""Sends prompts to a router, closed loop or open loop, and records what each answer did when."""
+"""Sends prompts, closed loop or open loop, and records what each answer did when."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.bench.prompts import AnswerOptions, BenchRequest
 from outrider.client import AsyncClient, RequestMetrics, Summary, Usage
@@ -59,12 +60,20 @@ _NO_SUMMARY = Summary(request_id="", usage=Usage(), metrics=RequestMetrics())
 OnDone = Callable[[RequestRecord], None]
 
 
-class LoadGenerator:
-    """Drives one router through one client. Not thread-safe: one event loop."""
+class Asker(Protocol):
+    """Gets one answer. `benchmarks/peers` has askers of other servers."""
 
-    def __init__(self, client: AsyncClient, options: AnswerOptions) -> None:
-        self._client = client
-        self._options = options
+    async def ask(self, prompt: BenchRequest, *, index: int, speculation: bool) -> RequestRecord:
+        """An answer that fails is a record with `error`, never an exception."""
+
+
+class LoadGenerator:
+    """Drives one server through one asker. Not thread-safe: one event loop."""
+
+    def __init__(self, asker: Asker, *, seed: int = 0) -> None:
+        """`seed`: of open-loop arrivals."""
+        self._asker = asker
+        self._seed = seed
 
     async def run(
         self, prompts: Sequence[BenchRequest], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
@@ -86,7 +95,7 @@ class LoadGenerator:
 
         async def client() -> None:
             for index, prompt in waiting:
-                records[index] = await self._ask(prompt, index=index, speculation=speculation)
+                records[index] = await self._asker.ask(prompt, index=index, speculation=speculation)
                 on_done(records[index])
 
         async with asyncio.TaskGroup() as group:
@@ -98,10 +107,10 @@ class LoadGenerator:
         self, prompts: Sequence[BenchRequest], rate: float, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
         """Poisson arrivals (the same ones in every run): late answers hold no arrival back."""
-        gaps = random.Random(self._options.seed)  # noqa: S311 arrivals, not secrets
+        gaps = random.Random(self._seed)  # noqa: S311 arrivals, not secrets
 
         async def client(index: int, prompt: BenchRequest) -> RequestRecord:
-            record = await self._ask(prompt, index=index, speculation=speculation)
+            record = await self._asker.ask(prompt, index=index, speculation=speculation)
             on_done(record)
             return record
 
@@ -114,7 +123,15 @@ class LoadGenerator:
                 due += gaps.expovariate(rate)
         return [task.result() for task in tasks]
 
-    async def _ask(self, prompt: BenchRequest, *, index: int, speculation: bool) -> RequestRecord:
+
+class RouterAsker:
+    """Asks a router. One event loop."""
+
+    def __init__(self, client: AsyncClient, options: AnswerOptions) -> None:
+        self._client = client
+        self._options = options
+
+    async def ask(self, prompt: BenchRequest, *, index: int, speculation: bool) -> RequestRecord:
         message, metadata = prompt.to_message(self._options, index=index, speculation=speculation)
         stream = self._client.generate_message(
             message, timeout_seconds=self._options.timeout_seconds, metadata=metadata

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.bench.load import Level, LoadGenerator, Pass, RequestRecord
+from outrider.bench.load import Level, LoadGenerator, Pass, RequestRecord, RouterAsker
 from outrider.bench.machine import CpuMeter, CpuReading
 from outrider.bench.measure import Comparison, LevelFigures, compare, figures_of
 from outrider.bench.prompts import AnswerOptions, BenchRequest
@@ -58,7 +58,7 @@ async def run_bench(
     """Runs the plan. Passes of one level alternate between the modes, and the mode that goes first alternates too."""
     if plan.has_warm_up:
         await _warm_up(client, plan, options, progress=progress)
-    load = LoadGenerator(client, options)
+    load = LoadGenerator(RouterAsker(client, options), seed=options.seed)
     figures: list[LevelFigures] = []
     comparisons: list[Comparison] = []
     for level in plan.levels:
@@ -97,7 +97,8 @@ def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchRequest, ...
 
 async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: Progress) -> None:
     """The same for every mode: a few short answers together, none of them counted."""
-    load = LoadGenerator(client, replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens)))
+    short = replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
+    load = LoadGenerator(RouterAsker(client, short), seed=options.seed)
     level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)
     for mode in plan.modes:
         prompts = [prompt.salted(f"[{plan.run_mark}warm-up {int(mode)}]") for prompt in plan.prompts[:WARM_UP_PROMPTS]]

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.bench.load import Level, LoadGenerator
+from outrider.bench.load import Level, LoadGenerator, RouterAsker
 from outrider.bench.machine import describe_machine
 from outrider.bench.prompts import AnswerOptions, BenchPrompt, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
@@ -86,7 +86,7 @@ class SilentProgress:
 async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
     router = ScriptedRouter(num_awaited=num_clients)
     async with serving(router) as client:
-        load = LoadGenerator(client, AnswerOptions())
+        load = LoadGenerator(RouterAsker(client, AnswerOptions()))
         done = await load.run(PROMPTS, Level(is_open_loop=False, value=num_clients), speculation=True)
     assert router.most_running == num_clients
     assert [record.prompt_id for record in done.records] == [prompt.id for prompt in PROMPTS]
@@ -96,7 +96,7 @@ async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
 async def test_open_loop_does_not_wait_for_answers():
     router = ScriptedRouter(num_awaited=len(PROMPTS))  # no answer ends before the last request has come
     async with serving(router) as client:
-        load = LoadGenerator(client, AnswerOptions())
+        load = LoadGenerator(RouterAsker(client, AnswerOptions()))
         done = await load.run(PROMPTS, Level(is_open_loop=True, value=500.0), speculation=False)
     assert router.most_running == len(PROMPTS)
     assert not any(record.error for record in done.records)
@@ -106,7 +106,8 @@ async def test_what_is_asked_for_is_what_the_options_say():
     router = ScriptedRouter()
     options = AnswerOptions(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=40, ignore_eos=True)
     async with serving(router) as client:
-        await LoadGenerator(client, options).run(PROMPTS[:2], Level(is_open_loop=False, value=1), speculation=False)
+        load = LoadGenerator(RouterAsker(client, options))
+        await load.run(PROMPTS[:2], Level(is_open_loop=False, value=1), speculation=False)
     first, second = router.requests
     assert first.chat.messages[1].content == "Hello?"
     assert (first.sampling.max_tokens, first.sampling.top_k, first.stop.ignore_eos) == (7, 3, True)
@@ -118,7 +119,7 @@ async def test_what_is_asked_for_is_what_the_options_say():
 async def test_a_refused_request_is_an_error_among_answers():
     refused = BenchPrompt(id="x", kind="chat", content="fail")
     async with serving(ScriptedRouter()) as client:
-        load = LoadGenerator(client, AnswerOptions())
+        load = LoadGenerator(RouterAsker(client, AnswerOptions()))
         done = await load.run((refused, PROMPTS[1]), Level(is_open_loop=False, value=1), speculation=True)
     assert [(record.error, record.error_message) for record in done.records] == [("OVERLOADED", "full"), ("", "")]
 

@@ -401,15 +401,8 @@ def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node)
     spent = sum(sum(step.nanoseconds.values()) for step in profile.steps)
     assert 0 < spent <= elapsed
     for step in profile.steps:
-        assert {
-            "schedule",
-            "batch",
-            "forward.attention",
-            "forward.linear",
-            "forward.rest",
-            "sampling",
-            "commit",
-        } <= set(step.nanoseconds)
+        assert {"schedule", "batch", "sampling", "commit"} <= set(step.nanoseconds)
+        assert any(part.startswith("forward") for part in step.nanoseconds)
         assert min(step.nanoseconds.values()) >= 0
 
 

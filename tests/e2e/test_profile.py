@@ -53,8 +53,8 @@ def test_a_node_that_serves_tells_where_its_time_goes(running, tmp_path, role):
     assert result.returncode == 0, result.stderr
     assert f"{role.removesuffix('_node')}@127.0.0.1:" in result.stdout
     assert ": 4 steps in " in result.stdout
-    for part in ("schedule", "batch", "forward.attention", "forward.linear", "forward.norm", "forward.rest", "emit"):
-        assert f"\n  {part} " in result.stdout, result.stdout
+    for part in ("schedule ", "batch ", "forward", "emit "):  # phases of the forward: those that its kernels tell
+        assert f"\n  {part}" in result.stdout, result.stdout
     assert f"trace: 3 steps in {output}" in result.stdout
     names = [event.get("name", "") for event in json.loads(gzip.decompress(output.read_bytes()))["traceEvents"]]
     assert {"step 0", "step 1", "step 2"} <= set(names)

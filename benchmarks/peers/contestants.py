@@ -1,0 +1,56 @@
+"""Who takes part: names of the command line, and what is installed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import cpu_flags
+from peer import Peer
+from peer_llama_cpp import LlamaCpp
+from peer_openvino import OpenVino
+from peer_ours import Ours
+from peer_transformers import Transformers
+from peer_vllm import Vllm
+from process import PeerError
+from session import SessionResult
+
+PEERS: dict[str, Sequence[Callable[[], Peer]]] = {
+    "ours": (Ours,),
+    "vllm": (Vllm,),
+    "llama_cpp": (LlamaCpp,),
+    "openvino": (OpenVino,),
+    "transformers": (
+        lambda: Transformers("transformers_batching", batching=True),
+        lambda: Transformers("transformers_generate", batching=False),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One peer in one dtype."""
+
+    peer: Peer
+    dtype: str
+
+
+def install(
+    names: Sequence[str], model: Path, *, tell: Callable[[str], None]
+) -> tuple[list[Contestant], list[SessionResult]]:
+    """What can take part, and the failures of what cannot. `names`: NAME or NAME:DTYPE of PEERS."""
+    contestants, failures = [], []
+    for name, _, dtype in (entry.partition(":") for entry in names):
+        for make in PEERS[name]:
+            peer = make()
+            dtypes = (dtype,) if dtype else peer.dtypes(cpu_flags())
+            tell(f"{peer.name}: installing")
+            try:
+                peer.install(model)
+                contestants += [Contestant(peer, each) for each in dtypes]
+            except (PeerError, OSError) as error:
+                for each in dtypes:
+                    failed = SessionResult(peer=peer.name, dtype=each, speculation=False, round=0, error=str(error))
+                    failures.append(failed)
+    return contestants, failures

@@ -1,0 +1,47 @@
+"""Where peers live: a cache directory of the user's, and in it an environment for each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from process import run_logged
+
+INSTALL_SECONDS = 3600.0
+DIRECTORY_VARIABLE = "OUTRIDER_PEERS_DIR"
+
+
+def peers_directory() -> Path:
+    """$OUTRIDER_PEERS_DIR, else ~/.cache/outrider-peers."""
+    configured = os.environ.get(DIRECTORY_VARIABLE)
+    return Path(configured) if configured else Path.home() / ".cache" / "outrider-peers"
+
+
+class Environment:
+    """A virtual environment that this project's own never sees."""
+
+    def __init__(self, name: str) -> None:
+        self.directory = peers_directory() / name
+        self.python = self.directory / "bin" / "python"
+        self.log = self.directory / "install.log"
+
+    def install(self, requirements: Sequence[str], *, without: Sequence[str] = ()) -> None:
+        """From the package registry that pip is configured for. `without`: taken out again.
+
+        Raises: PeerError.
+        """
+        wanted = "\n".join([*requirements, *(f"without {name}" for name in without)])
+        stamp = self.directory / "installed.txt"
+        if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._run(sys.executable, "-m", "venv", str(self.directory))
+        self._run(str(self.python), "-m", "pip", "install", *requirements)
+        if without:
+            self._run(str(self.python), "-m", "pip", "uninstall", "-y", *without)
+        stamp.write_text(wanted, encoding="utf-8")
+
+    def _run(self, *command: str) -> None:
+        run_logged(command, log=self.log, seconds=INSTALL_SECONDS)

@@ -1,0 +1,51 @@
+"""What the figures must be read with: the processor, its instructions, its load, and how fast it reads weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from reference import read_bandwidth
+from safetensors import safe_open
+
+from outrider.bench.machine import describe_machine
+
+TELLING_FLAGS = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
+
+
+def cpu_flags() -> frozenset[str]:
+    """Empty where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split())
+
+
+def machine_facts() -> dict[str, Any]:
+    flags = cpu_flags()
+    return {
+        **asdict(describe_machine()),
+        "cpu_flags": [flag for flag in TELLING_FLAGS if flag in flags],
+        "load_average": os.getloadavg(),
+        "transparent_huge_pages": HUGE_PAGES.read_text(encoding="utf-8").strip() if HUGE_PAGES.exists() else "",
+    }
+
+
+def count_weights(model: Path) -> int:
+    """Of a directory's model.safetensors; a tied embedding is stored, and read, once."""
+    with safe_open(model / "model.safetensors", framework="np") as weights:
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 no mapping
+
+
+def measure_floor(num_weights: int, *, num_threads: int) -> Mapping[str, float]:
+    """Tokens a second by dtype if nothing but reading every weight once took time; and the bandwidth behind it."""
+    bandwidth = read_bandwidth(num_threads)
+    floors = {dtype: bandwidth / (num_weights * size) for dtype, size in BYTES_PER_WEIGHT.items()}
+    return {"bandwidth_bytes_per_second": bandwidth, **floors}

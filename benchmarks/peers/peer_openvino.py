@@ -1,0 +1,53 @@
+"""OpenVINO GenAI's continuous batching. Its keys and values are in 8 bits by default, and are left so."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+from asking import LineServer, StreamAsker
+from environment import INSTALL_SECONDS, Environment
+from peer import Server, Setup, Started
+from process import ServerProcess, run_logged
+
+REQUIREMENTS = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
+WITHOUT = ("torchvision",)
+"""Text models do without; a build of it for another torch would end the export."""
+SCRIPT = Path(__file__).resolve().parent / "serve_openvino.py"
+
+
+class OpenVino:
+    name = "openvino"
+    has_lookup = True
+    most_clients = 0
+
+    def __init__(self) -> None:
+        self._environment = Environment("openvino")
+
+    def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
+        """It computes in bfloat16 only where the processor does."""
+        return ("bfloat16",) if "avx512_bf16" in cpu_flags else ("float32",)
+
+    def install(self, model: Path) -> None:
+        self._environment.install(REQUIREMENTS, without=WITHOUT)
+        exported = self._exported(model)
+        if (exported / "openvino_tokenizer.xml").exists():  # the last file of an export
+            return
+        shutil.rmtree(exported, ignore_errors=True)
+        command = [str(self._environment.directory / "bin" / "optimum-cli"), "export", "openvino"]
+        command += ["--model", str(model), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+        run_logged([*command, str(exported)], log=self._environment.log, seconds=INSTALL_SECONDS, HF_HUB_OFFLINE="1")
+
+    @contextmanager
+    def start(self, setup: Setup) -> Started:
+        command = [str(self._environment.python), str(SCRIPT), str(self._exported(setup.model))]
+        command += ["--dtype", setup.dtype, "--threads", str(setup.num_threads), "--max-tokens", str(setup.max_tokens)]
+        command += ["--lookup"] if setup.speculation else []
+        with ServerProcess(command, environment={}, log=setup.log, speaks_lines=True) as process:
+            server = LineServer(process, seconds=setup.answer_seconds)
+            process.wait_until(lambda: server.is_ready, seconds=setup.start_seconds)
+            yield Server(process, StreamAsker(server.stream, max_tokens=setup.max_tokens))
+
+    def _exported(self, model: Path) -> Path:
+        return self._environment.directory / "models" / model.name

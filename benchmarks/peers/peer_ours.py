@@ -1,0 +1,79 @@
+"""Ours: the whole stack of four processes, as `outrider up` starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peer import Server, Setup, Started
+from process import ServerProcess
+
+from outrider.bench.load import RequestRecord, RouterAsker
+from outrider.bench.prompts import AnswerOptions, BenchPrompt
+from outrider.client import AsyncClient
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = ("prefill_node.kv_cache.prefix_cache=false", "decode_node.kv_cache.prefix_cache=false")
+PLAIN = ("decode_node.local_fallback=none",)
+
+
+class Ours:
+    name = "ours"
+    has_lookup = True
+    most_clients = 0
+
+    def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
+        return ("auto",)
+
+    def install(self, model: Path) -> None:
+        """This environment is it."""
+
+    @contextmanager
+    def start(self, setup: Setup) -> Started:
+        status = setup.log.with_suffix(".status.json")
+        status.unlink(missing_ok=True)
+        command = _command(setup, status)
+        with ServerProcess(command, environment={"PYTHONPATH": str(ROOT)}, log=setup.log) as process:
+            process.wait_until(status.exists, seconds=setup.start_seconds)
+            process.wait_until(lambda: bool(_router(status)), seconds=setup.start_seconds)
+            yield Server(process, _LazyAsker(_router(status), setup))
+
+
+def _command(setup: Setup, status: Path) -> list[str]:
+    settings: Sequence[str] = SETTINGS if setup.speculation else (*SETTINGS, *PLAIN)
+    command = [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0", "--json-status", str(status)]
+    command += ["--model", str(setup.model), "--dtype", setup.dtype]
+    command += ["--draft", "ngram" if setup.speculation else "none"]
+    return command + [word for one in settings for word in ("--set", one)]
+
+
+def _router(status: Path) -> str:
+    """Its address; empty while the cluster starts."""
+    try:
+        value: dict[str, Any] = json.loads(status.read_text(encoding="utf-8"))
+    except ValueError:  # it is being written
+        return ""
+    return str(value.get("router") or "")
+
+
+class _LazyAsker:
+    """A RouterAsker made on the event loop that asks: a channel belongs to one."""
+
+    def __init__(self, router: str, setup: Setup) -> None:
+        self._router = router
+        self._options = AnswerOptions(
+            max_tokens=setup.max_tokens, ignore_eos=True, timeout_seconds=setup.answer_seconds
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asker: RouterAsker | None = None
+
+    async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
+        loop = asyncio.get_running_loop()
+        if self._asker is None or loop is not self._loop:
+            self._loop, self._asker = loop, RouterAsker(AsyncClient(self._router), self._options)
+        return await self._asker.ask(prompt, index=index, speculation=speculation)

