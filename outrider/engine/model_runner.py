@@ -51,8 +51,9 @@ class ModelRunner:
         self._attention = attention
         self._device = kv_cache.device
         # Elsewhere kernels compute behind the caller's back: a clock around a module would time its launches.
-        is_told = self._device.type == "cpu" and self._native is None
-        self.phases: ForwardPhases = ModulePhases(model.model) if is_told else NoPhases()
+        self.phases: ForwardPhases = ModulePhases(model.model) if self._device.type == "cpu" else NoPhases()
+        if self._native is not None:
+            self.phases = self._native.phases
 
     @property
     def attention_name(self) -> str:

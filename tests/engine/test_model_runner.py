@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels.library import STEP_PHASES
+from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
@@ -181,3 +183,22 @@ def test_two_runners_share_a_model(loaded, node):
     other.prefill(OTHER[:-1], other_blocks)
     assert_same(node.forward(SequenceRows(PROMPT[-1:], 60, blocks, 1)), own_logits(loaded, PROMPT)[-1:])
     assert_same(other.forward(SequenceRows(OTHER[-1:], 29, other_blocks, 1)), own_logits(loaded, OTHER)[-1:])
+
+
+@pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+def test_a_native_forward_tells_its_phases_while_it_is_asked(tmp_path):
+    model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path / "model"))))
+    runner = ModelRunner(
+        model, PagedKVCache(model.spec.planes, num_blocks=4, block_size=16), make_attention_backend("torch_sdpa")
+    )
+    batch = build_input_batch([SequenceRows([1, 2, 3], 0, [0], num_logits=1)], 16)
+    runner.forward(batch)
+    assert not any(runner.phases.take().values())
+    runner.phases.start()
+    runner.forward(batch)
+    spent = runner.phases.take()
+    assert set(spent) == set(STEP_PHASES)
+    assert all(nanoseconds > 0 for nanoseconds in spent.values())
+    runner.phases.stop()
+    runner.forward(batch)
+    assert not any(runner.phases.take().values())

@@ -189,10 +189,34 @@ class NativeStep:
             )
         return logits
 
+    @property
+    def phases(self) -> NativePhases:
+        return NativePhases(self._workspace)
+
     def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(
             self._team.handle, self._workspace.handle, self._struct, batch, self._keys, self._values, first, last
         )
+
+
+class NativePhases:
+    """ForwardPhases of native steps: counted inside the call. A callback between layers is not in them."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    def start(self) -> None:
+        self._workspace.take_times()
+        self._workspace.measure(is_on=True)
+
+    def exclude(self, nanoseconds: int) -> None:
+        return
+
+    def take(self) -> dict[str, int]:
+        return self._workspace.take_times()
+
+    def stop(self) -> None:
+        self._workspace.measure(is_on=False)
 
 
 def batch_struct(batch: InputBatch) -> BatchStruct:

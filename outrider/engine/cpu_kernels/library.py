@@ -118,6 +118,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_team_free": (None, (c_void_p,)),
     "outrider_workspace_create": (c_void_p, ()),
     "outrider_workspace_free": (None, (c_void_p,)),
+    "outrider_workspace_measure": (None, (c_void_p, c_int32)),
+    "outrider_workspace_take_times": (None, (c_void_p, c_void_p)),
     "outrider_packed_size": (c_int64, (c_int32, c_int64, c_int64)),
     "outrider_pack": (
         None,
@@ -226,12 +228,27 @@ class Team:
             self.handle = 0
 
 
+STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
+"""By OutriderPhase: what a native decoder's step spends its time on."""
+
+
 class Workspace:
-    """Scratch memory of one runner; grows to its largest step."""
+    """Scratch memory of one runner; grows to its largest step. Can tell what decoder steps spend their time on."""
 
     def __init__(self, library: KernelLibrary) -> None:
+        self._functions = library.functions
         self._free = library.functions.outrider_workspace_free
         self.handle: int = library.functions.outrider_workspace_create()
+
+    def measure(self, *, is_on: bool) -> None:
+        """From here on, or no longer."""
+        self._functions.outrider_workspace_measure(self.handle, int(is_on))
+
+    def take_times(self) -> dict[str, int]:
+        """Nanoseconds by name of STEP_PHASES since the last call."""
+        spent = (c_int64 * len(STEP_PHASES))()
+        self._functions.outrider_workspace_take_times(self.handle, spent)
+        return dict(zip(STEP_PHASES, spent, strict=True))
 
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):

@@ -29,6 +29,22 @@ OUTRIDER_API void outrider_team_free(OutriderTeam* team);
 OUTRIDER_API OutriderWorkspace* outrider_workspace_create(void);
 OUTRIDER_API void outrider_workspace_free(OutriderWorkspace* workspace);
 
+// What a decoder's step spends its time on.
+enum OutriderPhase : int32_t {
+  OUTRIDER_LINEAR = 0,
+  OUTRIDER_ATTENTION = 1,
+  OUTRIDER_NORM = 2,
+  OUTRIDER_ROPE = 3,  // with the writes to the cache
+  OUTRIDER_HEAD = 4,  // the output layer, with the norm before it
+  OUTRIDER_NUM_PHASES = 5
+};
+
+// Measures the decoder steps of this workspace from here on, or no longer.
+OUTRIDER_API void outrider_workspace_measure(OutriderWorkspace* workspace, int32_t is_on);
+
+// Nanoseconds by OutriderPhase since the last call. spent [OUTRIDER_NUM_PHASES].
+OUTRIDER_API void outrider_workspace_take_times(OutriderWorkspace* workspace, int64_t* spent);
+
 // ---- linear.cpp
 
 // W of y = x W^T + b, packed: see linear.h for the layout.

@@ -48,6 +48,7 @@ class DecoderStep final : public Job {
   }
 
   void work(int member) override {
+    if (member == 0) workspace_.times.begin();
     if (first_ == 0)
       phases_[0].share(row_units(num_rows_), [&](int64_t unit) {
         for_rows(unit, num_rows_, [&](int64_t row) { embed(row); });
@@ -117,16 +118,26 @@ class DecoderStep final : public Job {
   void run_layer(size_t index, Phase* phases, int member) {
     const OutriderLayer& layer = layers_[index];
     const int64_t width = decoder_.hidden_size;
+    const auto note = [&](OutriderPhase kind) {
+      if (member == 0) workspace_.times.note(kind);  // the caller, who is never late
+    };
     normalise(phases[0], layer.input_norm);
+    note(OUTRIDER_NORM);
     multiply(phases[1], normalised_, layer.qkv, StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
+    note(OUTRIDER_LINEAR);
     phases[2].share(row_units(num_rows_), [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });
     });
+    note(OUTRIDER_ROPE);
     attend(phases[3], phases[4], index, member);
+    note(OUTRIDER_ATTENTION);
     multiply(phases[5], attended_, layer.output, AddTo<float>{residual_, width});
+    note(OUTRIDER_LINEAR);
     normalise(phases[6], layer.post_attention_norm);
+    note(OUTRIDER_NORM);
     multiply(phases[7], normalised_, layer.gate_up, SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
     multiply(phases[8], gated_, layer.down, AddTo<float>{residual_, width});
+    note(OUTRIDER_LINEAR);
   }
 
   // Query and key heads are normalised (Qwen3) and rotated; keys and values go to the cache.
@@ -196,6 +207,7 @@ class DecoderStep final : public Job {
 template <class Type, class Weight>
 void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const int64_t* rows,
                int64_t num, float* logits) {
+  workspace.times.begin();
   const int64_t width = decoder.hidden_size;
   const float* residual = workspace.residual.get<float>();
   auto* normalised = workspace.activations.of<Activation<Weight>>(num * width);
@@ -209,6 +221,7 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
   team.share(num_units(head), [&](int64_t unit, int) {
     multiply_unit<Weight>(unit, normalised, width, num, head, store_logits);
   });
+  workspace.times.note(OUTRIDER_HEAD);
 }
 
 // Calls f with null pointers of the activations' and of a matrix's type.

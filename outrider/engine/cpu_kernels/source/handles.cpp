@@ -15,3 +15,7 @@ void outrider_team_free(OutriderTeam* team) { delete reinterpret_cast<outrider::
 OutriderWorkspace* outrider_workspace_create(void) { return new (std::nothrow) OutriderWorkspace(); }
 
 void outrider_workspace_free(OutriderWorkspace* workspace) { delete workspace; }
+
+void outrider_workspace_measure(OutriderWorkspace* workspace, int32_t is_on) { workspace->times.is_on = is_on != 0; }
+
+void outrider_workspace_take_times(OutriderWorkspace* workspace, int64_t* spent) { workspace->times.take(spent); }

@@ -1,10 +1,13 @@
 // Scratch memory of one runner: grows to its largest step and stays.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <vector>
+
+#include "api.h"
 
 namespace outrider {
 
@@ -38,6 +41,37 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// Where the time of steps goes, as the calling thread sees it, waiting included.
+class StepTimes {
+ public:
+  bool is_on = false;
+
+  void begin() {
+    if (is_on) last_ = now();
+  }
+  // What passed since the last call belongs to `kind`, an OutriderPhase.
+  void note(int kind) {
+    if (!is_on) return;
+    const int64_t at = now();
+    spent_[kind] += at - last_;
+    last_ = at;
+  }
+  void take(int64_t* spent) {
+    for (int kind = 0; kind < OUTRIDER_NUM_PHASES; kind++) {
+      spent[kind] = spent_[kind];
+      spent_[kind] = 0;
+    }
+  }
+
+ private:
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+  int64_t last_ = 0;
+  int64_t spent_[OUTRIDER_NUM_PHASES] = {};
+};
+
 }  // namespace outrider
 
 // One member's own part, and what all share.
@@ -51,5 +85,6 @@ struct OutriderWorkspace {
   outrider::Buffer projected;    // query, key and value of all rows
   outrider::Buffer attended;
   outrider::Buffer gated;
+  outrider::StepTimes times;
   outrider::Buffer partials;  // of attention that is split over the keys
 };
