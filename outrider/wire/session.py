@@ -217,6 +217,8 @@ def _counts_to_proto(counts: SpeculationCounts, proto: session_pb2.SpeculationCo
 
 
 def _counts_from_proto(proto: session_pb2.SpeculationCounts) -> SpeculationCounts:
+    if not proto.num_spec_steps:  # wanted, and nothing was there: one for nearly every token of plain text
+        return SpeculationCounts(num_wanting_steps=proto.num_wanting_steps, num_hit_steps=proto.num_hit_steps)
     return SpeculationCounts(
         num_spec_steps=proto.num_spec_steps,
         num_draft_tokens=proto.num_draft_tokens,

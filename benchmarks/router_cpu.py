@@ -1,0 +1,167 @@
+"""CPU time of the router for each streamed token, beside a bare gRPC server that writes the same messages.
+
+    python benchmarks/router_cpu.py [--streams 16] [--tokens 1000] [--step-ms 10] [--rounds 3]
+
+The router is the real process; its nodes are scripted ones (`router.fakes`), one token of
+every stream in each step, so that nothing but the router is measured. The bare server is a
+grpc.aio server on uvloop that writes one prepared message for each token at the same pace:
+what gRPC itself costs. Rounds alternate. CPU time grows when other programs share the
+caches: compare the two columns, not runs of different hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import grpc
+import grpc.aio
+import psutil
+import uvloop
+
+from outrider.service.channels import server_options
+from outrider.service.config import ServerConfig
+from outrider.v1 import router_pb2
+
+ROOT = Path(__file__).resolve().parents[1]
+GENERATE = "/outrider.v1.RouterService/Generate"
+START_SECONDS = 60
+STREAM_SECONDS = 600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU time of the router for each streamed token.")
+    parser.add_argument("--streams", type=int, default=16, metavar="N")
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of each stream; default 1000")
+    parser.add_argument(
+        "--step-ms", type=float, default=10.0, metavar="MS", help="one token of each stream; default 10"
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--serve", choices=("nodes", "bare"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve = serve_nodes if arguments.serve == "nodes" else serve_bare
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(arguments))
+        return
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Alternates router and bare server; prints CPU milliseconds for each token of either."""
+    this = [sys.executable, __file__, "--tokens", str(arguments.tokens), "--step-ms", str(arguments.step_ms)]
+    figures: dict[str, list[float]] = {"router": [], "bare": []}
+    with started([*this, "--serve", "nodes"]) as (_, nodes), started([*this, "--serve", "bare"]) as (bare, said):
+        command = [sys.executable, "-m", "router", "--set", "router.server.port=0"]
+        for role in ("decode", "prefill"):
+            command += ["--set", f"router.{role}_targets={nodes[role]}"]
+        with started(command, announces=True) as (router, serving):
+            servers = {"router": (router, serving["address"]), "bare": (bare, said["address"])}
+            for process, address in servers.values():  # once, not counted: the first calls import and connect
+                drive(process, address, arguments.streams, min(50, arguments.tokens))
+            for _ in range(arguments.rounds):
+                for name, (process, address) in servers.items():
+                    seconds, num_messages = drive(process, address, arguments.streams, arguments.tokens)
+                    num_tokens = arguments.streams * arguments.tokens
+                    figures[name].append(seconds * 1e3 / num_tokens)
+                    shown = f"{figures[name][-1]:.4f} ms of CPU for each token"
+                    print(f"{name:>6}: {shown}, {num_messages / num_tokens:.2f} messages for each", flush=True)
+    router_ms, bare_ms = median(figures["router"]), median(figures["bare"])
+    print(f"median: router {router_ms:.4f} ms, bare gRPC {bare_ms:.4f} ms, {router_ms / bare_ms:.2f} times")
+
+
+def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: int) -> tuple[float, int]:
+    """(CPU seconds of the process, messages) of so many streams. The client reads bytes and looks into none."""
+    request = router_pb2.GenerateRequest(text="a prompt")
+    request.sampling.max_tokens = num_tokens
+    request.stop.ignore_eos = True
+    with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(num_streams) as pool:
+        call = channel.unary_stream(GENERATE)
+        before = process.cpu_times()
+        counts = pool.map(
+            lambda _: sum(1 for _ in call(request.SerializeToString(), timeout=STREAM_SECONDS)), range(num_streams)
+        )
+        num_messages = sum(counts)
+        after = process.cpu_times()
+    return after.user + after.system - before.user - before.system, num_messages
+
+
+@contextmanager
+def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """The process, and the first JSON line on its standard output (a router's log: the line that says it serves)."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL if announces else subprocess.PIPE,
+        stderr=subprocess.PIPE if announces else None,
+        text=True,
+    )
+    lines = process.stderr if announces else process.stdout
+    assert lines is not None
+    try:
+        for line in lines:
+            said = json.loads(line)
+            if not announces or said.get("event") == "serving":
+                break
+        else:
+            raise RuntimeError(f"{command} ended before it served")
+        with ThreadPoolExecutor(1) as drain:
+            drain.submit(lambda: [None for _ in lines])  # a full pipe would stop it
+            try:
+                yield psutil.Process(process.pid), said
+            finally:
+                process.terminate()
+                process.wait(START_SECONDS)
+    finally:
+        process.kill()
+
+
+async def serve_nodes(arguments: argparse.Namespace) -> None:
+    """A scripted decode node and a prefill node that nobody needs."""
+    from router.fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
+
+    model = fake_model_info(max_model_len=arguments.tokens + 64)
+    decode = FakeDecodeNode(model=model)
+    decode.step_seconds = arguments.step_ms / 1e3
+    decode.max_local_prefill_tokens = 64
+    prefill = FakePrefillNode([decode], model=model)
+    print(json.dumps({"decode": await decode.start(), "prefill": await prefill.start()}), flush=True)
+    await asyncio.Event().wait()
+
+
+async def serve_bare(arguments: argparse.Namespace) -> None:
+    """Writes a delta of one token at each step, as many as are asked for, to every stream."""
+    message = router_pb2.GenerateResponse(
+        delta=router_pb2.Delta(start_position=500, token_ids=[97], text="a")
+    ).SerializeToString()
+    step = asyncio.Event()
+
+    async def generate(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        for _ in range(router_pb2.GenerateRequest.FromString(request).sampling.max_tokens):
+            await step.wait()
+            await context.write(message)
+            await asyncio.sleep(0)
+
+    server = grpc.aio.server(options=server_options(ServerConfig()))
+    handler = grpc.unary_stream_rpc_method_handler(generate)
+    service, _, method = GENERATE[1:].partition("/")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
+    while True:
+        await asyncio.sleep(arguments.step_ms / 1e3)
+        step.set()
+        step.clear()
+
+
+if __name__ == "__main__":
+    main()
