@@ -17,10 +17,11 @@ CONVERSION_STEPS = ("weights", "tokenizer", "saved")
 
 
 def convert_gguf(weights: Path, directory: Path) -> None:
-    """Writes configuration, tokenizer and float32 safetensors.
+    """Writes configuration, tokenizer and bfloat16 safetensors.
 
-    float32 keeps every dequantised value as it is: a Q4_1 weight is scale * q + minimum
-    with float16 scales, which are more digits than bfloat16 has.
+    bfloat16 is what the model was trained and published in. A Q4_1 weight, scale * q +
+    minimum, may have more digits than that; what rounding takes is far below what
+    quantising took.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -28,7 +29,7 @@ def convert_gguf(weights: Path, directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         weights.parent,
         gguf_file=weights.name,
-        dtype=torch.float32,
+        dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),  # otherwise weights stay GGUF blocks
         local_files_only=True,
     )

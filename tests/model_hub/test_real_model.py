@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
@@ -18,6 +19,7 @@ from outrider.model_hub.load import load_model
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
+NATIVE = choose_kernels()
 NUM_TOKENS = 200
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -37,7 +39,7 @@ def decode(loaded, prompt, *, num_rows):
     runner = ModelRunner(loaded, cache, make_attention_backend())
     blocks = list(range(63, -1, -1))
     runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
-    token_ids, gaps = list(prompt), []
+    token_ids, logits_of_steps = list(prompt), []
     while len(token_ids) < len(prompt) + NUM_TOKENS:
         rows = [token_ids[-1]]
         if num_rows > 1:
@@ -45,13 +47,18 @@ def decode(loaded, prompt, *, num_rows):
         logits = runner.forward(
             build_input_batch([SequenceRows(rows, len(token_ids) - 1, blocks, num_rows)], block_size)
         )
-        best = logits[0].topk(2)
-        gaps.append(float(best.values[0] - best.values[1]))
-        token_ids.append(int(best.indices[0]))
-    return token_ids[len(prompt) :], gaps
+        logits_of_steps.append(logits[0].clone())
+        token_ids.append(int(logits[0].argmax()))
+    return token_ids[len(prompt) :], torch.stack(logits_of_steps)
 
 
-def test_greedy_tokens_are_those_of_transformers_generate(loaded):
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def loaded_in_float32(request):
+    return load_model(ModelConfig(max_model_len=1024, dtype="float32", kernels=request.param))
+
+
+def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32):
+    loaded = loaded_in_float32
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
     theirs = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=torch.float32)
     with torch.inference_mode():
@@ -62,11 +69,24 @@ def test_greedy_tokens_are_those_of_transformers_generate(loaded):
     # min_new_tokens bans the end of text there; here nothing does, so compare up to it.
     end = next((i for i, token in enumerate(expected) if token in loaded.info.eos_token_ids), NUM_TOKENS)
     for num_rows in (1, 5):
-        ours, gaps = decode(loaded, prompt, num_rows=num_rows)
+        ours, logits = decode(loaded, prompt, num_rows=num_rows)
         stop = next((i for i, token in enumerate(ours) if token in loaded.info.eos_token_ids), end)
         parted = next((i for i in range(min(end, stop)) if ours[i] != expected[i]), None)
-        assert parted is None, f"{num_rows} rows: token {parted} differs, its best two are {gaps[parted]:.2g} apart"
+        best = logits[parted or 0].topk(2).values
+        assert parted is None, (
+            f"{num_rows} rows: token {parted} differs, its best two are {best[0] - best[1]:.2g} apart"
+        )
         assert min(end, stop) == NUM_TOKENS, "the prompt must be one that is answered at length"
+
+
+@pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
+def test_in_bfloat16_logits_are_the_same_bits_with_drafts_and_without(loaded):
+    assert (loaded.info.dtype, loaded.info.numerics) == ("bfloat16", f"exact ({NATIVE.path})")
+    prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
+    alone, alone_logits = decode(loaded, prompt, num_rows=1)
+    drafted, drafted_logits = decode(loaded, prompt, num_rows=5)
+    assert alone == drafted
+    assert torch.equal(alone_logits, drafted_logits)
 
 
 def test_identity_of_the_default_model(loaded):
