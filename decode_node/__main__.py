@@ -43,8 +43,6 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
-        import torch
-
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
@@ -146,7 +144,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                 "dtype": info.dtype,
                 "device": str(model.device),
                 "attention_backend": runner.attention_name,
-                "threads": torch.get_num_threads(),
+                "threads": model.num_threads,
                 "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": info.numerics,
                 "kernels": str(model.kernels),

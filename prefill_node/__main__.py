@@ -41,8 +41,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(emit: Emit) -> PrefillParts:
-        import torch
-
         from outrider.engine.attention import make_attention_backend
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -101,7 +99,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
                 "dtype": model.info.dtype,
                 "device": str(model.device),
                 "attention_backend": runner.attention_name,
-                "threads": torch.get_num_threads(),
+                "threads": model.num_threads,
                 "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": model.info.numerics,
                 "kernels": str(model.kernels),

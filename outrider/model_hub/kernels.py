@@ -7,6 +7,7 @@ import torch
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
+from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
@@ -28,7 +29,7 @@ def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:
 
 
 def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
-    """The chosen library, with as many threads as torch has unless the configuration says."""
+    """The chosen library, with a thread for each processor that this process may use, or as the configuration says."""
     assert choice.library is not None, "torch's kernels need no start"
     library = KernelLibrary(choice.library)
-    return CpuKernels(library, Team(library, config.num_threads or torch.get_num_threads()))
+    return CpuKernels(library, Team(library, config.num_threads or len(usable_cpus())))

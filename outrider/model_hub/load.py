@@ -57,6 +57,11 @@ class LoadedModel:
     directory: Path
 
     @property
+    def num_threads(self) -> int:
+        """Of one forward pass."""
+        return torch.get_num_threads() if self.native is None else self.native.kernels.team.num_threads
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -64,7 +69,8 @@ class LoadedModel:
 def load_model(config: ModelConfig, *, progress: Progress | None = None) -> LoadedModel:
     """Finds, loads and checks the model of `config`.
 
-    Sets torch's number of threads when the configuration names one. Raises ModelError for
+    Sets torch's number of threads: to that of the configuration where it names one, to one
+    where torch computes little besides native layers. Raises ModelError for
     weights, tokenizers and architectures that cannot be served, ConfigError for settings
     that do not fit this machine, NotFoundError for a model that is not there.
     """
@@ -126,6 +132,8 @@ def _make_native(
     native = NativeLayers(kernels, quantise=quantise)
     pack_linear_layers(model, native.make_linear)
     native.replace_norms(model)
+    native.replace_activations(model)
+    torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads
     return native
 
 

@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2CLS
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, address_of, register_operators
 from outrider.engine.model_spec import ModelSpec
+
+_KINDS: tuple[Any, ...] = tuple(ACT2CLS.values())
+_ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in _KINDS)
+_LARGEST_VECTOR = 64
+"""Elements that torch takes at once: two AVX-512 registers of bfloat16."""
 
 _PROBED_ROWS = 4
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
@@ -71,6 +77,26 @@ class NativeRMSNorm(nn.Module):
         return output
 
 
+class WholeVectorActivation(nn.Module):
+    """A torch activation whose every element goes the same way, wherever in the batch it stands.
+
+    torch computes elementwise functions in vectors, and what is left over at the end by
+    other code, whose exponential differs in the last bit. Padded, nothing is left over; what
+    a split over threads leaves over at the seams is not seen here: torch must run one.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self._activation = activation
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Any shape → the same."""
+        flat = rows.reshape(-1)
+        padded = nn.functional.pad(flat, (0, -flat.numel() % _LARGEST_VECTOR))
+        output: Tensor = self._activation(padded)[: flat.numel()].view(rows.shape)
+        return output
+
+
 class NativeLayers:
     """What the native layers of one model share. Not thread-safe: they belong to the thread that runs the model."""
 
@@ -94,6 +120,16 @@ class NativeLayers:
                 norm = self._as_norm(child)
                 if norm is not None:
                     setattr(module, name, norm)
+                    replaced += 1
+        return replaced
+
+    def replace_activations(self, model: nn.Module) -> int:
+        """Makes what torch still computes in `model` independent of the batch; returns how many there were."""
+        replaced = 0
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, _ACTIVATIONS) and not isinstance(module, WholeVectorActivation):
+                    setattr(module, name, WholeVectorActivation(child))
                     replaced += 1
         return replaced
 

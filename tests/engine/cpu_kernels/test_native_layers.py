@@ -76,6 +76,29 @@ def test_a_row_has_the_same_bits_in_every_batch(loaded, forward):
     assert torch.equal(mixed[-1], whole[-1])
 
 
+@pytest.mark.parametrize("width", [1504, 1500])
+def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path, width):
+    """Wide enough for torch to split an activation over threads, and to leave elements over at its end."""
+    torch.set_num_threads(3)
+    directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
+    model = load_model(ModelConfig(id=str(directory), dtype="float32"))
+    assert model.info.numerics == f"exact ({model.kernels.path}, by layers)"
+    cache = PagedKVCache(model.spec.planes, num_blocks=32, block_size=16)
+    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa"))
+    token_ids = torch.randint(0, 300, (250,), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def logits(size, blocks):
+        parts = [
+            build_input_batch([rows_of(token_ids, start, min(start + size, 250), blocks)], 16)
+            for start in range(0, 250, size)
+        ]
+        return torch.cat([runner.forward(part).clone() for part in parts])
+
+    whole = logits(250, range(16))
+    for size in (1, 5, 77):
+        assert torch.equal(logits(size, range(16, 32)), whole), f"in chunks of {size}"
+
+
 def test_a_norm_of_another_kind_is_left_alone():
     kernels = NativeLayers(load_module.start_kernels(choose_kernels(), ModelConfig()))
     layer_norm = torch.nn.LayerNorm(32, bias=False)
