@@ -37,9 +37,9 @@ COPY --from=requirements /torch.txt /usr/local/share/outrider/
 RUN --mount=type=cache,target=/root/.cache/pip \
     python -m pip install --no-compile --no-deps ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
         -r /usr/local/share/outrider/torch.txt \
-    && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch" \
-    && rm -rf include test share \
-    && find bin -type f ! -name torch_shm_manager -delete
+    && torch="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch" \
+    && rm -rf "$torch/include" "$torch/test" "$torch/share" \
+    && find "$torch/bin" -type f ! -name torch_shm_manager -delete
 # Compiled on all cores, which pip does not do; the files never change, so nobody need look at their times.
 COPY --from=requirements /requirements.txt /constraints.txt /usr/local/share/outrider/
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -69,7 +69,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
 ENV PYTHONUNBUFFERED=1 \
     OUTRIDER_CACHE_DIR=/var/lib/outrider/models \
     HF_HOME=/var/lib/outrider/huggingface
-USER outrider
+USER 10001:10001
 WORKDIR /var/lib/outrider
 EXPOSE 50051
 CMD ["outrider", "--help"]

@@ -38,8 +38,12 @@ demo: $(READY) ## Four services, three prompts, with and without speculation
 test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+.PHONY: compose-test
+compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine
+	$(BIN)/python -m pytest -m compose tests/compose $(PYTEST_ARGS)
+
 .PHONY: check
-check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file sizes, warnings of the C++ compiler
+check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -50,6 +54,11 @@ check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file siz
 	$(BIN)/python checks/file_sizes.py
 	$(BIN)/python checks/kernels.py
 	$(BIN)/python -m compileall -q examples benchmarks
+	$(BIN)/hadolint Dockerfile tests/compose/*.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.*.yaml
+	$(BIN)/check-jsonschema --schemafile checks/schemas/prometheus.json deploy/prometheus/*.yaml
+	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-datasources.json deploy/grafana/provisioning/datasources/*.yaml
+	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-dashboards.json deploy/grafana/provisioning/dashboards/*.yaml
 
 .PHONY: sanitize
 sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers

@@ -1,0 +1,102 @@
+"""What the files for Docker Compose must agree on; `make compose-test` runs them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from outrider.cli.config import ROLES, sections_of
+from outrider.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = ROOT / "deploy" / "outrider.yaml"
+DOWN_SECONDS = 10.0
+"""`docker compose down` must be through by then."""
+CLOSE_SECONDS = importlib.import_module("outrider.service.server").CLOSE_SECONDS
+
+
+@pytest.fixture(scope="module")
+def compose():
+    return yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load_config(sections_of(None), file=SETTINGS, environ={})
+
+
+def seconds(text):
+    assert text.endswith("s")
+    return float(text.removesuffix("s"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_runs_as_little_as_it_can(compose, role):
+    service = compose["services"][role]
+    assert service["command"] == ["python", "-m", role]
+    assert service["init"] is True
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["restart"] == "unless-stopped"
+    assert service["healthcheck"]["test"] == ["CMD", "outrider", "probe"]
+
+
+@pytest.mark.parametrize("service", ["router", "prometheus", "grafana"])
+def test_ports_are_published_on_loopback_only(compose, service):
+    assert all(port.startswith("127.0.0.1:") for port in compose["services"][service]["ports"])
+
+
+def test_nobody_else_publishes_a_port(compose):
+    published = {name for name, service in compose["services"].items() if "ports" in service}
+    assert published == {"router", "prometheus", "grafana"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_container_is_killed_only_after_its_drain(compose, config, role):
+    drain = config[role].server.drain_seconds
+    assert seconds(compose["services"][role]["stop_grace_period"]) > drain + CLOSE_SECONDS
+
+
+def test_a_cluster_can_be_down_in_time(compose, config):
+    """The router goes first; then the nodes have nothing to wait for, but a draft node's streams."""
+    router = compose["services"]["router"]
+    assert set(router["depends_on"]) == set(ROLES) - {"router"}
+    assert config["router"].server.drain_seconds + config["draft_node"].server.drain_seconds < DOWN_SECONDS / 2 + 1
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_listens_where_the_others_look_for_it(compose, config, role):
+    server = config[role].server
+    assert server.host == "0.0.0.0"
+    targets = [*config["router"].prefill_targets, *config["router"].decode_targets, *config["router"].draft_targets]
+    if role == "router":
+        (port,) = compose["services"]["router"]["ports"]
+        assert port.endswith(f":{server.port}")
+    else:
+        assert f"{role}:{server.port}" in targets
+    assert config["decode_node"].draft_targets == config["router"].draft_targets
+
+
+def test_prometheus_scrapes_every_role_on_its_port(config):
+    prometheus = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = prometheus["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    assert set(found["names"]) == set(ROLES)
+    assert {config[role].server.metrics_port for role in ROLES} == {found["port"]}
+
+
+def test_what_is_mounted_is_there(compose):
+    mounts = [mount for service in compose["services"].values() for mount in service.get("volumes", [])]
+    sources = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
+    sources += [item["file"] for item in compose["configs"].values()]
+    assert sources
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_the_build_context_has_what_the_wheel_is_made_of():
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE", "outrider", *ROLES} == set(allowed)
+    assert all((ROOT / name).exists() for name in allowed)
