@@ -54,9 +54,14 @@ FROM python AS wheel
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
+RUN --mount=type=cache,target=/root/.cache/pip python -m pip install 'setuptools>=77'
 WORKDIR /source
+# The kernels first: they take the longest to compile, and stay as long as their sources do.
+COPY setup.py ./
+COPY outrider/engine/cpu_kernels outrider/engine/cpu_kernels
+RUN python setup.py build_kernels
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/pip python -m pip wheel --no-deps --wheel-dir /wheels .
+RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
 # ---------------------------------------------------------------- what runs
 FROM dependencies AS runtime
