@@ -69,10 +69,7 @@ struct Step<int8_t> {
   Floats at[1][kVectorsPerPanel];
   explicit Step(const int8_t* from) {
     for (int v = 0; v < kVectorsPerPanel; v++) {
-      typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-      Bytes bytes;
-      std::memcpy(&bytes, from + v * kWidth, sizeof bytes);
-      at[0][v] = __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+      at[0][v] = load_bytes(from + v * kWidth);
     }
   }
 };
@@ -129,6 +126,13 @@ template <class Weight>
 struct MostRows {
   static constexpr int value = kWidth == 16 ? 12 : 6;
 };
+#if !defined(__AVX512F__)
+// Pairs take two more registers: with six rows, sums would be spilled.
+template <>
+struct MostRows<BFloat16> {
+  static constexpr int value = 5;
+};
+#endif
 #if defined(__AMX_BF16__)
 template <>
 struct MostRows<BFloat16> {
