@@ -21,6 +21,7 @@ ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 BUILD_SECONDS = 1200.0
 START_SECONDS = float(os.environ.get("OUTRIDER_COMPOSE_TEST_START_SECONDS", "400"))
 COMMAND_SECONDS = 120.0
+ERASE_LINE = "\x1b[2K"
 METRICS = """
 import sys, urllib.request
 sys.stdout.write(urllib.request.urlopen("http://127.0.0.1:9464/metrics", timeout=10).read().decode())
@@ -93,6 +94,7 @@ class Project:
     def logs(self, *services, is_json=False):
         """All that the containers wrote; with `is_json` only the events, as dicts."""
         text = self.run("logs", "--no-color", "--no-log-prefix", *services, is_checked=False).stdout
+        text = text.replace(ERASE_LINE, "")  # Compose writes them to files, too
         if not is_json:
             return text
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -124,10 +126,10 @@ class Project:
         return sorted(node.name for node in nodes if node.role.name == role and node.state.name == "SERVING")
 
 
-def docker(*arguments, timeout=COMMAND_SECONDS) -> str:
+def docker(*arguments, timeout=COMMAND_SECONDS, is_stderr=False) -> str:
     done = subprocess.run(["docker", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, f"docker {' '.join(arguments)}: {done.stderr}"
-    return done.stdout
+    return done.stderr if is_stderr else done.stdout
 
 
 def wait_for(condition, *, timeout_seconds=60.0, what="the condition"):

@@ -8,18 +8,23 @@ import socket
 
 import pytest
 
+from outrider.model_hub.default_model import DIRECTORY_NAME
 from tests.compose.project import Project, docker, wait_for, with_models
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
-MODEL_FOLDER = "/var/lib/outrider/models/smollm2-135m-instruct-0.1.2-v1"
+MODEL_FOLDER = f"/var/lib/outrider/models/{DIRECTORY_NAME}"
 WEIGHTS = f"{MODEL_FOLDER}/model.safetensors"
-FLIP = """
-import sys
+FLIP_BETWEEN_SAMPLES = """
+import os, sys
+from outrider.model_hub.fingerprint import SAMPLE_BYTES, SAMPLES_PER_FILE
+stride = -(-os.path.getsize(sys.argv[1]) // SAMPLES_PER_FILE)
+assert stride > 2 * SAMPLE_BYTES
 with open(sys.argv[1], "r+b") as file:
-    file.seek(int(sys.argv[2]))
+    offset = 100 * stride + (SAMPLE_BYTES + stride) // 2
+    file.seek(offset)
     byte = file.read(1)[0]
-    file.seek(int(sys.argv[2]))
+    file.seek(offset)
     file.write(bytes([byte ^ 1]))
 """
 
@@ -73,7 +78,9 @@ def test_a_volume_that_cannot_be_written_is_named(project, tmp_path):
 def test_a_volume_without_room_is_named(project):
     options = {"type": "tmpfs", "device": "tmpfs", "o": "size=60m,uid=10001,gid=10001"}
     broken = project(override={"volumes": {"models": {"driver_opts": options}}})
-    assert "No space left on device" in fails(broken)
+    said = fails(broken)
+    assert "no room for the default model in /var/lib/outrider/models: 60 MiB free" in said
+    assert "make room" in said
 
 
 def test_a_download_that_is_blocked_says_what_to_do(project):
@@ -85,7 +92,7 @@ def test_a_download_that_is_blocked_says_what_to_do(project):
 
 def test_a_changed_byte_is_found_by_its_sha256_and_the_fix_is_said(project, models):
     broken = project(override=with_models(models))
-    flip = ("run", "--rm", "--no-deps", "model", "python", "-c", FLIP, WEIGHTS, "300000123")
+    flip = ("run", "--rm", "--no-deps", "model", "python", "-c", FLIP_BETWEEN_SAMPLES, WEIGHTS)
     broken.run(*flip)
     try:
         said = fails(broken)

@@ -8,7 +8,7 @@ import secrets
 import pytest
 
 from outrider.client import Client
-from tests.compose.project import Project, wait_for, with_models
+from tests.compose.project import Project, docker, wait_for, with_models
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
@@ -63,8 +63,7 @@ def test_a_new_cluster_of_two_nodes_each_spreads_its_requests(scaled):
 
 def test_both_draft_nodes_are_used(scaled):
     for container in scaled.containers("draft_node"):
-        seen = scaled.run("logs", "--no-color", "draft_node").stdout
-        assert "decode node connected" in seen, container
+        assert "decode node connected" in docker("logs", container, is_stderr=True), container
 
 
 def test_kv_goes_through_shared_memory(scaled):

@@ -227,7 +227,8 @@ def test_a_running_request_of_a_paused_decode_node_is_told(up, story):
 def test_up_again_fetches_nothing(up):
     began = datetime.now().astimezone().isoformat()
     up.up()
-    said = docker("logs", "--since", began, up.containers("model", is_running=False)[0])
+    said = docker("logs", "--since", began, up.containers("model", is_running=False)[0], is_stderr=True)
+    assert "check" in said
     assert "download" not in said
 
 
