@@ -114,6 +114,7 @@ class DraftNodeService:
             "proposer": self._proposer.name if self._proposer is not None else self._config.proposer,
             "vocabulary_fingerprint": self._proposer.vocabulary_fingerprint if self._proposer is not None else "",
             "num_speculative_tokens": self._config.num_speculative_tokens,
+            **(self._proposer.description if self._proposer is not None else {}),
         }
 
     def draft_loop(self) -> DraftLoop:

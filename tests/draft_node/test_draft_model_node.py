@@ -70,6 +70,7 @@ async def drafts_for(client: DraftClient, sequence_id: int, params: SamplingPara
 
 async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node):
     assert node.info().model.proposer == "draft_model:model"
+    assert {"dtype", "numerics", "kernels", "threads"} <= set(node.describe())
     client = DraftClient([node.info().name.split("@")[1]], hello_for(node))
     await client.start()
     try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.speculation.draft_stream import SequenceStart
 
@@ -48,6 +48,10 @@ class Proposer(Protocol):
     @property
     def vocabulary_fingerprint(self) -> str:
         """Of the ids it proposes; empty: works on any vocabulary."""
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What its node tells of it at start: how its model is computed; empty without a model."""
 
     @property
     def num_extra_tokens(self) -> int:

@@ -7,9 +7,9 @@ draws would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -124,11 +124,13 @@ class DraftModelProposer:
         model_name: str,
         vocabulary_fingerprint: str,
         catch_up_tokens_per_step: int = 512,
+        description: Mapping[str, Any] | None = None,
     ) -> None:
         assert catch_up_tokens_per_step >= 1
         self._forward = forward
         self._model_name = model_name
         self._vocabulary_fingerprint = vocabulary_fingerprint
+        self._description = dict(description or {})
         self._catch_up_tokens = catch_up_tokens_per_step
         self._sequences: dict[int, _Drafted] = {}  # least recently used first
 
@@ -157,6 +159,12 @@ class DraftModelProposer:
             model_name=model.info.name,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             catch_up_tokens_per_step=catch_up_tokens_per_step,
+            description={
+                "dtype": model.info.dtype,
+                "numerics": model.info.numerics,
+                "kernels": str(model.kernels),
+                "threads": model.num_threads,
+            },
         )
 
     @property
@@ -166,6 +174,10 @@ class DraftModelProposer:
     @property
     def vocabulary_fingerprint(self) -> str:
         return self._vocabulary_fingerprint
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return self._description
 
     @property
     def num_extra_tokens(self) -> int:

@@ -6,7 +6,8 @@ Those search the whole text at each step; here an index grows with the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS
 from outrider.speculation.proposers.base import Proposal, ProposalRequest
@@ -87,6 +88,10 @@ class NgramProposer:
     @property
     def vocabulary_fingerprint(self) -> str:
         return ""
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {}
 
     @property
     def num_extra_tokens(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from outrider.speculation.proposers.base import Proposal, ProposalRequest
 
@@ -30,6 +31,10 @@ class ScriptedProposer:
     @property
     def vocabulary_fingerprint(self) -> str:
         return self._vocabulary_fingerprint
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {}
 
     @property
     def num_extra_tokens(self) -> int:
