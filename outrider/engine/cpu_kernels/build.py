@@ -147,8 +147,16 @@ def library_path(folder: Path, path: str) -> Path:
     return folder / f"{path}.so"
 
 
-def build(folder: Path, compiler: Compiler, *, extra_flags: Sequence[str] = ()) -> Manifest:
+def build(
+    folder: Path,
+    compiler: Compiler,
+    *,
+    extra_flags: Sequence[str] = (),
+    paths: Mapping[str, tuple[str, ...]] | None = None,
+) -> Manifest:
     """Compiles every path that the compiler knows into `folder`; the others are named in the manifest, with the reason.
+
+    `paths` are those of this kind of machine; tests bring others, by name the flags that each adds.
 
     What lies there from earlier is replaced file by file, so that a process that has it
     loaded is not disturbed. Raises CompileError when a source is refused.
@@ -157,7 +165,7 @@ def build(folder: Path, compiler: Compiler, *, extra_flags: Sequence[str] = ()) 
     folder.mkdir(parents=True, exist_ok=True)
     built: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
-    for path, flags in path_flags().items():
+    for path, flags in (path_flags() if paths is None else paths).items():
         reason = compiler.knows(flags)
         if reason:
             left_out[path] = reason

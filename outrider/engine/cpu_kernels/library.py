@@ -8,14 +8,16 @@ alive: whoever makes them does.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 1
+API_VERSION = 2
 
 
 class ElementType(IntEnum):
@@ -110,6 +112,15 @@ class DecoderStruct(ctypes.Structure):
     )
 
 
+class _Status(c_int32):
+    """0, or the errno of what went wrong."""
+
+
+def _check_status(status: _Status, function: Any, _arguments: object) -> None:
+    if status.value:
+        raise MemoryError(f"{function.__name__}: {os.strerror(status.value)}")
+
+
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_api_version": (c_int32, ()),
     "outrider_path": (c_char_p, ()),
@@ -122,25 +133,25 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_workspace_take_times": (None, (c_void_p, c_void_p)),
     "outrider_packed_size": (c_int64, (c_int32, c_int64, c_int64)),
     "outrider_pack": (
-        None,
+        _Status,
         (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_void_p),
     ),
-    "outrider_unpack_row": (None, (POINTER(MatrixStruct), c_int64, c_void_p)),
+    "outrider_unpack_row": (_Status, (POINTER(MatrixStruct), c_int64, c_void_p)),
     "outrider_linear": (
-        None,
+        _Status,
         (c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(MatrixStruct), c_int32, c_void_p),
     ),
     "outrider_linear_to_float": (
-        None,
+        _Status,
         (c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(MatrixStruct), c_void_p),
     ),
-    "outrider_rms_norm": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
+    "outrider_rms_norm": (_Status, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
     "outrider_rope": (
-        None,
+        _Status,
         (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
     ),
     "outrider_write_cache": (
-        None,
+        _Status,
         (
             c_void_p,
             c_int32,
@@ -157,7 +168,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "outrider_paged_attention": (
-        None,
+        _Status,
         (
             c_void_p,
             c_void_p,
@@ -172,7 +183,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "outrider_decoder_layers": (
-        None,
+        _Status,
         (
             c_void_p,
             c_void_p,
@@ -185,14 +196,17 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "outrider_decoder_logits": (
-        None,
+        _Status,
         (c_void_p, c_void_p, POINTER(DecoderStruct), c_void_p, c_int64, c_void_p),
     ),
 }
 
 
 class KernelLibrary:
-    """A loaded library. `functions.outrider_…` are its C functions, checked by signature."""
+    """A loaded library. `functions.outrider_…` are its C functions, checked by signature.
+
+    Those that compute raise MemoryError when scratch memory cannot be had.
+    """
 
     def __init__(self, file: Path) -> None:
         """Raises OSError when the file cannot be loaded, InternalError when it is of another version."""
@@ -202,6 +216,8 @@ class KernelLibrary:
             function = getattr(self.functions, name)
             function.restype = result
             function.argtypes = arguments
+            if result is _Status:
+                function.errcheck = _check_status
         version = self.functions.outrider_api_version()
         if version != API_VERSION:
             raise InternalError(f"{file} has interface {version}, this version needs {API_VERSION}: run make setup")
@@ -216,11 +232,16 @@ class Team:
     """
 
     def __init__(self, library: KernelLibrary, num_threads: int, cpus: Sequence[int] = ()) -> None:
-        """`cpus` are the processors of the threads besides the caller; empty leaves them to the system."""
+        """`cpus` are the processors of the threads besides the caller; empty leaves them to the system.
+
+        Raises MemoryError when the system gives the process no more threads.
+        """
         array = (c_int32 * len(cpus))(*cpus)
         self._free = library.functions.outrider_team_free
         self.num_threads = num_threads
         self.handle: int = library.functions.outrider_team_create(num_threads, array, len(cpus))
+        if not self.handle:
+            raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
 
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):
@@ -239,6 +260,8 @@ class Workspace:
         self._functions = library.functions
         self._free = library.functions.outrider_workspace_free
         self.handle: int = library.functions.outrider_workspace_create()
+        if not self.handle:
+            raise MemoryError("no memory for a workspace of the native kernels")
 
     def measure(self, *, is_on: bool) -> None:
         """From here on, or no longer."""

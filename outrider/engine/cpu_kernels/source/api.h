@@ -2,7 +2,9 @@
 // serves any version of it. Pointers are to memory of the caller; shapes are row-major and
 // contiguous unless a stride is given. Sizes and dtypes are checked by the caller
 // (../operators.py); nothing here throws, allocates for longer than a call (but for teams
-// and workspaces, which have their own free function), or keeps state of its own.
+// and workspaces, which have their own free function and are null where there is no memory),
+// or keeps state of its own. What returns an int32_t returns 0 or an errno: ENOMEM where
+// scratch memory cannot be had, and then nothing was computed.
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 1;
+constexpr int32_t OUTRIDER_API_VERSION = 2;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -64,11 +66,11 @@ OUTRIDER_API int64_t outrider_packed_size(int32_t type, int64_t out_features, in
 // [num, in_features]; several calls fill one matrix, for projections that are computed
 // together. `interleave` 1: gate and up halves of out_features alternate by panels, as the
 // silu_multiply epilogue wants them. For INT8 `from` is already quantised.
-OUTRIDER_API void outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
-                                int64_t out_features, int64_t in_features, int32_t interleave, void* packed);
+OUTRIDER_API int32_t outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
+                                   int64_t out_features, int64_t in_features, int32_t interleave, void* packed);
 
 // One row of the packed weight, for embeddings that are tied to the output layer.
-OUTRIDER_API void outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
+OUTRIDER_API int32_t outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
 
 enum OutriderEpilogue : int32_t {
   OUTRIDER_STORE = 0,         // y = x W^T + b
@@ -77,17 +79,17 @@ enum OutriderEpilogue : int32_t {
 };
 
 // x [num_rows, in_features] and y of `type` of the activations (FLOAT32 or BFLOAT16).
-OUTRIDER_API void outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
-                                  const void* x, int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue,
-                                  void* y);
+OUTRIDER_API int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                     const void* x, int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue,
+                                     void* y);
 
 // The same with y in float32 whatever the activations are, for logits.
-OUTRIDER_API void outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
-                                           const void* x, int64_t num_rows, const OutriderMatrix* matrix, float* y);
+OUTRIDER_API int32_t outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                              const void* x, int64_t num_rows, const OutriderMatrix* matrix, float* y);
 
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32.
-OUTRIDER_API void outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
-                                    const float* weight, float epsilon, void* y);
+OUTRIDER_API int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
+                                       const float* weight, float epsilon, void* y);
 
 // ---- the rows of one step (see input_batch.py)
 
@@ -108,15 +110,16 @@ struct OutriderBatch {
 
 // Rotates halves of each head of `rows` in place. x [num_rows, row_stride]: num_heads heads
 // of head_dim from the start of each row. cosines, sines: [max_positions, head_dim / 2].
-OUTRIDER_API void outrider_rope(OutriderTeam* team, int32_t type, void* x, int64_t num_rows, int64_t row_stride,
-                                int64_t num_heads, int64_t head_dim, const int64_t* positions, const float* cosines,
-                                const float* sines);
+OUTRIDER_API int32_t outrider_rope(OutriderTeam* team, int32_t type, void* x, int64_t num_rows, int64_t row_stride,
+                                   int64_t num_heads, int64_t head_dim, const int64_t* positions, const float* cosines,
+                                   const float* sines);
 
 // Copies each row's keys and values [num_rows, num_kv_heads, head_dim] (rows at the given
 // strides, in elements) into its slot of the caches [slots, num_kv_heads, head_dim].
-OUTRIDER_API void outrider_write_cache(OutriderTeam* team, int32_t type, const void* keys, int64_t key_stride,
-                                       const void* values, int64_t value_stride, int64_t num_rows, const int64_t* slots,
-                                       int64_t num_kv_heads, int64_t head_dim, void* key_cache, void* value_cache);
+OUTRIDER_API int32_t outrider_write_cache(OutriderTeam* team, int32_t type, const void* keys, int64_t key_stride,
+                                          const void* values, int64_t value_stride, int64_t num_rows,
+                                          const int64_t* slots, int64_t num_kv_heads, int64_t head_dim, void* key_cache,
+                                          void* value_cache);
 
 // ---- paged_attention.cpp
 
@@ -130,10 +133,10 @@ struct OutriderAttention {
 };
 
 // query and output [num_rows, num_heads, head_dim]; query rows at query_stride elements.
-OUTRIDER_API void outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
-                                           const OutriderAttention* options, const OutriderBatch* batch,
-                                           const void* query, int64_t query_stride, const void* key_cache,
-                                           const void* value_cache, void* output);
+OUTRIDER_API int32_t outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                                              const OutriderAttention* options, const OutriderBatch* batch,
+                                              const void* query, int64_t query_stride, const void* key_cache,
+                                              const void* value_cache, void* output);
 
 // ---- decoder.cpp: all layers of a Llama-shaped decoder in one call
 
@@ -171,12 +174,12 @@ struct OutriderDecoder {
 // Layers [first, last) for the rows of `batch`; first 0 starts from the tokens' embeddings,
 // otherwise from what the last call left in the workspace. key_caches and value_caches are
 // those of all layers, each [num_blocks, block_size, num_kv_heads, head_dim].
-OUTRIDER_API void outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
-                                          const OutriderDecoder* decoder, const OutriderBatch* batch,
-                                          void* const* key_caches, void* const* value_caches, int64_t first,
-                                          int64_t last);
+OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
+                                             const OutriderDecoder* decoder, const OutriderBatch* batch,
+                                             void* const* key_caches, void* const* value_caches, int64_t first,
+                                             int64_t last);
 
 // Logits [num_logits, vocab_size] of the given rows after the last layer.
-OUTRIDER_API void outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
-                                          const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
-                                          float* logits);
+OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
+                                             const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
+                                             float* logits);

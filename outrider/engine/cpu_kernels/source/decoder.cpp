@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "call.h"
 #include "linear.h"
 #include "paged_attention.h"
 #include "rms_norm.h"
@@ -91,7 +92,7 @@ class DecoderStep final : public Job {
   void embed(int64_t row) {
     const int64_t width = decoder_.hidden_size;
     float* to = residual_ + row * width;
-    if (decoder_.embedding == nullptr) return outrider_unpack_row(&decoder_.head, batch_.token_ids[row], to);
+    if (decoder_.embedding == nullptr) return unpack_row(decoder_.head, batch_.token_ids[row], to);
     const Type* from = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
     for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
   }
@@ -170,7 +171,8 @@ class DecoderStep final : public Job {
     const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
       const Type* type = nullptr;
       Row* to = attended_ + (row * decoder_.num_heads + head) * head_dim;
-      for (int64_t d = 0; d < head_dim; d += kWidth) store_activation(to + d, rounded_to(load(from + d) * factor, type));
+      for (int64_t d = 0; d < head_dim; d += kWidth)
+        store_activation(to + d, rounded_to(finished_values(from + d, factor), type));
     };
     tasks.share(attention.num_tasks(), [&](int64_t task) {
       AttentionScratch<Type> scratch(workspace_.own[member].attention.template get<char>(), query_rows_, head_dim);
@@ -240,23 +242,27 @@ void with_types(const OutriderDecoder& decoder, const OutriderMatrix& matrix, F&
 
 using namespace outrider;
 
-void outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
-                             const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
-                             int64_t first, int64_t last) {
-  with_types(*decoder, decoder->layers[0].qkv, [&](auto* type, auto* weight) {
-    using Type = std::remove_pointer_t<decltype(type)>;
-    using Weight = std::remove_pointer_t<decltype(weight)>;
-    Team& threads = *reinterpret_cast<Team*>(team);
-    threads.run(std::make_shared<DecoderStep<Type, Weight>>(threads, *workspace, *decoder, *batch, key_caches,
-                                                            value_caches, first, last));
+int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                                const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
+                                int64_t first, int64_t last) {
+  return call([&] {
+    with_types(*decoder, decoder->layers[0].qkv, [&](auto* type, auto* weight) {
+      using Type = std::remove_pointer_t<decltype(type)>;
+      using Weight = std::remove_pointer_t<decltype(weight)>;
+      Team& threads = *reinterpret_cast<Team*>(team);
+      threads.run(std::make_shared<DecoderStep<Type, Weight>>(threads, *workspace, *decoder, *batch, key_caches,
+                                                              value_caches, first, last));
+    });
   });
 }
 
-void outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
-                             const int64_t* rows, int64_t num_logits, float* logits) {
-  with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {
-    using Type = std::remove_pointer_t<decltype(type)>;
-    using Weight = std::remove_pointer_t<decltype(weight)>;
-    logits_of<Type, Weight>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits);
+int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
+                                const int64_t* rows, int64_t num_logits, float* logits) {
+  return call([&] {
+    with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {
+      using Type = std::remove_pointer_t<decltype(type)>;
+      using Weight = std::remove_pointer_t<decltype(weight)>;
+      logits_of<Type, Weight>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits);
+    });
   });
 }

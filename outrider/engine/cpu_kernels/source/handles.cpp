@@ -2,12 +2,17 @@
 #include <new>
 
 #include "api.h"
+#include "call.h"
 #include "team.h"
 #include "workspace.h"
 
 OutriderTeam* outrider_team_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
-  return reinterpret_cast<OutriderTeam*>(
-      new (std::nothrow) outrider::Team(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
+  OutriderTeam* team = nullptr;
+  outrider::call([&] {
+    team = reinterpret_cast<OutriderTeam*>(
+        new outrider::Team(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
+  });
+  return team;
 }
 
 void outrider_team_free(OutriderTeam* team) { delete reinterpret_cast<outrider::Team*>(team); }

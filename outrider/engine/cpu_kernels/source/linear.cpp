@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include "call.h"
 #include "workspace.h"
 
 namespace outrider {
@@ -29,7 +30,7 @@ void pack(Team& team, const Weight* from, int64_t first, int64_t num, int64_t ou
 }
 
 template <class Weight>
-void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to) {
+void unpack_typed_row(const OutriderMatrix& matrix, int64_t row, float* to) {
   constexpr int64_t together = Step<Weight>::kDepth;
   const int64_t depth = padded_depth<Weight>(matrix.in_features);
   const Weight* from = static_cast<const Weight*>(matrix.packed) + row / kPanel * depth * kPanel;
@@ -105,6 +106,12 @@ void linear_of(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activat
 }
 
 }  // namespace
+
+void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to) {
+  with_type(matrix.type,
+            [&](auto* weight) { unpack_typed_row<std::remove_pointer_t<decltype(weight)>>(matrix, row, to); });
+}
+
 }  // namespace outrider
 
 using namespace outrider;
@@ -119,26 +126,27 @@ int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_feat
   return bytes;
 }
 
-void outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num, int64_t out_features,
-                   int64_t in_features, int32_t interleave, void* packed) {
-  with_type(type, [&](auto* weight) {
-    using Weight = std::remove_pointer_t<decltype(weight)>;
-    pack(*reinterpret_cast<Team*>(team), static_cast<const Weight*>(from), first, num, out_features, in_features,
-         interleave != 0, static_cast<Weight*>(packed));
+int32_t outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
+                      int64_t out_features, int64_t in_features, int32_t interleave, void* packed) {
+  return call([&] {
+    with_type(type, [&](auto* weight) {
+      using Weight = std::remove_pointer_t<decltype(weight)>;
+      pack(*reinterpret_cast<Team*>(team), static_cast<const Weight*>(from), first, num, out_features, in_features,
+           interleave != 0, static_cast<Weight*>(packed));
+    });
   });
 }
 
-void outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to) {
-  with_type(matrix->type,
-            [&](auto* weight) { unpack_row<std::remove_pointer_t<decltype(weight)>>(*matrix, row, to); });
+int32_t outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to) {
+  return call([&] { unpack_row(*matrix, row, to); });
 }
 
-void outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
-                     int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue, void* y) {
-  linear_of(team, workspace, activation_type, x, num_rows, matrix, epilogue, y, false);
+int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
+                        int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue, void* y) {
+  return call([&] { linear_of(team, workspace, activation_type, x, num_rows, matrix, epilogue, y, false); });
 }
 
-void outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
-                              int64_t num_rows, const OutriderMatrix* matrix, float* y) {
-  linear_of(team, workspace, activation_type, x, num_rows, matrix, OUTRIDER_STORE, y, true);
+int32_t outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                 const void* x, int64_t num_rows, const OutriderMatrix* matrix, float* y) {
+  return call([&] { linear_of(team, workspace, activation_type, x, num_rows, matrix, OUTRIDER_STORE, y, true); });
 }

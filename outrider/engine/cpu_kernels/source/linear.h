@@ -66,6 +66,9 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   }
 }
 
+// Row `row` of W to `to` [in_features] (linear.cpp).
+void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to);
+
 // ---- what becomes of a tile's row
 
 // Stored in T, [num_rows, width].

@@ -1,5 +1,7 @@
 #include "paged_attention.h"
 
+#include "call.h"
+
 using namespace outrider;
 
 namespace {
@@ -17,7 +19,7 @@ void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& o
                                      workspace.partials.get<float>()};
   const auto store_row = [&](int64_t row, int64_t head, const float* from, float factor) {
     KV* to = output + (row * options.num_heads + head) * options.head_dim;
-    for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, load(from + d) * factor);
+    for (int64_t d = 0; d < options.head_dim; d += kWidth) store_rounded(to + d, finished_values(from + d, factor));
   };
   const int64_t scratch_bytes = AttentionScratch<KV>::bytes(plan.query_rows, options.head_dim);
   for (auto& own : workspace.own) own.attention.of<char>(scratch_bytes);
@@ -31,16 +33,18 @@ void attend(Team& team, OutriderWorkspace& workspace, const OutriderAttention& o
 
 }  // namespace
 
-void outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
-                              const OutriderAttention* options, const OutriderBatch* batch, const void* query,
-                              int64_t query_stride, const void* key_cache, const void* value_cache, void* output) {
-  Team& threads = *reinterpret_cast<Team*>(team);
-  if (type == OUTRIDER_BFLOAT16) {
-    attend(threads, *workspace, *options, *batch, static_cast<const BFloat16*>(query), query_stride,
-           static_cast<const BFloat16*>(key_cache), static_cast<const BFloat16*>(value_cache),
-           static_cast<BFloat16*>(output));
-  } else {
-    attend(threads, *workspace, *options, *batch, static_cast<const float*>(query), query_stride,
-           static_cast<const float*>(key_cache), static_cast<const float*>(value_cache), static_cast<float*>(output));
-  }
+int32_t outrider_paged_attention(OutriderTeam* team, OutriderWorkspace* workspace, int32_t type,
+                                 const OutriderAttention* options, const OutriderBatch* batch, const void* query,
+                                 int64_t query_stride, const void* key_cache, const void* value_cache, void* output) {
+  return call([&] {
+    Team& threads = *reinterpret_cast<Team*>(team);
+    if (type == OUTRIDER_BFLOAT16) {
+      attend(threads, *workspace, *options, *batch, static_cast<const BFloat16*>(query), query_stride,
+             static_cast<const BFloat16*>(key_cache), static_cast<const BFloat16*>(value_cache),
+             static_cast<BFloat16*>(output));
+    } else {
+      attend(threads, *workspace, *options, *batch, static_cast<const float*>(query), query_stride,
+             static_cast<const float*>(key_cache), static_cast<const float*>(value_cache), static_cast<float*>(output));
+    }
+  });
 }

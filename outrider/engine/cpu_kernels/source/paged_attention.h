@@ -124,6 +124,11 @@ static inline void merge(const PartialResult& earlier, const PartialResult& late
   }
 }
 
+// A finished row's values. A sum that is zero may be either zero: keys that a row does not see
+// are added with weight 0 where they are computed for the rows beside it, which makes +0 of
+// -0. Adding 0 leaves one of them.
+static inline Floats finished_values(const float* values, float factor) { return load(values) * factor + 0.0f; }
+
 // Sixteen keys as packed weights [depth][16]: words (one float, or a pair of bfloat16) are
 // transposed. Keys from `num` on become zeros.
 template <class KV>
@@ -150,9 +155,11 @@ static inline void pack_keys(const KV* const* keys, int num, int64_t head_dim, K
         quads[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
         quads[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
       }
-      for (int i = 0; i < 8; i++) {
-        const __m256 column = _mm256_permute2f128_ps(quads[i % 4], quads[i % 4 + 4], i < 4 ? 0x20 : 0x31);
-        _mm256_storeu_ps(reinterpret_cast<float*>(to + (w + i) * 64 + half * 32), column);
+      for (int i = 0; i < 4; i++) {
+        const __m256 low = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+        const __m256 high = _mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+        _mm256_storeu_ps(reinterpret_cast<float*>(to + (w + i) * 64 + half * 32), low);
+        _mm256_storeu_ps(reinterpret_cast<float*>(to + (w + i + 4) * 64 + half * 32), high);
       }
     }
   }
@@ -191,7 +198,8 @@ struct PagedAttention {
     return static_cast<int64_t>(plan.is_split ? plan.spans.size() : plan.tiles.size()) * options.num_kv_heads;
   }
 
-  // One task. `store_row(row, head, values, factor)` receives finished rows; those of a split
+  // One task. `store_row(row, head, values, factor)` receives finished rows, for it to apply
+  // `finished_values` to; those of a split
   // plan are finished by the tasks of `finish_split`, once all of these are done.
   template <class Store>
   void run(int64_t task, AttentionScratch<KV>& scratch, Store&& store_row) const {

@@ -17,13 +17,20 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
+// What `shape_tiles` was last called with; the processor keeps shapes for each thread. One
+// variable for all files of the library (`inline`, not `static`), or a file would not know
+// that the products of another have changed them.
+inline thread_local int shaped_tiles = -1;
+
+// For a thread that may have run other code with tiles of its own, such as torch's.
+static inline void forget_tile_shapes() { shaped_tiles = -1; }
+
 // Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows. 4, 5: first
 // and second rows of x. 6, 7: weights of two panels.
 static inline void shape_tiles(int first_rows, int second_rows) {
-  thread_local int shaped = -1;  // the processor keeps shapes for each thread
   const int key = first_rows * 32 + second_rows;
-  if (key == shaped) return;
-  shaped = key;
+  if (key == shaped_tiles) return;
+  shaped_tiles = key;
   TileShapes shapes;
   for (int tile = 0; tile < 8; tile++) {
     shapes.bytes_of_row[tile] = 64;

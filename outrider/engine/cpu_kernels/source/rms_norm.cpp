@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "api.h"
+#include "call.h"
 #include "team.h"
 
 using namespace outrider;
@@ -20,12 +21,14 @@ void rms_norm(Team& team, const T* x, int64_t num_rows, int64_t width, const flo
 
 }  // namespace
 
-void outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
-                       const float* weight, float epsilon, void* y) {
-  Team& threads = *reinterpret_cast<Team*>(team);
-  if (type == OUTRIDER_BFLOAT16) {
-    rms_norm(threads, static_cast<const BFloat16*>(x), num_rows, width, weight, epsilon, static_cast<BFloat16*>(y));
-  } else {
-    rms_norm(threads, static_cast<const float*>(x), num_rows, width, weight, epsilon, static_cast<float*>(y));
-  }
+int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
+                          const float* weight, float epsilon, void* y) {
+  return call([&] {
+    Team& threads = *reinterpret_cast<Team*>(team);
+    if (type == OUTRIDER_BFLOAT16) {
+      rms_norm(threads, static_cast<const BFloat16*>(x), num_rows, width, weight, epsilon, static_cast<BFloat16*>(y));
+    } else {
+      rms_norm(threads, static_cast<const float*>(x), num_rows, width, weight, epsilon, static_cast<float*>(y));
+    }
+  });
 }

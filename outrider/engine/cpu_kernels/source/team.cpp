@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include "default_arithmetic.h"
+
 namespace outrider {
 
 namespace {
@@ -42,8 +44,14 @@ void Phase::wait(int32_t total) const {
 }
 
 Team::Team(int num_threads, const std::vector<int>& cpus) {
+  workers_.reserve(num_threads > 1 ? num_threads - 1 : 0);
   for (int index = 1; index < num_threads; index++) {
-    workers_.emplace_back([this, index] { work(index); });
+    try {
+      workers_.emplace_back([this, index] { work(index); });
+    } catch (...) {
+      stop();
+      throw;
+    }
 #if defined(__linux__)
     if (index - 1 < static_cast<int>(cpus.size())) {
       cpu_set_t set;
@@ -55,7 +63,9 @@ Team::Team(int num_threads, const std::vector<int>& cpus) {
   }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
   stops_ = true;
   started_.fetch_add(1, std::memory_order_release);
   started_.notify_all();
@@ -73,6 +83,7 @@ void Team::run(const std::shared_ptr<Job>& job) {
 }
 
 void Team::work(int index) {
+  const DefaultArithmetic arithmetic;
   for (uint32_t seen = 0;;) {
     spin_until([&] { return started_.load(std::memory_order_acquire) != seen; });
     started_.wait(seen, std::memory_order_acquire);

@@ -48,7 +48,8 @@ class Job {
 
 class Team {
  public:
-  // `cpus[i]` is the processor of worker i; without it the system places workers.
+  // `cpus[i]` is the processor of worker i; without it the system places workers. Throws
+  // std::system_error when the process may not have so many threads.
   Team(int num_threads, const std::vector<int>& cpus);
   ~Team();
   Team(const Team&) = delete;
@@ -81,6 +82,7 @@ class Team {
 
  private:
   void work(int index);
+  void stop();
 
   std::vector<std::thread> workers_;
   std::mutex job_lock_;

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <new>
+#include <utility>
 #include <vector>
 
 #include "api.h"
@@ -16,16 +18,19 @@ class Buffer {
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) { other.data_ = nullptr; }
+  Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   ~Buffer() { std::free(data_); }
 
-  // At least `count` values, contents lost when it grows. Aligned to cache lines.
+  // At least `count` values, contents lost when it grows. Aligned to cache lines. Throws
+  // std::bad_alloc, and is empty then.
   template <class T>
   T* of(int64_t count) {
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64 + 64;
     if (bytes > size_) {
       std::free(data_);
+      size_ = 0;
       data_ = std::aligned_alloc(64, bytes);
+      if (data_ == nullptr) throw std::bad_alloc();
       size_ = bytes;
     }
     return static_cast<T*>(data_);
