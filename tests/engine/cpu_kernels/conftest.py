@@ -1,0 +1,67 @@
+"""The kernels under test: every path that this machine can run, and libraries that are built for the tests alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.errors import ConfigError
+from tests.engine.cpu_kernels.libraries import BREAKS_THE_RULE, MADE_FOR_TESTS, PATHS, made_library
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_of_torchs():
+    """So that references take no core from the teams under test."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", params=PATHS)
+def library(request, made_libraries):
+    """A library for each way of computing; those of this machine's paths are what nodes load."""
+    path = request.param
+    if path in MADE_FOR_TESTS:
+        return made_libraries(path)
+    try:
+        return KernelLibrary(choose_kernels(path).library)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def rule_breaking_library(made_libraries):
+    """The negative control of every check of batch invariance."""
+    return made_libraries(BREAKS_THE_RULE)
+
+
+@pytest.fixture(scope="session")
+def made_libraries(request, tmp_path_factory) -> Callable[[str], KernelLibrary]:
+    """made_libraries(name); compiled on first use, and kept for the next run where pytest keeps anything."""
+    cache = getattr(request.config, "cache", None)
+    return partial(made_library, tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels"))
+
+
+@pytest.fixture(scope="session")
+def teams():
+    """teams(library, num_threads) → CpuKernels, each started once."""
+    started: dict[tuple[Path, int], CpuKernels] = {}
+
+    def kernels(library, num_threads):
+        key = library.file, num_threads
+        if key not in started:
+            started[key] = CpuKernels(library, Team(library, num_threads))
+        return started[key]
+
+    return kernels
+
+
+@pytest.fixture
+def kernels(library, teams):
+    """One thread."""
+    return teams(library, 1)

@@ -1,0 +1,105 @@
+"""Libraries that are built for tests alone: kernels as other processors run them, and with a mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from outrider.engine.cpu_kernels.build import (
+    LIBRARIES,
+    SANITIZER_FLAGS,
+    SOURCE,
+    X86_64,
+    build,
+    find_compiler,
+    library_path,
+    read_manifest,
+    source_hash,
+)
+from outrider.engine.cpu_kernels.library import KernelLibrary
+from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE, PREFERENCE
+
+SIMULATED = Path(__file__).parent / "simulated"
+MADE_FOR_TESTS = {
+    "generic": (),  # portable C++ without AVX2, as other processors run it
+    "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", str(SIMULATED / "avx512_bf16.h")),
+    "simulated_amx": ("-march=x86-64-v3", "-include", str(SIMULATED / "amx.h")),
+}
+BREAKS_THE_RULE = "breaks_the_rule"
+_FLAGS = {
+    **MADE_FOR_TESTS,
+    BREAKS_THE_RULE: ("-march=x86-64-v3", f"-I{SOURCE}", "-include", str(SIMULATED / "breaks_the_rule.h")),
+}
+_QUICKLY = ("-O1", "-Wno-psabi")  # compiled quickly, not computing quickly
+BUILD_SECONDS = 600
+"""What a test that has one built may take, on a machine with much else to do."""
+
+PATHS = [
+    *(pytest.param(path, id=path) for path in PREFERENCE),
+    *(
+        pytest.param(path, id=path, marks=[pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS)])
+        for path in MADE_FOR_TESTS
+    ),
+]
+"""Parameters of the fixture `library`."""
+
+
+def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
+    """Parameters (library, *case): all cases on the paths that nodes run, `few` on libraries made for tests."""
+    return [
+        pytest.param(*path.values, *case, id=f"{path.id}-{name}", marks=path.marks)
+        for path in PATHS
+        for name, case in cases.items()
+        if path.id not in MADE_FOR_TESTS or name in few
+    ]
+
+
+def made_library(parent: Path, name: str) -> KernelLibrary:
+    """Compiles below `parent` unless that was done before with the same sources, flags and compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    extra_flags = (*_QUICKLY, *_sanitizer_flags())
+    parts = [source_hash(), compiler, _FLAGS[name], extra_flags]
+    parts += [path.read_bytes() for path in sorted(SIMULATED.iterdir())]
+    folder = parent / f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+    with FileLock(parent / f"{name}.lock", timeout=BUILD_SECONDS), _without_preloaded_sanitizer():
+        if read_manifest(folder) is None:
+            for old in parent.glob(f"{name}-*"):
+                _remove(old)
+            build(folder, compiler, extra_flags=extra_flags, paths={name: _FLAGS[name]})
+    left_out = read_manifest(folder).left_out
+    if name in left_out:
+        assert platform.machine() not in X86_64, left_out[name]
+        pytest.skip(left_out[name])
+    return KernelLibrary(library_path(folder, name))
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    """Those of the libraries that this run is over, so that all are made alike (see checks/sanitize.py)."""
+    manifest = read_manifest(Path(os.environ.get(LIBRARIES_VARIABLE) or LIBRARIES))
+    return tuple(flag for flag in (manifest.extra_flags if manifest else ()) if flag in SANITIZER_FLAGS)
+
+
+@contextlib.contextmanager
+def _without_preloaded_sanitizer() -> Iterator[None]:
+    """The compiler needs none, and is slow with one."""
+    preloaded = os.environ.pop("LD_PRELOAD", None)
+    try:
+        yield
+    finally:
+        if preloaded is not None:
+            os.environ["LD_PRELOAD"] = preloaded
+
+
+def _remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()

@@ -1,0 +1,202 @@
+"""The functions of source/api.h on torch tensors, and how tests compare what they give."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.cpu_kernels.decoder import batch_struct
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import AttentionStruct, Epilogue, Workspace
+from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
+from outrider.engine.input_batch import InputBatch
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def pack(
+    kernels: CpuKernels, weights: list[Tensor], biases: list[Tensor | None] | None = None, **options: bool
+) -> PackedMatrix:
+    return PackedMatrix(kernels, WeightArena(), weights, biases or [], **options)
+
+
+def linear(
+    kernels: CpuKernels,
+    matrix: PackedMatrix,
+    x: Tensor,  # [num_rows, in_features] float32 or bfloat16
+    *,
+    epilogue: Epilogue = Epilogue.STORE,
+    into: Tensor | None = None,  # the residual of Epilogue.ADD
+) -> Tensor:
+    """Into memory that was full of NaN. [num_rows, out_features], or half as many columns for SILU_MULTIPLY."""
+    columns = matrix.out_features // (2 if epilogue == Epilogue.SILU_MULTIPLY else 1)
+    y = guarded((len(x), columns), x.dtype) if into is None else guarded_copy(into)
+    x, workspace = guarded_copy(x), Workspace(kernels.library)
+    kernels.library.functions.outrider_linear(
+        kernels.team.handle,
+        workspace.handle,
+        ELEMENT_TYPES[x.dtype],
+        x.data_ptr(),
+        len(x),
+        matrix.struct,
+        epilogue,
+        y.data_ptr(),
+    )
+    return checked(y)
+
+
+def linear_to_float(kernels: CpuKernels, matrix: PackedMatrix, x: Tensor) -> Tensor:
+    y = guarded((len(x), matrix.out_features), torch.float32)
+    x, workspace = guarded_copy(x), Workspace(kernels.library)
+    kernels.library.functions.outrider_linear_to_float(
+        kernels.team.handle,
+        workspace.handle,
+        ELEMENT_TYPES[x.dtype],
+        x.data_ptr(),
+        len(x),
+        matrix.struct,
+        y.data_ptr(),
+    )
+    return checked(y)
+
+
+def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """X [num_rows, width], weight [width] float32."""
+    y = guarded(x.shape, x.dtype)
+    x = guarded_copy(x)
+    kernels.library.functions.outrider_rms_norm(
+        kernels.team.handle,
+        ELEMENT_TYPES[x.dtype],
+        x.data_ptr(),
+        len(x),
+        x.shape[1],
+        weight.data_ptr(),
+        epsilon,
+        y.data_ptr(),
+    )
+    return checked(y)
+
+
+def rope(kernels: CpuKernels, x: Tensor, num_heads: int, positions: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """X [num_rows, at least num_heads heads, head_dim]: the first `num_heads` rotated, the others as they were."""
+    y = guarded_copy(x)
+    kernels.library.functions.outrider_rope(
+        kernels.team.handle,
+        ELEMENT_TYPES[x.dtype],
+        y.data_ptr(),
+        len(x),
+        x.shape[1] * x.shape[2],
+        num_heads,
+        x.shape[2],
+        positions.data_ptr(),
+        cosines.data_ptr(),
+        sines.data_ptr(),
+    )
+    return checked(y)
+
+
+def write_cache(
+    kernels: CpuKernels, projected: Tensor, first: int, slots: Tensor, key_cache: Tensor, value_cache: Tensor
+) -> None:
+    """Keys are the heads of `projected` [num_rows, heads, head_dim] from `first` on, values those after them."""
+    num_rows, num_heads, head_dim = projected.shape
+    num_kv_heads = key_cache.shape[-2]
+    stride = num_heads * head_dim
+    kernels.library.functions.outrider_write_cache(
+        kernels.team.handle,
+        ELEMENT_TYPES[projected.dtype],
+        projected[:, first:].data_ptr(),
+        stride,
+        projected[:, first + num_kv_heads :].data_ptr(),
+        stride,
+        num_rows,
+        slots.data_ptr(),
+        num_kv_heads,
+        head_dim,
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+    )
+
+
+def paged_attention(
+    kernels: CpuKernels,
+    query: Tensor,  # [num_rows, num_heads, head_dim]
+    key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Tensor,
+    batch: InputBatch,
+    options: AttentionOptions,
+    *,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    num_heads, head_dim = query.shape[1:]
+    y = guarded(query.shape, query.dtype)
+    query, workspace = guarded_copy(query), workspace or Workspace(kernels.library)
+    struct = AttentionStruct(
+        num_heads,
+        key_cache.shape[2],
+        head_dim,
+        options.sliding_window or 0,
+        options.scaling,
+        options.softcap or 0.0,
+    )
+    kernels.library.functions.outrider_paged_attention(
+        kernels.team.handle,
+        workspace.handle,
+        ELEMENT_TYPES[query.dtype],
+        struct,
+        batch_struct(batch),
+        query.data_ptr(),
+        num_heads * head_dim,
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        y.data_ptr(),
+    )
+    return checked(y)
+
+
+# ---- memory of which the kernel may touch no byte too many
+
+_MARGIN = 64
+_MARK = 3.0e4
+
+
+def guarded(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """NaN, between margins that `checked` looks at; its address is no multiple of a vector's size."""
+    count = int(torch.Size(shape).numel())
+    memory = torch.full((count + 2 * _MARGIN + 1,), _MARK, dtype=dtype)
+    inside = memory[_MARGIN + 1 : _MARGIN + 1 + count]
+    inside.fill_(float("nan"))
+    return inside.view(shape)
+
+
+def guarded_copy(values: Tensor) -> Tensor:
+    return guarded(values.shape, values.dtype).copy_(values)
+
+
+def checked(inside: Tensor) -> Tensor:
+    """A copy, once nothing was written beside it."""
+    storage = torch.empty(0, dtype=inside.dtype).set_(inside.untyped_storage())
+    assert bool((storage[: _MARGIN + 1] == _MARK).all()), "written before the first element"
+    assert bool((storage[-_MARGIN:] == _MARK).all()), "written behind the last element"
+    return inside.clone()
+
+
+# ---- comparing
+
+
+def bits(values: Tensor) -> Tensor:
+    """So that -0 differs from 0, and NaN equals NaN."""
+    return values.contiguous().view(BITS[values.dtype])
+
+
+def differing_rows(left: Tensor, right: Tensor) -> list[int]:
+    """Indices of rows of which a bit differs."""
+    assert left.shape == right.shape
+    unequal = bits(left) != bits(right)
+    return unequal.flatten(1).any(dim=1).nonzero().flatten().tolist()
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Half a unit in the last place, relative to the value."""
+    return torch.finfo(dtype).eps / 2

@@ -1,0 +1,118 @@
+// SIMULATED AVX512F and AVX512-BF16: what the kernels use of them, in plain C++.
+//
+// For machines without these instructions. Included before everything else (-include), so
+// that the kernels' own files are compiled as they are: the macros below stand in for the
+// compiler's intrinsics and for its telling that the instructions are there. Semantics are
+// those of Intel's manual (Software Developer's Manual, volume 2, "Operation" of each
+// instruction); what it leaves open is not simulated.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace simulated {
+
+// Inputs and results of bfloat16 products: subnormal numbers count as zeros, MXCSR does not matter.
+inline float flushed(float value) {
+  const float magnitude = value < 0 ? -value : value;
+  return magnitude < 1.17549435e-38f ? __builtin_copysignf(0.0f, value) : value;
+}
+
+inline float widened(uint16_t bfloat16) {
+  const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return flushed(wide);
+}
+
+// a * b + c, rounded once.
+inline float multiply_add(uint16_t a, uint16_t b, float c) {
+  return flushed(__builtin_fmaf(widened(a), widened(b), flushed(c)));
+}
+
+inline __m512 set1_ps(float value) {
+  __m512 all;
+  for (int i = 0; i < 16; i++) all[i] = value;
+  return all;
+}
+
+inline __m512i set1_epi32(int32_t value) {
+  int32_t lanes[16];
+  for (int32_t& lane : lanes) lane = value;
+  __m512i all;
+  std::memcpy(&all, lanes, sizeof all);
+  return all;
+}
+
+inline __m512 setzero_ps() { return set1_ps(0.0f); }
+
+inline __m512 fmadd_ps(__m512 a, __m512 b, __m512 c) {
+  for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+}
+
+inline __m512i loadu_si512(const void* from) {
+  __m512i all;
+  std::memcpy(&all, from, sizeof all);
+  return all;
+}
+
+inline void storeu_ps(void* to, __m512 value) { std::memcpy(to, &value, sizeof value); }
+
+inline __m512 castsi512_ps(__m512i value) { return reinterpret_cast<__m512>(value); }
+
+inline __m512i cvtepu16_epi32(__m256i narrow) {
+  uint16_t from[16];
+  uint32_t to[16];
+  std::memcpy(from, &narrow, sizeof from);
+  for (int i = 0; i < 16; i++) to[i] = from[i];
+  return loadu_si512(to);
+}
+
+inline __m256i cvtepi32_epi16(__m512i wide) {
+  uint32_t from[16];
+  uint16_t to[16];
+  std::memcpy(from, &wide, sizeof from);
+  for (int i = 0; i < 16; i++) to[i] = static_cast<uint16_t>(from[i]);
+  __m256i narrow;
+  std::memcpy(&narrow, to, sizeof narrow);
+  return narrow;
+}
+
+inline __m512i slli_epi32(__m512i value, unsigned count) {
+  uint32_t lanes[16];
+  std::memcpy(lanes, &value, sizeof lanes);
+  for (uint32_t& lane : lanes) lane = count < 32 ? lane << count : 0;
+  return loadu_si512(lanes);
+}
+
+// VDPBF16PS: of each pair the upper product is added first.
+__attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
+  uint16_t left[32], right[32];
+  std::memcpy(left, &a, sizeof left);
+  std::memcpy(right, &b, sizeof right);
+  for (int i = 0; i < 16; i++) {
+    const float upper = multiply_add(left[2 * i + 1], right[2 * i + 1], sums[i]);
+    sums[i] = multiply_add(left[2 * i], right[2 * i], upper);
+  }
+  return sums;
+}
+
+}  // namespace simulated
+
+#define _mm512_set1_ps simulated::set1_ps
+#define _mm512_set1_epi32 simulated::set1_epi32
+#define _mm512_setzero_ps simulated::setzero_ps
+#define _mm512_fmadd_ps simulated::fmadd_ps
+#define _mm512_loadu_si512 simulated::loadu_si512
+#define _mm512_storeu_ps simulated::storeu_ps
+#define _mm512_castsi512_ps simulated::castsi512_ps
+#define _mm512_cvtepu16_epi32 simulated::cvtepu16_epi32
+#define _mm512_cvtepi32_epi16 simulated::cvtepi32_epi16
+#define _mm512_slli_epi32 simulated::slli_epi32
+#define _mm512_dpbf16_ps simulated::dpbf16_ps
+
+#define __AVX512F__ 1
+#define __AVX512BF16__ 1

@@ -1,0 +1,115 @@
+"""What other code in the process leaves behind in the processor must not reach the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
+from tests.engine.cpu_kernels.operations import bits, linear, pack, paged_attention
+
+
+def random_rows(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.fixture
+def flushing():
+    """The calling thread takes subnormal numbers for zeros, as code compiled with -ffast-math makes it."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_subnormal_numbers_are_kept_whoever_computes_a_unit(library, teams, flushing):
+    x, weight = torch.full((3, 8), 1e-30), torch.full((330, 8), 1e-10)
+    torch.set_flush_denormal(False)
+    expected = x.double() @ weight.double().T
+    torch.set_flush_denormal(True)
+    for num_threads in (1, 2, 3):
+        kernels = teams(library, num_threads)
+        matrix = pack(kernels, [weight])
+        for _ in range(10):  # who does which unit is chance
+            y = linear(kernels, matrix, x)
+            torch.set_flush_denormal(False)
+            assert torch.allclose(y.double(), expected, rtol=1e-4, atol=0.0)
+            torch.set_flush_denormal(True)
+
+
+def test_the_callers_own_arithmetic_is_given_back(kernels, flushing):
+    linear(kernels, pack(kernels, [torch.ones((16, 8))]), torch.ones((1, 8)))
+    assert float(torch.tensor(1e-30) * torch.tensor(1e-10)) == 0.0
+
+
+class Products:
+    """Products of several sizes from two of the library's files, each before and after one of another size."""
+
+    ORDER = (
+        ("linear", 20),
+        ("attention", 1),
+        ("linear", 20),
+        ("attention", 30),
+        ("linear", 1),
+        ("attention", 1),
+        ("linear", 17),
+        ("attention", 30),
+        ("linear", 17),
+        ("attention", 3),
+        ("linear", 1),
+        ("attention", 3),
+    )
+
+    def __init__(self, kernels):
+        self.kernels = kernels
+        self.weight = random_rows(40, 96)
+        self.matrix = pack(kernels, [self.weight])
+        cache = random_rows(4, 16, 1, 32)
+        self.caches = cache, cache + 1
+
+    def linear(self, num_rows):
+        return linear(self.kernels, self.matrix, random_rows(num_rows, 96))
+
+    def attention(self, num_rows):
+        batch = build_input_batch([SequenceRows([0] * num_rows, 40 - num_rows, [2, 0, 3], 1)], 16)
+        query = random_rows(num_rows, 1, 32)
+        return paged_attention(self.kernels, query, *self.caches, batch, AttentionOptions(0.3))
+
+    def in_turns(self, between=lambda: None):
+        """All of ORDER, with something else done before each."""
+        outputs = []
+        for name, num_rows in self.ORDER:
+            between()
+            outputs.append(getattr(self, name)(num_rows))
+        return outputs
+
+    def assert_right(self, outputs):
+        """Each equals the first of its kind, and linear ones the product."""
+        first = {}
+        for (name, num_rows), output in zip(self.ORDER, outputs, strict=True):
+            assert torch.equal(bits(output), first.setdefault((name, num_rows), bits(output))), (name, num_rows)
+            if name == "linear":
+                expected = random_rows(num_rows, 96).double() @ self.weight.double().T
+                assert torch.allclose(output.double(), expected, rtol=2.0**-8, atol=1e-4)
+
+
+def test_operators_of_different_files_may_follow_each_other(kernels):
+    products = Products(kernels)
+    products.assert_right(products.in_turns())
+
+
+def test_torch_may_compute_in_between(library, teams):
+    """Its own bfloat16 products use the same instructions where there are some."""
+    products = Products(teams(library, 2))
+    left, right = random_rows(64, 96), random_rows(96, 64)
+    products.assert_right(products.in_turns(lambda: torch.mm(left, right)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS)
+def test_simulated_tiles_that_other_code_gave_back_are_shaped_again(made_libraries, teams):
+    library = made_libraries("simulated_amx")
+    products = Products(teams(library, 1))
+    products.assert_right(products.in_turns(library.functions.outrider_simulated_tile_release))

@@ -1,0 +1,247 @@
+"""Packed linear layers against a product in float64, with bounds from the theory of rounding errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider.engine.cpu_kernels.library import Epilogue, Workspace
+from outrider.engine.cpu_kernels.matrices import PANEL, quantise_rows
+from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
+from tests.engine.cpu_kernels.operations import differing_rows, linear, linear_to_float, pack, rounding_of
+
+ROUNDING = 2.0**-24  # of float32, in which products are summed
+KINDS = {
+    "float32": (torch.float32, torch.float32, False),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, False),
+    "int8-float32": (torch.float32, torch.float32, True),
+    "int8-bfloat16": (torch.bfloat16, torch.bfloat16, True),
+    "bfloat16-weights-float32-rows": (torch.float32, torch.bfloat16, False),
+}
+"""Dtypes of rows and of weights, and whether weights become int8."""
+
+SHAPES = [(1, 1, 1), (1, 2, 17), (2, 15, 16), (3, 31, 33), (5, 64, 48), (7, 65, 47),
+          (13, 96, 31), (17, 33, 80), (33, 70, 35), (40, 130, 18)]  # fmt: skip
+"""Rows, in_features, out_features."""
+
+
+class Problem:
+    """Rows, weights and bias, what is to come out, and how far from it rounding may lead.
+
+    `seed` is that of weights and bias: equal shapes have equal rows.
+    """
+
+    def __init__(self, kind, num_rows, in_features, out_features, *, has_bias=True, seed=0):
+        self.dtype, weight_dtype, self.is_quantised = KINDS[kind]
+        x = torch.randn((num_rows, in_features), generator=torch.Generator().manual_seed(99))
+        # What a path does with rows of more bits than its products take is its own business.
+        self.x = x.to(weight_dtype).to(self.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn((out_features, in_features), generator=generator).to(weight_dtype)
+        self.bias = torch.randn(out_features, generator=generator).to(self.dtype) if has_bias else None
+        weight = self.packed_weight()
+        bias = 0.0 if self.bias is None else self.bias.double()
+        self.expected = self.x.double() @ weight.T + bias
+        # Higham, Accuracy and Stability of Numerical Algorithms, 3.1: a sum of n products, each rounded once.
+        magnitude = self.x.double().abs() @ weight.abs().T + (0.0 if self.bias is None else self.bias.double().abs())
+        self.allowed_in_float = (in_features + 4) * ROUNDING * magnitude + 1e-36  # subnormal numbers may be lost
+
+    def packed_weight(self):
+        """What the kernels multiply with: [out_features, in_features] float64."""
+        if not self.is_quantised:
+            return self.weight.double()
+        quantised, scales = quantise_rows(self.weight)
+        return quantised.double() * scales.double().unsqueeze(1)
+
+    def pack(self, kernels):
+        return pack(kernels, [self.weight], [self.bias], quantise=self.is_quantised)
+
+    def allowed(self, expected):
+        """With the rounding of the result to the rows' dtype."""
+        return (self.allowed_in_float + rounding_of(self.dtype) * (expected.abs() + self.allowed_in_float)) * 1.01
+
+
+def assert_within(actual, expected, allowed):
+    excess = (actual.double() - expected).abs() - allowed
+    assert bool((excess <= 0).all()), f"{float(excess.max())} more than rounding explains"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no_bias"])
+def test_a_product_is_that_of_float64_up_to_rounding(kernels, kind, shape, has_bias):
+    problem = Problem(kind, *shape, has_bias=has_bias)
+    matrix = problem.pack(kernels)
+    assert_within(linear(kernels, matrix, problem.x), problem.expected, problem.allowed(problem.expected))
+    assert_within(linear_to_float(kernels, matrix, problem.x), problem.expected, problem.allowed_in_float)
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_every_number_of_rows_that_one_product_takes(kernels, kind, panels):
+    for in_features in (16, 32, 72, 192):
+        matrix = Problem(kind, 1, in_features, panels * PANEL).pack(kernels)
+        for num_rows in range(1, 36):
+            problem = Problem(kind, num_rows, in_features, panels * PANEL)
+            assert_within(linear_to_float(kernels, matrix, problem.x), problem.expected, problem.allowed_in_float)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    num_rows=st.integers(1, 70),
+    in_features=st.integers(1, 140),
+    out_features=st.integers(1, 100),
+    num_threads=st.integers(1, 3),
+)
+def test_any_shape_is_within_the_same_bounds(library, teams, kind, num_rows, in_features, out_features, num_threads):
+    kernels = teams(library, num_threads)
+    problem = Problem(kind, num_rows, in_features, out_features)
+    assert_within(
+        linear(kernels, problem.pack(kernels), problem.x), problem.expected, problem.allowed(problem.expected)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_residual_is_added_to(kernels, kind):
+    problem = Problem(kind, 9, 65, 47)
+    residual = torch.randn((9, 47), generator=torch.Generator().manual_seed(1)).to(problem.dtype)
+    expected = problem.expected + residual.double()
+    actual = linear(kernels, problem.pack(kernels), problem.x, epilogue=Epilogue.ADD, into=residual)
+    assert_within(actual, expected, problem.allowed(expected) + 2 * ROUNDING * expected.abs())
+
+
+@pytest.mark.parametrize("features", [16, 32, 40, 128, 135])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_and_up_become_silu_of_one_times_the_other(kernels, kind, features):
+    gate, up = Problem(kind, 11, 65, features, seed=1), Problem(kind, 11, 65, features, seed=2)
+    matrix = pack(kernels, [gate.weight, up.weight], [gate.bias, up.bias], interleave=True, quantise=gate.is_quantised)
+    actual = linear(kernels, matrix, gate.x, epilogue=Epilogue.SILU_MULTIPLY)
+    padded = -(-features // PANEL) * PANEL
+    assert actual.shape == (11, padded)
+    assert not actual[:, features:].any()  # a gate and an up of zero
+    silu = gate.expected * torch.sigmoid(gate.expected)
+    # d silu / d gate lies between -0.1 and 1.1; each factor is rounded before and the product after.
+    gate_error = 1.1 * gate.allowed(gate.expected) + 8 * ROUNDING * (silu.abs() + gate.expected.abs())
+    up_error = up.allowed(up.expected)
+    product = silu * up.expected
+    carried = gate_error * (up.expected.abs() + up_error) + up_error * silu.abs()
+    assert_within(actual[:, :features], product, carried + 2 * rounding_of(gate.dtype) * (product.abs() + carried))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_weights_packed_together_are_one_after_the_other(kernels, kind):
+    parts = [Problem(kind, 6, 33, features, seed=features) for features in (48, 16, 21)]
+    x = parts[0].x
+    matrix = pack(
+        kernels, [part.weight for part in parts], [part.bias for part in parts], quantise=parts[0].is_quantised
+    )
+    together = linear(kernels, matrix, x)
+    apart = torch.cat([linear(kernels, part.pack(kernels), x) for part in parts], dim=1)
+    assert torch.equal(together, apart)
+
+
+def test_one_bias_of_several_is_enough(kernels):
+    first, second = Problem("float32", 3, 20, 18), Problem("float32", 3, 20, 30, has_bias=False)
+    matrix = pack(kernels, [first.weight, second.weight], [first.bias, None])
+    separately = linear(kernels, first.pack(kernels), first.x), linear(kernels, second.pack(kernels), first.x)
+    assert torch.equal(linear(kernels, matrix, first.x), torch.cat(separately, dim=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_the_packed_weight_comes_back(kernels, kind):
+    problem = Problem(kind, 1, 37, 45)
+    matrix = problem.pack(kernels)
+    rows = torch.stack([matrix.row(index) for index in range(45)])
+    assert torch.equal(rows, problem.packed_weight().float())
+
+
+def test_int8_is_as_near_as_127_steps_allow(kernels):
+    problem = Problem("int8-float32", 8, 96, 40, has_bias=False)
+    exact = problem.x.double() @ problem.weight.double().T
+    step = problem.weight.double().abs().amax(dim=1) / 127
+    allowed = problem.x.double().abs().sum(dim=1, keepdim=True) * step / 2 + problem.allowed_in_float
+    assert_within(linear(kernels, problem.pack(kernels), problem.x), exact, allowed * 1.0001)
+
+
+def test_a_wrong_product_would_be_noticed(kernels):
+    """The negative control: one weight that is a hundredth off is far outside the bounds."""
+    problem = Problem("float32", 3, 64, 33)
+    problem.weight[20, 30] *= 1.01
+    with pytest.raises(AssertionError, match="more than rounding explains"):
+        assert_within(
+            linear(kernels, problem.pack(kernels), problem.x), problem.expected, problem.allowed(problem.expected)
+        )
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_the_workspace_stays_usable(kernels):
+    problem = Problem("bfloat16", 4, 33, 20)
+    matrix, workspace = problem.pack(kernels), Workspace(kernels.library)
+    y = torch.empty((4, 20), dtype=torch.bfloat16)
+
+    def run(num_rows):
+        kernels.library.functions.outrider_linear(
+            kernels.team.handle, workspace.handle, 1, problem.x.data_ptr(), num_rows, matrix.struct, 0, y.data_ptr()
+        )
+
+    run(4)
+    expected = y.clone()
+    with pytest.raises(MemoryError, match="outrider_linear"):
+        run(2**44)
+    run(4)
+    assert torch.equal(y, expected)
+
+
+# ---- bits
+
+COMPANIES = [(0, 2), (0, 5), (3, 8), (0, 16), (5, 22), (0, 33), (1, 70), (0, 70)]
+"""First row and end of what is computed together."""
+
+
+def rows_that_differ(kernels_alone, kernels, kind) -> list[tuple[int, int, int]]:
+    """(first, end, row) of rows whose output, with each epilogue, has other bits in company than alone."""
+    problem, up = Problem(kind, 70, 100, 48), Problem(kind, 70, 100, 48, seed=1)
+    residual = torch.randn((70, 48), generator=torch.Generator().manual_seed(2)).to(problem.dtype)
+
+    def operators(own):
+        matrix = problem.pack(own)
+        gate_up = pack(
+            own, [problem.weight, up.weight], [problem.bias, up.bias], interleave=True, quantise=problem.is_quantised
+        )
+
+        def compute(rows):
+            x = problem.x[rows]
+            outputs = [
+                linear(own, matrix, x),
+                linear(own, matrix, x, epilogue=Epilogue.ADD, into=residual[rows]),
+                linear(own, gate_up, x, epilogue=Epilogue.SILU_MULTIPLY),
+                linear_to_float(own, matrix, x),
+            ]
+            return torch.cat([output.float() for output in outputs], dim=1)
+
+        return compute
+
+    compute_alone, compute = operators(kernels_alone), operators(kernels)
+    alone = torch.cat([compute_alone(slice(row, row + 1)) for row in range(70)])
+    return [
+        (first, end, row)
+        for first, end in COMPANIES
+        for row in differing_rows(compute(slice(first, end)), alone[first:end])
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_bits_do_not_depend_on_its_company_or_on_who_shares_the_work(library, teams, kind):
+    for num_threads in (1, 2, 3):
+        assert rows_that_differ(teams(library, 1), teams(library, num_threads), kind) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, kind):
+    """The negative control of the check above."""
+    kernels = teams(rule_breaking_library, 1)
+    assert rows_that_differ(kernels, kernels, kind)

@@ -1,0 +1,274 @@
+"""Whole decoders in one native call: the model that transformers computes, and the same bits in any schedule."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.cpu_kernels.decoder import NativeDecoder, why_not_native
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.model_hub.support import describe_decoder
+from outrider.model_hub.tiny import make_tiny_model
+from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
+from tests.engine.cpu_kernels.operations import differing_rows
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+VOCAB_SIZE = 331
+SHAPE = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+ARCHITECTURES = {
+    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 40},
+    "qwen2": {"head_dim": None, "tie_word_embeddings": True},  # with biases
+    "qwen3": {"head_dim": 48, "num_attention_heads": 4},  # normalises queries and keys
+}
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    made = {}
+
+    def directory(architecture):
+        if architecture not in made:
+            overrides = {name: value for name, value in (SHAPE | ARCHITECTURES[architecture]).items() if value}
+            made[architecture] = make_tiny_model(
+                tmp_path_factory.mktemp(architecture),
+                architecture=architecture,
+                vocab_size=VOCAB_SIZE,
+                overrides=overrides,
+            )
+        return made[architecture]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def decoders(checkpoints, teams):
+    """decoders(library, architecture, kind) → NativeDecoder, each packed once."""
+    made = {}
+
+    def decoder(library, architecture, kind):
+        key = library.file, architecture, kind
+        if key not in made:
+            model = load(checkpoints(architecture), KINDS[kind])
+            spec, layers = describe_decoder(model, dtype=str(KINDS[kind]).removeprefix("torch."))
+            assert why_not_native(model, spec, layers) == ""
+            made[key] = NativeDecoder(teams(library, 1), model, spec, layers, quantise=kind == "int8"), spec
+        return made[key]
+
+    return decoder
+
+
+def load(directory, dtype, attention=ATTENTION_NAME):
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+@dataclass
+class Sequence:
+    token_ids: list[int]
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Runs rows of some sequences over one cache, and keeps the book of blocks."""
+
+    def __init__(self, decoder, spec, kernels, prompts, seed=0):
+        self.random = random.Random(seed)
+        self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        decoder.kernels = kernels
+        self.step = decoder.new_step(self.cache)
+        self.sequences = [Sequence(prompt) for prompt in prompts]
+        self.references = [0] * NUM_BLOCKS
+        self.spoil(range(NUM_BLOCKS))
+
+    def spoil(self, blocks):
+        for block in blocks:
+            for tensor in (*self.cache.keys, *self.cache.values):
+                tensor[block] = float("nan")
+
+    def run(self, plan, *, on_layer_done=None):
+        """`plan`: (sequence, rows, ids of wrong drafts behind them). Logits of the rows without the drafts."""
+        rows = []
+        for index, num_rows, drafts in plan:
+            sequence = self.sequences[index]
+            first = sequence.num_computed
+            self.reserve(sequence, first + num_rows + len(drafts))
+            token_ids = [*sequence.token_ids[first : first + num_rows], *drafts]
+            rows.append(SequenceRows(token_ids, first, list(sequence.block_ids), len(token_ids)))
+            sequence.num_computed += num_rows
+        logits = self.step.forward(build_input_batch(rows, BLOCK_SIZE), on_layer_done=on_layer_done)
+        parts = logits.split([len(part.token_ids) for part in rows])
+        return [part[:num_rows] for part, (_, num_rows, _) in zip(parts, plan, strict=True)]
+
+    def reserve(self, sequence, num_tokens):
+        while len(sequence.block_ids) * BLOCK_SIZE < num_tokens:
+            block = self.random.choice([block for block, count in enumerate(self.references) if count == 0])
+            self.references[block] = 1
+            sequence.block_ids.append(block)
+
+    def preempt(self, sequence):
+        """Its KV is lost; what another shares stays."""
+        for block in sequence.block_ids:
+            self.references[block] -= 1
+        self.spoil(block for block in sequence.block_ids if self.references[block] == 0)
+        sequence.block_ids, sequence.num_computed = [], 0
+
+    def share_prefix(self, sequence, other):
+        """What a prefix cache does: whole blocks of equal tokens are taken over instead of computed."""
+        equal = next(
+            (i for i, pair in enumerate(zip(sequence.token_ids, other.token_ids, strict=False)) if pair[0] != pair[1]),
+            min(len(sequence.token_ids), len(other.token_ids)),
+        )
+        # One token must be left to compute.
+        num_blocks = min(equal, other.num_computed, len(sequence.token_ids) - 1) // BLOCK_SIZE
+        sequence.block_ids = other.block_ids[:num_blocks]
+        sequence.num_computed = num_blocks * BLOCK_SIZE
+        for block in sequence.block_ids:
+            self.references[block] += 1
+
+
+def random_ids(count, seed):
+    return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+LONG = random_ids(280, 1)  # more than a span of attention
+PROMPTS = [LONG, LONG[:100] + random_ids(50, 2), random_ids(70, 3)]
+
+
+def logits_alone(decoder, spec, kernels):
+    """Of every token of PROMPTS, computed alone: one row, one sequence, one thread at a time."""
+    engine = Engine(decoder, spec, kernels, PROMPTS)
+    return [torch.cat([engine.run([(index, 1, [])])[0] for _ in prompt]) for index, prompt in enumerate(PROMPTS)]
+
+
+def rows_that_differ(alone, decoder, spec, kernels, seed):
+    """(sequence, position) whose logits have other bits than alone, in a random schedule of everything.
+
+    Chunks of any size, single rows, drafts that turn out wrong, mixed batches, prefixes
+    taken from the cache, preemption.
+    """
+    engine = Engine(decoder, spec, kernels, PROMPTS, seed)
+    choose, differing, num_compared = engine.random, [], 0
+    num_preemptions = 2
+    while unfinished := [i for i, s in enumerate(engine.sequences) if s.num_computed < len(s.token_ids)]:
+        if num_preemptions and choose.random() < 0.15:
+            engine.preempt(choose.choice(engine.sequences))
+            num_preemptions -= 1
+            continue
+        chosen = choose.sample(unfinished, choose.randint(1, len(unfinished)))
+        plan = []
+        for index in chosen:
+            sequence = engine.sequences[index]
+            if sequence.num_computed == 0 and choose.random() < 0.7:
+                engine.share_prefix(sequence, engine.sequences[1 - index] if index < 2 else sequence)
+            left = len(sequence.token_ids) - sequence.num_computed
+            num_rows = min(left, choose.choice([1, 1, 5, choose.randint(1, 40), choose.randint(1, 300)]))
+            drafts = [choose.randint(3, 319) for _ in range(choose.choice([0, 0, 4]))]
+            plan.append((index, num_rows, drafts))
+        for (index, num_rows, _), logits in zip(plan, engine.run(plan), strict=True):
+            first = engine.sequences[index].num_computed - num_rows
+            expected = alone[index][first : first + num_rows]
+            differing += [(index, first + row) for row in differing_rows(logits, expected)]
+            num_compared += num_rows
+    assert num_compared >= len(LONG) + len(PROMPTS[2])
+    return differing
+
+
+@pytest.mark.parametrize(
+    ("library", "architecture", "kind"),
+    with_few_for_tests(
+        {f"{architecture}-{kind}": (architecture, kind) for architecture in ARCHITECTURES for kind in KINDS},
+        few=("mistral-bfloat16",),
+    ),
+    indirect=["library"],
+)
+def test_a_tokens_logits_have_the_same_bits_in_any_schedule(library, teams, decoders, architecture, kind):
+    decoder, spec = decoders(library, architecture, kind)
+    alone = logits_alone(decoder, spec, teams(library, 1))
+    assert not torch.cat(alone).isnan().any()
+    for num_threads in (1, 2, 3):
+        assert rows_that_differ(alone, decoder, spec, teams(library, num_threads), seed=num_threads) == []
+
+
+def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
+    decoder, spec = decoders(library, "llama", "bfloat16")
+    alone = logits_alone(decoder, spec, teams(library, 1))[0]
+    whole = Engine(decoder, spec, teams(library, 3), PROMPTS).run([(0, len(LONG), [])])[0]
+    assert differing_rows(whole, alone) == []
+    layers = []
+    engine = Engine(decoder, spec, teams(library, 2), PROMPTS)
+    by_layers = engine.run([(0, len(LONG), [])], on_layer_done=layers.append)[0]
+    assert differing_rows(by_layers, alone) == []
+    assert layers == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, decoders, kind):
+    """The negative control of the check above."""
+    decoder, spec = decoders(rule_breaking_library, "llama", kind)
+    kernels = teams(rule_breaking_library, 1)
+    assert rows_that_differ(logits_alone(decoder, spec, kernels), decoder, spec, kernels, seed=0)
+
+
+# ---- what is computed, not only that it is always the same
+
+
+def logits_of_transformers(directory, dtype):
+    """Of every token of LONG, by the untouched model: [280, vocab_size] float64."""
+    model = load(directory, dtype, attention="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([LONG])).logits[0].double()
+
+
+def native_logits(decoder, spec, kernels):
+    return Engine(decoder, spec, kernels, PROMPTS).run([(0, len(LONG), [])])[0].double()
+
+
+def error_of(logits, expected):
+    return float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_float32_logits_are_those_of_transformers(library, teams, decoders, checkpoints, architecture):
+    expected = logits_of_transformers(checkpoints(architecture), torch.float32)
+    logits = native_logits(*decoders(library, architecture, "float32"), teams(library, 1))
+    assert error_of(logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_logits_are_nearer_to_float32_than_those_of_transformers(
+    library, teams, decoders, checkpoints, architecture, tmp_path
+):
+    # float32 arithmetic over the weights that bfloat16 has.
+    rounded = load(checkpoints(architecture), torch.bfloat16, attention="eager")
+    rounded.float().save_pretrained(tmp_path)
+    expected = logits_of_transformers(tmp_path, torch.float32)
+    theirs = error_of(logits_of_transformers(checkpoints(architecture), torch.bfloat16), expected)
+    logits = native_logits(*decoders(library, architecture, "bfloat16"), teams(library, 1))
+    assert error_of(logits, expected) <= theirs
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_int8_weights_are_lossy_by_a_few_hundredths(library, teams, decoders, checkpoints, architecture):
+    expected = logits_of_transformers(checkpoints(architecture), torch.float32)
+    logits = native_logits(*decoders(library, architecture, "int8"), teams(library, 1))
+    assert error_of(logits, expected) < 0.1

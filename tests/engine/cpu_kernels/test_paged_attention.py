@@ -1,0 +1,314 @@
+"""Paged attention against causal attention in float64, and a row's bits against the company that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.cpu_kernels.library import Workspace
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
+from tests.engine.cpu_kernels.operations import differing_rows, paged_attention, rounding_of
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = 2.0**-24
+SPAN = 256
+HEAD_DIMS = [16, 32, 48, 64, 80, 96, 128]
+GROUPS = [1, 2, 3, 7, 8]
+BLOCK_SIZES = [16, 32, 64, 256]
+BORDERS = [1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 2000]
+
+# (rows, tokens before them) of each sequence in one batch
+BATCHES = {
+    "one_row": [(1, 40)],
+    "a_first_token": [(1, 0)],
+    "verification_of_four_drafts": [(5, 37)],
+    "a_whole_prompt": [(50, 0)],
+    "a_later_chunk": [(33, 270)],
+    "lengths_far_apart": [(1, 0), (1, 3), (1, 250), (1, 1999), (1, 17), (1, 16), (1, 15)],
+    "row_counts_mixed": [(5, 254), (1, 20), (40, 0), (5, 3), (1, 511), (25, 500), (2, 8)],
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    head_dim: int = 32
+    num_kv_heads: int = 2
+    group: int = 2
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+class Cache:
+    """Keys and values of some sequences, scattered over blocks; NaN wherever no sequence has a token."""
+
+    def __init__(
+        self, lengths: Sequence[int], heads: Heads, dtype: torch.dtype, *, block_size: int = 16, seed: int = 0
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        self.block_size = block_size
+        self.keys, self.values = [], []
+        tables = [-(-length // block_size) for length in lengths]
+        shuffled = torch.randperm(sum(tables) + 3, generator=torch.Generator().manual_seed(block_size + seed)).tolist()
+        self.tables = [[shuffled.pop() for _ in range(count)] for count in tables]
+        shape = (sum(tables) + 3, block_size, heads.num_kv_heads, heads.head_dim)
+        self.key_cache, self.value_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+        self.queries = []
+        for length, table in zip(lengths, self.tables, strict=True):
+            for tokens, cache in ((self.keys, self.key_cache), (self.values, self.value_cache)):
+                own = torch.randn((length, *shape[2:]), generator=generator).to(dtype)
+                tokens.append(own)
+                for index, block in enumerate(table):
+                    part = own[index * block_size : (index + 1) * block_size]
+                    cache[block, : len(part)] = part
+            self.queries.append(torch.randn((length, heads.num_heads, heads.head_dim), generator=generator).to(dtype))
+
+    def attend(self, kernels, parts, options, *, workspace=None) -> Tensor:
+        """`parts`: (sequence, rows, tokens before them), as one batch. [num_rows, num_heads, head_dim]."""
+        batch = build_input_batch(
+            [SequenceRows([0] * rows, before, self.tables[seq], 1) for seq, rows, before in parts], self.block_size
+        )
+        query = torch.cat([self.queries[seq][before : before + rows] for seq, rows, before in parts])
+        return paged_attention(kernels, query, self.key_cache, self.value_cache, batch, options, workspace=workspace)
+
+
+def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options: AttentionOptions):
+    """(the output, how far from it rounding may lead), both [rows, num_heads, head_dim] float64."""
+    group = query.shape[1] // keys.shape[1]
+    query, keys, values = (tensor.double() for tensor in (query, keys, values))
+    keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
+    scores = torch.einsum("rhd,thd->hrt", query, keys) * options.scaling
+    magnitude = torch.einsum("rhd,thd->hrt", query.abs(), keys.abs()) * options.scaling
+    score_error = (query.shape[2] + 4) * ROUNDING * magnitude
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+        score_error = score_error + 16 * ROUNDING * options.softcap
+    positions = before + torch.arange(len(query)).unsqueeze(1)
+    seen = torch.arange(len(keys)) <= positions
+    if options.sliding_window is not None:
+        seen &= torch.arange(len(keys)) > positions - options.sliding_window
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    output = torch.einsum("hrt,thd->rhd", weights, values)
+    # Each weight is off by the error of its score and of the exponential; then the sum's own rounding.
+    weight_error = (2 * score_error.masked_fill(~seen, 0.0).amax(dim=-1) + (len(keys) + 32) * ROUNDING).T.unsqueeze(-1)
+    return output, weight_error * torch.einsum("hrt,thd->rhd", weights, values.abs())
+
+
+def assert_is_attention(cache: Cache, actual: Tensor, parts, options) -> None:
+    first = 0
+    for seq, rows, before in parts:
+        end = before + rows
+        expected, allowed = reference(
+            cache.queries[seq][before:end], cache.keys[seq][:end], cache.values[seq][:end], before, options
+        )
+        own = actual[first : first + rows].double()
+        excess = (own - expected).abs() - allowed - rounding_of(actual.dtype) * (expected.abs() + allowed) - 1e-36
+        assert bool((excess <= 0).all()), f"sequence {seq}: {float(excess.max())} more than rounding explains"
+        first += rows
+
+
+def check(kernels, sequences, *, dtype=torch.float32, heads=None, options=None, block_size=16):
+    heads = heads or Heads()
+    options = options or AttentionOptions(heads.head_dim**-0.5)
+    cache = Cache([rows + before for rows, before in sequences], heads, dtype, block_size=block_size)
+    parts = [(seq, rows, before) for seq, (rows, before) in enumerate(sequences)]
+    assert_is_attention(cache, cache.attend(kernels, parts, options), parts, options)
+
+
+@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_rows_see_every_token_up_to_their_own(library, teams, num_threads, dtype, sequences):
+    check(teams(library, num_threads), sequences, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
+    check(kernels, [(5, 260), (20, 3)], dtype=dtype, heads=Heads(head_dim))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_query_heads_share_key_value_heads_in_order(library, teams, dtype, num_kv_heads, group):
+    check(teams(library, 2), [(6, 252), (13, 0)], dtype=dtype, heads=Heads(16, num_kv_heads, group))
+
+
+def test_more_query_heads_to_a_key_value_head_than_rows_are_taken_together(kernels):
+    check(kernels, [(3, 100)], heads=Heads(16, 1, 40))
+
+
+@pytest.mark.parametrize("block_size", [*BLOCK_SIZES, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_any_size_wherever_they_lie(kernels, dtype, block_size):
+    check(kernels, [(5, 300), (1, 511), (33, 0)], dtype=dtype, block_size=block_size)
+
+
+@pytest.mark.parametrize("length", BORDERS)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_contexts_that_end_at_a_border(library, teams, num_threads, length):
+    kernels = teams(library, num_threads)
+    check(kernels, [(1, length - 1)])
+    check(kernels, [(min(7, length), length - min(7, length))], heads=Heads(16, 1, 3), block_size=64)
+
+
+@pytest.mark.parametrize("window", [1, 16, 40, 255, 256, 257, 10_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sliding_window_hides_older_tokens(library, teams, dtype, window):
+    for num_threads in (1, 2):
+        check(
+            teams(library, num_threads),
+            [(5, 254), (1, 600), (30, 500), (3, 0)],
+            dtype=dtype,
+            options=AttentionOptions(0.25, sliding_window=window),
+        )
+
+
+@pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_soft_cap_bounds_the_scores(kernels, dtype, softcap):
+    check(kernels, [(5, 300), (40, 0)], dtype=dtype, options=AttentionOptions(0.5, softcap=softcap))
+    check(kernels, [(5, 300)], dtype=dtype, options=AttentionOptions(0.5, sliding_window=30, softcap=softcap))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from(DTYPES),
+    heads=st.builds(Heads, st.sampled_from([16, 48, 80]), st.integers(1, 3), st.integers(1, 9)),
+    sequences=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 600)), min_size=1, max_size=4),
+    block_size=st.sampled_from([16, 32, 64]),
+    window=st.none() | st.integers(1, 700),
+    softcap=st.none() | st.floats(1.0, 30.0),
+    num_threads=st.integers(1, 3),
+)
+def test_any_batch(library, teams, dtype, heads, sequences, block_size, window, softcap, num_threads):
+    options = AttentionOptions(0.3, sliding_window=window, softcap=softcap)
+    check(teams(library, num_threads), sequences, dtype=dtype, heads=heads, options=options, block_size=block_size)
+
+
+def test_a_wrong_mask_would_be_noticed(kernels):
+    """The negative control: one key too many is far outside the bounds."""
+    cache, parts = Cache([42], Heads(), torch.float32), [(0, 5, 37)]
+    actual = cache.attend(kernels, parts, AttentionOptions(0.25, sliding_window=10))
+    with pytest.raises(AssertionError, match="more than rounding explains"):
+        assert_is_attention(cache, actual, parts, AttentionOptions(0.25, sliding_window=9))
+
+
+# ---- bits
+
+ROWS_ALONE = (0, 1, 15, 16, 17, 100, 254, 255, 256, 257, 258, 400, 511, 512, 513, 514, 529)
+COMPANIES = {
+    "verify_pass": [[(0, 5, 0)], [(0, 5, 14)], [(0, 5, 98)], [(0, 5, 254)], [(0, 5, 510)]],
+    "whole_prompt": [[(0, 530, 0)]],
+    "chunks": [[(0, 100, 0)], [(0, 157, 100)], [(0, 256, 257)], [(0, 17, 513)]],
+    "mixed_batch": [[(1, 1, 300), (0, 30, 0), (2, 5, 20), (0, 3, 99), (1, 64, 0), (0, 9, 250), (0, 20, 510)]],
+}
+OPTIONS = {
+    "full": AttentionOptions(0.2),
+    "window_of_1": AttentionOptions(0.2, sliding_window=1),
+    "window_of_40": AttentionOptions(0.2, sliding_window=40),
+    "window_of_300": AttentionOptions(0.2, sliding_window=300),
+    "softcap": AttentionOptions(0.2, softcap=3.0),
+}
+
+
+def rows_that_differ(kernels_alone, kernels, cache: Cache, batches, options) -> list[int]:
+    """Positions of sequence 0 whose output in one of `batches` has other bits than alone."""
+    differing = []
+    workspace = Workspace(kernels.library)
+    for parts in batches:
+        together = cache.attend(kernels, parts, options, workspace=workspace)
+        first = 0
+        for seq, rows, before in parts:
+            for position in ROWS_ALONE if seq == 0 else ():
+                if before <= position < before + rows:
+                    alone = cache.attend(kernels_alone, [(0, 1, position)], options)
+                    row = first + position - before
+                    differing += [position] * len(differing_rows(together[row : row + 1], alone))
+            first += rows
+    return differing
+
+
+@pytest.mark.parametrize(
+    ("library", "company", "option", "dtype"),
+    with_few_for_tests(
+        {
+            f"{company}-{option}-{dtype}": (company, option, dtype)
+            for company in COMPANIES
+            for option in OPTIONS
+            for dtype in DTYPES
+        },
+        few=(
+            "verify_pass-full-torch.bfloat16",
+            "chunks-window_of_300-torch.bfloat16",
+            "mixed_batch-full-torch.float32",
+            "mixed_batch-window_of_40-torch.bfloat16",
+            "whole_prompt-softcap-torch.bfloat16",
+        ),
+    ),
+    indirect=["library"],
+)
+def test_a_rows_bits_do_not_depend_on_its_company_or_on_who_shares_the_work(library, teams, company, option, dtype):
+    cache = Cache([530, 301, 25], Heads(16, 2, 3), dtype, block_size=32)
+    for num_threads in (1, 2, 3):
+        differing = rows_that_differ(
+            teams(library, 1), teams(library, num_threads), cache, COMPANIES[company], OPTIONS[option]
+        )
+        assert differing == []
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_bits_of_heads_of_any_size(library, teams, head_dim):
+    cache = Cache([530, 301, 25], Heads(head_dim, 1, 2), torch.bfloat16)
+    for num_threads in (1, 2):
+        differing = rows_that_differ(
+            teams(library, 1), teams(library, num_threads), cache, COMPANIES["mixed_batch"], OPTIONS["full"]
+        )
+        assert differing == []
+
+
+def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
+    outputs = [
+        Cache([530], Heads(), torch.bfloat16, block_size=block_size).attend(kernels, [(0, 30, 500)], OPTIONS["full"])
+        for block_size in (16, 32, 64, 256)
+    ]
+    for output in outputs[1:]:
+        assert differing_rows(output, outputs[0]) == []
+
+
+def test_a_sum_that_vanishes_is_the_same_zero_in_any_company(library, teams):
+    """A weight times a subnormal value may round to -0, to which only a row in company adds a masked key's +0."""
+    cache = Cache([20], Heads(16, 1, 1), torch.float32)
+    query, key, value = cache.queries[0], cache.keys[0], cache.values[0]
+    query[:], key[:], value[:] = 1.0, 0.0, 1.0
+    key[0] = 1.0  # the largest score, of a value that is zero
+    value[0], value[1:11] = 0.0, -1e-45
+    for index, block in enumerate(cache.tables[0]):
+        part = slice(index * 16, index * 16 + 16)
+        cache.key_cache[block, : len(key[part])], cache.value_cache[block, : len(key[part])] = key[part], value[part]
+    options = AttentionOptions(0.1)
+    alone = cache.attend(teams(library, 1), [(0, 1, 10)], options)
+    in_company = cache.attend(teams(library, 1), [(0, 20, 0)], options)[10:11]
+    assert not alone.any()
+    assert differing_rows(alone, in_company) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, dtype):
+    """The negative control of this file's checks."""
+    cache = Cache([530, 301, 25], Heads(16, 2, 3), dtype, block_size=32)
+    kernels = teams(rule_breaking_library, 1)
+    batches = [batch for of_company in COMPANIES.values() for batch in of_company]
+    assert rows_that_differ(kernels, kernels, cache, batches, OPTIONS["full"])
