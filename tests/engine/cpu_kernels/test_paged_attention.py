@@ -305,10 +305,9 @@ def test_a_sum_that_vanishes_is_the_same_zero_in_any_company(library, teams):
 
 @pytest.mark.slow
 @pytest.mark.timeout(BUILD_SECONDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, dtype):
-    """The negative control of this file's checks."""
-    cache = Cache([530, 301, 25], Heads(16, 2, 3), dtype, block_size=32)
+def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams):
+    """The negative control of this file's checks. In float32: rounding to bfloat16 hides most of such a mistake."""
+    cache = Cache([530, 301, 25], Heads(16, 2, 3), torch.float32, block_size=32)
     kernels = teams(rule_breaking_library, 1)
     batches = [batch for of_company in COMPANIES.values() for batch in of_company]
     assert rows_that_differ(kernels, kernels, cache, batches, OPTIONS["full"])

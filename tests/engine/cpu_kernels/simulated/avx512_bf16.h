@@ -71,6 +71,22 @@ inline __m512i cvtepu16_epi32(__m256i narrow) {
   return loadu_si512(to);
 }
 
+inline __m512i cvtepi8_epi32(__m128i narrow) {
+  int8_t from[16];
+  int32_t to[16];
+  std::memcpy(from, &narrow, sizeof from);
+  for (int i = 0; i < 16; i++) to[i] = from[i];
+  return loadu_si512(to);
+}
+
+inline __m512 cvtepi32_ps(__m512i whole) {
+  int32_t from[16];
+  float to[16];
+  std::memcpy(from, &whole, sizeof from);
+  for (int i = 0; i < 16; i++) to[i] = static_cast<float>(from[i]);
+  return castsi512_ps(loadu_si512(to));
+}
+
 inline __m256i cvtepi32_epi16(__m512i wide) {
   uint32_t from[16];
   uint16_t to[16];
@@ -111,6 +127,8 @@ __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m51
 #define _mm512_castsi512_ps simulated::castsi512_ps
 #define _mm512_cvtepu16_epi32 simulated::cvtepu16_epi32
 #define _mm512_cvtepi32_epi16 simulated::cvtepi32_epi16
+#define _mm512_cvtepi8_epi32 simulated::cvtepi8_epi32
+#define _mm512_cvtepi32_ps simulated::cvtepi32_ps
 #define _mm512_slli_epi32 simulated::slli_epi32
 #define _mm512_dpbf16_ps simulated::dpbf16_ps
 
