@@ -63,7 +63,7 @@ class DraftNodeService:
         self._name = ""
         self._state = NodeState.STARTING
         self._loop: DraftLoop | None = None
-        self._thread: EngineThread[Proposer] | None = None
+        self._thread: EngineThread[DraftLoop] | None = None
         self._streams = DraftServicer(self)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -75,16 +75,11 @@ class DraftNodeService:
         self._name = default_node_name("draft_node", address, configured=self._config.server.name)
         thread = self._thread = EngineThread(
             "draft loop",
-            build=self._make_proposer,
-            run=lambda _: self.draft_loop().run(),
+            build=self._build,
+            run=lambda loop: loop.run(),
             on_failure=self._loop_failed,
         )
-        self._proposer = await thread.build()
-        limits = DraftLimits(
-            num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
-        )
-        metrics = EngineMetrics(model_name=self._proposer.name, registry=self._registry)
-        self._loop = DraftLoop(self._proposer, limits, on_step=partial(_count_step, metrics))
+        self._loop = await thread.build()
         self._state = NodeState.SERVING
         thread.run()
 
@@ -99,10 +94,17 @@ class DraftNodeService:
             self._loop.stop()
             await asyncio.to_thread(self._thread.join, 5.0)
 
-    def _make_proposer(self) -> Proposer:
-        if self._proposer is not None:
-            return self._proposer
-        return make_proposer(self._config.proposer, self._config.proposer_settings, progress=announce_progress)
+    def _build(self) -> DraftLoop:
+        """In the draft loop's thread."""
+        proposer = self._proposer
+        if proposer is None:
+            proposer = make_proposer(self._config.proposer, self._config.proposer_settings, progress=announce_progress)
+            self._proposer = proposer
+        limits = DraftLimits(
+            num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
+        )
+        metrics = EngineMetrics(model_name=proposer.name, registry=self._registry)
+        return DraftLoop(proposer, limits, on_step=partial(_count_step, metrics))
 
     def _loop_failed(self, error: Exception) -> None:
         """A bug of ours: a node that drafts no more must not look alive."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
+from draft_node.draft_loop import DraftLoop
 from draft_node.server import DraftNodeService
 from outrider.service.config import ServerConfig
 from outrider.session import PROTOCOL_VERSION
@@ -184,6 +186,30 @@ async def test_a_loop_that_fails_ends_the_process():
         await ended.wait()
     assert statuses == [70]
     await service.stop()
+
+
+async def test_a_stop_before_the_loops_thread_has_looked_is_no_failure(monkeypatch):
+    """The thread is let run at the end of `start`, and may look only when the node drains already."""
+    may_look = threading.Event()
+    run = DraftLoop.run
+
+    def run_late(loop):
+        assert may_look.wait(PATIENCE_SECONDS)
+        run(loop)
+
+    monkeypatch.setattr(DraftLoop, "run", run_late)
+    statuses = []
+    service = DraftNodeService(
+        DraftNodeConfig(server=ServerConfig(name="draft@test")),
+        registry=CollectorRegistry(),
+        proposer=NgramProposer(),
+        exit_process=statuses.append,
+    )
+    await service.start("127.0.0.1:1")
+    await service.drain(1.0)
+    may_look.set()
+    await service.stop()  # waits for the thread
+    assert statuses == []
 
 
 async def test_a_step_that_catches_up_after_short_ones_is_given_time():
