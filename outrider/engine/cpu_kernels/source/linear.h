@@ -53,7 +53,8 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   const Weight* packed = matrix.packed + column * matrix.depth;
   for (int64_t row = 0; row < num_rows;) {
     const int rows = rows_of_next_call<Weight>(num_rows - row);
-    multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile);
+    const auto multiply = row == 0 ? multiply_tile<Weight, PanelsIn::kMemory> : multiply_tile<Weight, PanelsIn::kCache>;
+    multiply(rows, x + row * stride, stride, packed, panels, matrix.depth, tile);
     for (int r = 0; r < rows; r++) {
       float* values = tile + r * kTileColumns;
       if (matrix.scales != nullptr)

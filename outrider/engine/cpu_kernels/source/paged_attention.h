@@ -280,7 +280,8 @@ struct PagedAttention {
       pack_keys(keys, num, head_dim, scratch.key_panel);
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<KV>(rows - row);
-        multiply_tile<KV>(count, scratch.query + row * depth, depth, scratch.key_panel, 1, depth, tile_scores);
+        multiply_tile<KV, PanelsIn::kCache>(count, scratch.query + row * depth, depth, scratch.key_panel, 1, depth,
+                                            tile_scores);
         for (int r = 0; r < count; r++)
           for (int v = 0; v < kVectorsPerPanel; v++)
             store(scratch.scores + (row + r) * kSpan + first + v * kWidth,
@@ -304,7 +305,8 @@ struct PagedAttention {
           store(scratch.value_panel + i * kPanel + v, load_wide(value_cache + places[i] + column + v));
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<float>(rows - row);
-        multiply_tile<float>(count, scratch.scores + row * kSpan, kSpan, scratch.value_panel, 1, num_keys, tile_values);
+        multiply_tile<float, PanelsIn::kCache>(count, scratch.scores + row * kSpan, kSpan, scratch.value_panel, 1,
+                                               num_keys, tile_values);
         for (int r = 0; r < count; r++)
           std::memcpy(result.values + (row + r) * head_dim + column, tile_values + r * kTileColumns, kPanel * 4);
         row += count;

@@ -42,6 +42,7 @@ static inline void shape_tiles(int first_rows, int second_rows) {
   _tile_loadconfig(&shapes);
 }
 
+template <PanelsIn In>
 static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* panels,
                                      int num_panels, int64_t depth, float* tile) {
   const int first = rows < 16 ? rows : 16, second = rows - first;
@@ -55,7 +56,7 @@ static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride
   _tile_zero(3);
   for (int64_t k = 0; k < depth; k += 32) {
     const BFloat16* weights = panels + k * kPanel;
-    for (int line = 0; line < 16; line++) {
+    for (int line = 0; In == PanelsIn::kMemory && line < 16; line++) {
       __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2 * kPrefetchBytes + line * 64, 0, 3);
       __builtin_prefetch(reinterpret_cast<const char*>(weights + panel_size) + 2 * kPrefetchBytes + line * 64, 0, 3);
     }
