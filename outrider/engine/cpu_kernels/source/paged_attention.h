@@ -22,6 +22,7 @@ namespace outrider {
 
 constexpr int kSpan = 256;
 constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
+constexpr int kRowsWithoutPanel = 3;  // query rows whose sums, of four vectors of columns, fit the registers
 constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
 
 // Consecutive rows of one sequence.
@@ -130,9 +131,9 @@ static inline void merge(const PartialResult& earlier, const PartialResult& late
 static inline Floats finished_values(const float* values, float factor) { return load(values) * factor + 0.0f; }
 
 // Sixteen keys as packed weights [depth][16]: words (one float, or a pair of bfloat16) are
-// transposed. Keys from `num` on become zeros.
+// transposed.
 template <class KV>
-static inline void pack_keys(const KV* const* keys, int num, int64_t head_dim, KV* panel) {
+static inline void pack_keys(const KV* const* keys, int64_t head_dim, KV* panel) {
   constexpr int64_t per_word = 4 / sizeof(KV);
   const int64_t words = head_dim / per_word;
   auto* to = reinterpret_cast<char*>(panel);
@@ -141,8 +142,7 @@ static inline void pack_keys(const KV* const* keys, int num, int64_t head_dim, K
     for (int64_t w = 0; w < words; w += 8) {
       __m256 rows[8];
       for (int i = 0; i < 8; i++) {
-        const int key = half * 8 + i;
-        rows[i] = key < num ? _mm256_loadu_ps(reinterpret_cast<const float*>(keys[key] + w * per_word)) : _mm256_setzero_ps();
+        rows[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(keys[half * 8 + i] + w * per_word));
       }
       __m256 pairs[8], quads[8];
       for (int i = 0; i < 8; i += 2) {
@@ -166,13 +166,17 @@ static inline void pack_keys(const KV* const* keys, int num, int64_t head_dim, K
 #else
   for (int key = 0; key < kPanel; key++)
     for (int64_t w = 0; w < words; w++) {
-      uint32_t word = 0;
-      if (key < num) std::memcpy(&word, reinterpret_cast<const char*>(keys[key]) + w * 4, 4);
-      std::memcpy(to + w * 64 + key * 4, &word, 4);
+      std::memcpy(to + w * 64 + key * 4, reinterpret_cast<const char*>(keys[key]) + w * 4, 4);
     }
 #endif
   const int64_t depth_words = padded_depth<KV>(head_dim) / per_word;
   if (depth_words > words) std::memset(to + words * 64, 0, (depth_words - words) * 64);
+}
+
+// All cache lines of one row, to the first-level cache or, with kAway 1, to the second-level one.
+template <int kAway, class KV>
+static inline void prefetch_row(const KV* row, int64_t head_dim) {
+  for (int64_t d = 0; d < head_dim; d += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(row + d, 0, 3 - kAway);
 }
 
 // One layer's attention.
@@ -275,9 +279,14 @@ struct PagedAttention {
     for (int first = 0; first < padded_keys; first += kPanel) {
       const int num = std::min(kPanel, num_keys - first);
       const KV* keys[kPanel];
-      for (int i = 0; i < num; i++) keys[i] = key_cache + places[first + i];
-      for (int i = 0; i < num; i++) __builtin_prefetch(value_cache + places[first + i], 0, 2);
-      pack_keys(keys, num, head_dim, scratch.key_panel);
+      // Where there are no more, the last one again: `weigh` takes the scores of real keys only.
+      for (int i = 0; i < kPanel; i++) keys[i] = key_cache + places[first + std::min(i, num - 1)];
+      // Rows of a cache lie apart, which no processor foresees: the next keys, and the values
+      // that are wanted when all scores are there.
+      for (int i = first + kPanel; i < std::min(first + 2 * kPanel, num_keys); i++)
+        prefetch_row<0>(key_cache + places[i], head_dim);
+      for (int i = 0; i < num; i++) prefetch_row<1>(value_cache + places[first + i], head_dim);
+      pack_keys(keys, head_dim, scratch.key_panel);
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<KV>(rows - row);
         multiply_tile<KV, PanelsIn::kCache>(count, scratch.query + row * depth, depth, scratch.key_panel, 1, depth,
@@ -298,17 +307,58 @@ struct PagedAttention {
       weigh(scratch.scores + r * kSpan, padded_keys, first, last, &result.largest[r], &result.sums[r]);
     }
 
+    if (rows <= kRowsWithoutPanel) {
+      add_values_of(static_cast<int>(rows), value_cache, places, num_keys, scratch.scores, result.values);
+    } else {
+      add_values_by_panels(value_cache, places, num_keys, rows, scratch, result.values);
+    }
+  }
+
+  // values [rows, head_dim] = scores [rows, num_keys at kSpan] times the cached rows at `places`, keys rising.
+  // Few rows take the values straight from the cache, into registers.
+  void add_values_of(int rows, const KV* cache, const int64_t* places, int num_keys, const float* scores,
+                     float* values) const {
+    for (int64_t column = 0; column < options.head_dim;) {
+      const bool is_wide = options.head_dim - column >= 4 * kWidth;
+      const auto add = [&]<int Rows, int Vectors>() {
+        add_columns<Rows, Vectors>(cache + column, places, num_keys, scores, values + column);
+      };
+      if (rows == 1) is_wide ? add.template operator()<1, 4>() : add.template operator()<1, kVectorsPerPanel>();
+      if (rows == 2) is_wide ? add.template operator()<2, 4>() : add.template operator()<2, kVectorsPerPanel>();
+      if (rows == 3) is_wide ? add.template operator()<3, 4>() : add.template operator()<3, kVectorsPerPanel>();
+      column += is_wide ? 4 * kWidth : kPanel;
+    }
+  }
+
+  template <int Rows, int Vectors>
+  void add_columns(const KV* cache, const int64_t* places, int num_keys, const float* scores, float* values) const {
+    Floats sums[Rows][Vectors] = {};
+    for (int i = 0; i < num_keys; i++)
+#pragma GCC unroll 4
+      for (int v = 0; v < Vectors; v++) {
+        const Floats value = load_wide(cache + places[i] + v * kWidth);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; r++)
+          sums[r][v] = multiply_add(value, broadcast(scores[r * kSpan + i]), sums[r][v]);
+      }
+    for (int r = 0; r < Rows; r++)
+      for (int v = 0; v < Vectors; v++) store(values + r * options.head_dim + v * kWidth, sums[r][v]);
+  }
+
+  // The same for many rows: 16 columns of all keys are widened once.
+  void add_values_by_panels(const KV* cache, const int64_t* places, int num_keys, int64_t rows,
+                            AttentionScratch<KV>& scratch, float* values) const {
     alignas(64) float tile_values[MostRows<float>::value * kTileColumns];
-    for (int64_t column = 0; column < head_dim; column += kPanel) {
+    for (int64_t column = 0; column < options.head_dim; column += kPanel) {
       for (int i = 0; i < num_keys; i++)
         for (int v = 0; v < kPanel; v += kWidth)
-          store(scratch.value_panel + i * kPanel + v, load_wide(value_cache + places[i] + column + v));
+          store(scratch.value_panel + i * kPanel + v, load_wide(cache + places[i] + column + v));
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<float>(rows - row);
         multiply_tile<float, PanelsIn::kCache>(count, scratch.scores + row * kSpan, kSpan, scratch.value_panel, 1,
                                                num_keys, tile_values);
         for (int r = 0; r < count; r++)
-          std::memcpy(result.values + (row + r) * head_dim + column, tile_values + r * kTileColumns, kPanel * 4);
+          std::memcpy(values + (row + r) * options.head_dim + column, tile_values + r * kTileColumns, kPanel * 4);
         row += count;
       }
     }
