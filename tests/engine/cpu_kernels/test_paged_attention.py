@@ -137,6 +137,14 @@ def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
     check(kernels, [(5, 260), (20, 3)], dtype=dtype, heads=Heads(head_dim))
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_single_rows_of_few_query_heads(kernels, dtype, group, head_dim):
+    """Up to three query rows take the values of a span without a panel; their columns go by fours and then by ones."""
+    check(kernels, [(1, 300), (1, 16), (1, 0)], dtype=dtype, heads=Heads(head_dim, 2, group))
+
+
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,205 @@
+"""One forward pass of the default model by itself: its shapes, where its time goes, and how it grows.
+
+    .venv/bin/python benchmarks/forward.py [--variants native,int8,float32,torch] [--growth] [--svg FILE]
+
+Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
+draft tokens for each of sixteen sequences. Times are medians, with the least in brackets,
+in milliseconds. The floor is the time to read the weights once at the memory's measured
+speed. `--growth` instead takes one variant through batches of 1 to 64 sequences and contexts
+of 100 to 8000 tokens, and `--svg` draws both curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from reference import read_bandwidth
+
+from outrider.bench.machine import describe_machine
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import LoadedModel, load_model
+
+BLOCK_SIZE = 16
+CONTEXT = 300
+VARIANTS = {
+    "native": {},
+    "int8": {"weights": "int8"},
+    "float32": {"dtype": "float32"},
+    "torch": {"kernels": "torch"},
+}
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (100, 300, 1000, 2000, 4000, 8000)
+SECONDS_FOR_SHAPE = 0.6  # in each round
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Rows of a step: `num_rows` at the end of `context` tokens, for each sequence."""
+
+    num_seqs: int
+    num_rows: int
+    context: int = CONTEXT
+
+    def __str__(self) -> str:
+        if self.num_rows == self.context:
+            return f"prefill of {self.context}"
+        return f"{self.num_seqs}x{self.num_rows}" + (f" at {self.context}" if self.context != CONTEXT else "")
+
+
+SHAPES = (Shape(1, 1), Shape(1, 5), Shape(4, 1), Shape(4, 5), Shape(16, 1), Shape(16, 5), Shape(1, 250, 250))
+
+
+class Variant:
+    """A loaded model and a cache whose sequences hold `most` tokens each."""
+
+    def __init__(self, name: str, *, num_seqs: int, most: int) -> None:
+        self.name = name
+        self.loaded: LoadedModel = load_model(ModelConfig(**VARIANTS[name]))
+        blocks = -(-most // BLOCK_SIZE)
+        cache = PagedKVCache(self.loaded.spec.planes, num_blocks=num_seqs * blocks, block_size=BLOCK_SIZE)
+        self.runner = ModelRunner(self.loaded, cache, make_attention_backend())
+        self.block_ids = [list(range(seq * blocks, (seq + 1) * blocks)) for seq in range(num_seqs)]
+        self.token_ids = torch.randint(0, self.loaded.spec.vocab_size, (most,)).tolist()
+        for seq in range(num_seqs):
+            for start in range(0, most, 512):
+                self._forward([self._rows(seq, Shape(1, min(512, most - start), min(start + 512, most)))])
+
+    def seconds(self, shape: Shape) -> float:
+        rows = [self._rows(seq, shape) for seq in range(shape.num_seqs)]
+        return self._forward(rows)
+
+    def phases(self, shape: Shape, passes: int = 5) -> dict[str, float]:
+        """Milliseconds of one pass by phase, in the calling thread; empty where nothing can be told."""
+        self.runner.phases.start()
+        for _ in range(passes):
+            self.seconds(shape)
+        spent = self.runner.phases.take()
+        self.runner.phases.stop()
+        return {name: nanoseconds / 1e6 / passes for name, nanoseconds in spent.items()}
+
+    def _rows(self, seq: int, shape: Shape) -> SequenceRows:
+        start = shape.context - shape.num_rows
+        num_logits = 1 if shape.num_rows == shape.context else shape.num_rows
+        return SequenceRows(self.token_ids[start : shape.context], start, self.block_ids[seq], num_logits)
+
+    def _forward(self, rows: list[SequenceRows]) -> float:
+        batch = build_input_batch(rows, BLOCK_SIZE)
+        started = time.perf_counter()
+        self.runner.forward(batch)
+        return time.perf_counter() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default="native,float32,int8,torch", help="of " + ", ".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--growth", action="store_true", help="batches and contexts instead, of the first variant")
+    parser.add_argument("--svg", type=Path, help="with --growth: draw the curves into this file")
+    arguments = parser.parse_args()
+    names = arguments.variants.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        parser.error(f"--variants: {', '.join(unknown)} is none of {', '.join(VARIANTS)}")
+    machine = describe_machine()
+    print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit or '?'}")
+    torch.manual_seed(0)
+    if arguments.growth:
+        return measure_growth(names[0], arguments.rounds, arguments.svg)
+    variants = [Variant(name, num_seqs=16, most=CONTEXT + 8) for name in names]
+    print_floor(variants[0], machine.num_cores)
+    times = measure(variants, SHAPES, arguments.rounds)
+    print(f"{'':12}" + "".join(f"{variant.name:>20}" for variant in variants))
+    for shape in SHAPES:
+        cells = (f"{in_words(times[variant.name, shape]):>20}" for variant in variants)
+        print(f"{shape!s:12}" + "".join(cells), flush=True)
+    for variant in variants:
+        for shape in SHAPES:
+            phases = variant.phases(shape)
+            print(f"{variant.name} {shape}: " + ", ".join(f"{name} {ms:.2f}" for name, ms in phases.items()))
+    return 0
+
+
+def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
+    batches = [Shape(num_seqs, 1) for num_seqs in BATCHES]
+    variant = Variant(name, num_seqs=BATCHES[-1], most=CONTEXT + 8)
+    by_batch = measure([variant], batches, rounds)
+    variant = Variant(name, num_seqs=1, most=CONTEXTS[-1])
+    by_context = measure([variant], [Shape(1, 1, context) for context in CONTEXTS], rounds)
+    points = []
+    for title, times in (("sequences", by_batch), ("context", by_context)):
+        for (_, shape), seconds in times.items():
+            size = shape.num_seqs if title == "sequences" else shape.context
+            per_row = 1e3 * median(seconds) / shape.num_seqs
+            print(f"{title} {size:5}  {in_words(seconds)} ms, {per_row:.2f} a row", flush=True)
+        sizes = BATCHES if title == "sequences" else CONTEXTS
+        points.append((title, list(zip(sizes, (1e3 * median(seconds) for seconds in times.values()), strict=True))))
+    if svg is not None:
+        svg.write_text(draw(points), encoding="utf-8")
+    return 0
+
+
+def measure(variants: Sequence[Variant], shapes: Sequence[Shape], rounds: int) -> dict[tuple[str, Shape], list[float]]:
+    """Seconds of each pass."""
+    times: dict[tuple[str, Shape], list[float]] = {(v.name, shape): [] for v in variants for shape in shapes}
+    for _ in range(rounds):
+        for shape in shapes:
+            for variant in variants:
+                until = time.perf_counter() + SECONDS_FOR_SHAPE
+                variant.seconds(shape)  # the first one finds another shape's rows in the caches
+                while not times[variant.name, shape] or time.perf_counter() < until:
+                    times[variant.name, shape].append(variant.seconds(shape))
+    return times
+
+
+def print_floor(variant: Variant, num_threads: int) -> None:
+    native = variant.loaded.native
+    if isinstance(native, NativeDecoder):
+        bandwidth = read_bandwidth(num_threads)
+        print(
+            f"floor of {variant.name}: {1e3 * native.num_weight_bytes / bandwidth:.1f} ms "
+            f"({native.num_weight_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s)"
+        )
+
+
+def in_words(seconds: Sequence[float]) -> str:
+    return f"{1e3 * median(seconds):.1f} ({1e3 * min(seconds):.1f})"
+
+
+def draw(charts: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
+    """Charts beside each other as SVG: milliseconds over a size, both from zero."""
+    width, height, margin = 360, 240, 50
+    parts = []
+    for index, (title, points) in enumerate(charts):
+        left, bottom = index * (width + 2 * margin) + margin, margin + height
+        most_x, most_y = max(x for x, _ in points), max(y for _, y in points)
+        places = [(left + width * x / most_x, bottom - height * y / most_y, y) for x, y in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+        parts += [
+            f'<path d="M{left} {margin}V{bottom}H{left + width}" fill="none" stroke="#888"/>',
+            f'<polyline points="{line}" fill="none" stroke="#06c" stroke-width="2"/>',
+            f'<text x="{left + width / 2}" y="{bottom + 34}" text-anchor="middle">{title}</text>',
+            f'<text x="{left}" y="{margin - 12}">ms of a step</text>',
+        ]
+        for (x, y, ms), (size, _) in zip(places, points, strict=True):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#06c"/>')
+            if size >= most_x / 8:
+                parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{size}</text>')
+                parts.append(f'<text x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">{ms:.1f}</text>')
+    size = f'width="{len(charts) * (width + 2 * margin)}" height="{height + 2 * margin}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>\n"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
