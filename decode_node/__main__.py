@@ -80,7 +80,12 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         scheduler = Scheduler(
             pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
         )
-        sampler = Sampler(vocab_size=info.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
+        sampler = Sampler(
+            vocab_size=info.vocab_size,
+            known_token_ids=model.known_token_ids,
+            device=model.device,
+            kernels=model.cpu_kernels,
+        )
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
         client = (
             DraftClient(

@@ -1,4 +1,4 @@
-"""Fixtures that start real processes: shared by tests/e2e and tests/faults."""
+"""Fixtures that several folders share: real processes, and what a sampler decides with."""
 
 from __future__ import annotations
 
@@ -127,3 +127,19 @@ def real(start_cluster):
         cluster.wait_serving(START_SECONDS)
         yield RunningCluster(cluster)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+
+
+@pytest.fixture(scope="session", params=["numpy", "native"])
+def sampler_kernels(request):
+    """What a Sampler decides with: None for numpy. Both must pass the same tests."""
+    if request.param == "numpy":
+        return None
+    from outrider.engine.cpu_kernels.kernels import CpuKernels
+    from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+    from outrider.engine.cpu_kernels.paths import choose_kernels
+
+    choice = choose_kernels()
+    if choice.library is None:
+        pytest.skip(str(choice))
+    library = KernelLibrary(choice.library)
+    return CpuKernels(library, Team(library, 2))

@@ -65,6 +65,11 @@ class LoadedModel:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def cpu_kernels(self) -> CpuKernels | None:
+        """Library and threads that compute the model, for what else computes beside it; None without them."""
+        return None if self.native is None else self.native.kernels
+
 
 def load_model(config: ModelConfig, *, progress: Progress | None = None) -> LoadedModel:
     """Finds, loads and checks the model of `config`.

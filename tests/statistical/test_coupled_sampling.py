@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.sampler import Sampler, SampleRows, arrivals, race
 from outrider.request import SamplingParams
 
@@ -29,10 +30,13 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def draw(logits: Floats, num_draws: int, **settings: object) -> npt.NDArray[np.int64]:
+def draw(
+    logits: Floats, num_draws: int, kernels: CpuKernels | None = None, **settings: object
+) -> npt.NDArray[np.int64]:
     """Tokens of consecutive positions that all have the same logits, verified 64 rows at a time."""
     vocab_size = len(logits)
-    sampler = Sampler(vocab_size=vocab_size, known_token_ids=torch.ones(vocab_size, dtype=torch.bool))
+    known = torch.ones(vocab_size, dtype=torch.bool)
+    sampler = Sampler(vocab_size=vocab_size, known_token_ids=known, kernels=kernels)
     state = sampler.start(SamplingParams(**{"seed": 2024, "max_tokens": 1, **settings}), sample=0, prompt_token_ids=[])
     rows = torch.from_numpy(logits.astype(np.float32)).expand(64, vocab_size).contiguous()
     drawn: list[int] = []
@@ -105,27 +109,28 @@ PASS = 3.7
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_small_vocabulary(settings):
+def test_small_vocabulary(settings, sampler_kernels):
     logits = small_logits()
     probs = probabilities(logits, **settings)
-    drawn = draw(logits, 6_400, **settings)
+    drawn = draw(logits, 6_400, sampler_kernels, **settings)
     assert chi_square_z(drawn, probs) < PASS
     assert pairs_z(drawn, probs) < PASS
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:2], ids=str)
-def test_large_vocabulary(settings):
+def test_large_vocabulary(settings, sampler_kernels):
     logits = large_logits()
     probs = probabilities(logits, **settings)
-    drawn = draw(logits, 1_920, **settings)
+    drawn = draw(logits, 1_920, sampler_kernels, **settings)
     assert chi_square_z(drawn, probs) < PASS
     assert pairs_z(drawn, probs) < PASS
 
 
-def test_a_wrong_temperature_is_noticed():
+def test_a_wrong_temperature_is_noticed(sampler_kernels):
     """Negative control of the test itself."""
-    assert chi_square_z(draw(small_logits(), 6_400, temperature=1.15), probabilities(small_logits())) > PASS
-    assert chi_square_z(draw(large_logits(), 1_920, temperature=1.15), probabilities(large_logits())) > PASS
+    for logits, num_draws in ((small_logits(), 6_400), (large_logits(), 1_920)):
+        drawn = draw(logits, num_draws, sampler_kernels, temperature=1.15)
+        assert chi_square_z(drawn, probabilities(logits)) > PASS
 
 
 def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
@@ -173,7 +178,7 @@ def test_a_filter_without_renormalising_is_noticed(monkeypatch):
     assert chi_square_z(draw(small_logits(), 6_400, **settings), probs) < PASS
     unmasked = race.run_race
     monkeypatch.setattr(
-        "outrider.engine.sampler.sampler.run_race",
+        "outrider.engine.sampler.numpy_decider.run_race",
         lambda blocks, arrived, keys, limits=None: (
             [int(np.argmax(blocks.whole_row(row))) for row in range(blocks.num_rows)]
             if limits is not None and any(limit.value > -np.inf for limit in limits)

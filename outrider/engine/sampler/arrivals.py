@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.philox import Words, philox4x32, split_seed
 
 BLOCK_SIZE = 64  # token ids in a block
@@ -33,7 +33,7 @@ _BLOCK_PURPOSE = 0
 _TOKEN_PURPOSE = 1
 _WINDOW = 8  # positions whose block arrivals are computed together
 _WORD_SCALE = np.float32(2.0**-32)
-_HALF_STEP = np.float32(0.5)
+_ONE, _HALF_STEP = np.float32(1.0), np.float32(0.5)
 _LARGEST_UNIFORM = np.float32(1.0 - 2.0**-24)
 _PER_BLOCK = np.float32(1.0 / BLOCK_SIZE)
 
@@ -72,9 +72,9 @@ def exponential(words: Words) -> Floats:
     uniform += _HALF_STEP
     uniform *= _WORD_SCALE
     np.minimum(uniform, _LARGEST_UNIFORM, out=uniform)
-    np.negative(uniform, out=uniform)
-    torch.from_numpy(uniform).log1p_()  # vectorised; numpy's is one call of libm per element
-    return np.negative(uniform, out=uniform)
+    rounded = _ONE - uniform
+    times = logarithm(rounded, (_ONE - rounded) - uniform)  # log1p(-u)
+    return np.negative(times, out=times)
 
 
 def block_arrivals(seed: int, sample: int, positions: Sequence[int], num_blocks: int) -> BlockArrivals:
@@ -85,7 +85,7 @@ def block_arrivals(seed: int, sample: int, positions: Sequence[int], num_blocks:
     first = exponential(w0)
     first *= _PER_BLOCK
     return BlockArrivals(
-        first=first, log_first=np.log(first), winner_offsets=(w1 & np.uint64(BLOCK_SIZE - 1)).astype(np.uint8)
+        first=first, log_first=logarithm(first), winner_offsets=(w1 & np.uint64(BLOCK_SIZE - 1)).astype(np.uint8)
     )
 
 

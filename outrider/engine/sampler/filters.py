@@ -17,16 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.sampler.arrivals import BLOCK_SIZE
+from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.request import SamplingParams
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-
-# Probabilities are float32; their sums are of integers, each a float32 weight (relative to
-# the largest) in steps of 2^-44. Such a sum does not depend on its order, so the mass before
-# a token is the same number whether the tokens were sorted or picked out by a mask.
-_MASS_ONE = np.float32(2.0**44)
 
 _CHUNK = 512  # blocks whose masses are added up together: what the processor's cache holds
 _FLAT_SHARE = 4  # a row where more than a fourth of the blocks count is taken whole
@@ -98,6 +94,8 @@ class Filters:
 
     def _first_limit(self, params: SamplingParams, row: int) -> Limit:
         limit = NO_LIMIT
+        if np.isnan(self._largest[row]):  # the race takes the first NaN
+            return limit
         if params.min_p > 0.0:
             # p >= min_p * p_max, as values: v >= v_max + log(min_p).
             limit = Limit(float(self._largest[row] + np.float32(math.log(params.min_p))), _ANY_ID)
@@ -132,7 +130,7 @@ class Filters:
         order = np.argsort(-values, kind="stable")
         token_ids, values = token_ids[order], values[order]
         if self._top_ps[row] < 1.0:
-            weights = _masses(values, self._largest[row])
+            weights = masses_of(values, self._largest[row])
             mass_before = np.cumsum(weights) - weights
             # The ceiling keeps the comparison among integers, exactly as in `outside`.
             num_kept = int(np.searchsorted(mass_before, math.ceil(self._top_ps[row] * self._total(row))))
@@ -155,7 +153,7 @@ class Filters:
     def _mass_before_in_whole(self, row: int, token_id: int, value: np.float32) -> int:
         """The same for one token of a flat row: most of the row counts, so blocks would save nothing."""
         values = self._blocks.whole_row(row)
-        masses = _masses(values, self._largest[row])
+        masses = masses_of(values, self._largest[row])
         if self.limits[row] == NO_LIMIT:
             self._totals[row] = float(masses.sum())
         num_equal = int(np.count_nonzero(values[:token_id] == value))
@@ -169,7 +167,7 @@ class Filters:
         token_ids, values = tokens
         found = self._blocks.blocks(rows[owners], indices)  # [n, 64]
         own_values = values[owners][:, None]
-        masses = _masses(found, self._largest[rows[owners]][:, None])
+        masses = masses_of(found, self._largest[rows[owners]][:, None])
         np.add.at(before, owners, (masses * (found > own_values)).sum(axis=1))
         equal_pairs, offsets = np.nonzero(found == own_values)
         is_before = indices[equal_pairs] * BLOCK_SIZE + offsets < token_ids[owners[equal_pairs]]
@@ -177,14 +175,11 @@ class Filters:
         np.add.at(before, owners[equal_pairs], masses[equal_pairs, offsets])
 
     def _least_totals(self, rows: Ints) -> list[float]:
-        """A cheap lower bound of each `_total`, enough to keep most winners: the blocks' largest weights alone."""
-        largest = self._largest[rows][:, None]
-        sums = np.exp(self._blocks.maxima[rows] - largest).sum(axis=1)
+        """A cheap lower bound of each `_total`, enough to keep most winners: the blocks' largest masses alone."""
+        totals = masses_of(self._blocks.maxima[rows], self._largest[rows][:, None]).sum(axis=1)
         return [
-            float(total) * float(_MASS_ONE) * (1.0 - 1e-5)
-            if self.limits[row] == NO_LIMIT and np.isfinite(total)
-            else 0.0
-            for row, total in zip(rows.tolist(), sums, strict=True)
+            float(total) if self.limits[row] == NO_LIMIT else 0.0
+            for row, total in zip(rows.tolist(), totals, strict=True)
         ]
 
     def _total(self, row: int) -> float:
@@ -194,14 +189,5 @@ class Filters:
                 values = self._blocks.whole_row(row)
             else:
                 _, values = kept_by(self._blocks, row, self.limits[row])
-            self._totals[row] = float(_masses(values, self._largest[row]).sum())
+            self._totals[row] = float(masses_of(values, self._largest[row]).sum())
         return self._totals[row]
-
-
-def _masses(values: Floats, largest: Floats | np.float32) -> Ints:
-    """Weights as integers, `_MASS_ONE` for the largest value."""
-    weights = np.exp(values - largest)
-    if not np.isfinite(largest).all():  # a bias beyond float32: the infinite ones share everything
-        weights = np.where(values == largest, np.float32(1.0), np.where(np.isnan(weights), np.float32(0.0), weights))
-    weights *= _MASS_ONE
-    return weights.astype(np.int64)

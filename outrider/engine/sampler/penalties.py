@@ -24,8 +24,12 @@ class TokenCounts:
         self._vocab_size = vocab_size
         ids = _ids_below(vocab_size, prompt_token_ids)
         self._slots: dict[int, int] = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
-        self._ids = ids  # [capacity] int64
-        self._counts = np.zeros(len(ids), dtype=np.float32)  # [capacity] float32
+        self.ids = ids  # [capacity] int64; both are replaced by larger ones when they grow
+        self.counts = np.zeros(len(ids), dtype=np.float32)  # [capacity] float32
+
+    def __len__(self) -> int:
+        """Distinct tokens: the part of the arrays that is in use."""
+        return len(self._slots)
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Counts generated tokens, in place."""
@@ -33,19 +37,19 @@ class TokenCounts:
             if token_id >= self._vocab_size:
                 continue
             slot = self._slots.setdefault(token_id, len(self._slots))
-            if slot >= len(self._ids):
-                room = np.zeros(max(64, len(self._ids)), dtype=np.int64)
-                self._ids = np.concatenate([self._ids, room])
-                self._counts = np.concatenate([self._counts, room.astype(np.float32)])
-            self._ids[slot] = token_id
-            self._counts[slot] += 1.0
+            if slot >= len(self.ids):
+                room = np.zeros(max(64, len(self.ids)), dtype=np.int64)
+                self.ids = np.concatenate([self.ids, room])
+                self.counts = np.concatenate([self.counts, room.astype(np.float32)])
+            self.ids[slot] = token_id
+            self.counts[slot] += 1.0
 
     def with_assumed(self, token_ids: Sequence[int]) -> tuple[TokenIds, FloatRow]:
         """Distinct tokens [n] int64 and their generated counts [n] float32, as if `token_ids` were generated too."""
         size = len(self._slots)
         if not token_ids:
-            return self._ids[:size], self._counts[:size]
-        counts = self._counts[:size].copy()
+            return self.ids[:size], self.counts[:size]
+        counts = self.counts[:size].copy()
         unseen: dict[int, float] = {}
         for token_id in token_ids:
             slot = self._slots.get(token_id)
@@ -55,12 +59,16 @@ class TokenCounts:
                 unseen[token_id] = unseen.get(token_id, 0.0) + 1.0
             else:
                 counts[slot] += 1.0
-        ids = np.concatenate([self._ids[:size], np.asarray(list(unseen), dtype=np.int64)])
+        ids = np.concatenate([self.ids[:size], np.asarray(list(unseen), dtype=np.int64)])
         return ids, np.concatenate([counts, np.asarray(list(unseen.values()), dtype=np.float32)])
 
 
 class PenaltyState:
-    """One sample's bans, biases and penalties, and the counts that they depend on."""
+    """One sample's bans, biases and penalties, and the counts that they depend on.
+
+    What native kernels read in its place is public: `stop_ids` and `bias_ids` [n] int64,
+    `biases` [n] float32, `counts` (None: no penalties) and `num_generated`.
+    """
 
     def __init__(
         self,
@@ -74,34 +82,34 @@ class PenaltyState:
         self._params = params
         self.num_generated = 0
         # An id beyond the logits can be neither drawn nor biased: nothing to do for it.
-        self._stop_ids = _ids_below(vocab_size, stop_token_ids)
+        self.stop_ids = _ids_below(vocab_size, stop_token_ids)
         biases = [(token_id, bias) for token_id, bias in params.logit_bias if 0 <= token_id < vocab_size]
-        self._bias_ids = np.asarray([token_id for token_id, _ in biases], dtype=np.int64)
-        self._biases = np.asarray([bias for _, bias in biases], dtype=np.float32)
-        self._counts = TokenCounts(prompt_token_ids, vocab_size=vocab_size) if params.has_penalties else None
+        self.bias_ids = np.asarray([token_id for token_id, _ in biases], dtype=np.int64)
+        self.biases = np.asarray([bias for _, bias in biases], dtype=np.float32)
+        self.counts = TokenCounts(prompt_token_ids, vocab_size=vocab_size) if params.has_penalties else None
         self.commit(generated_token_ids)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Counts committed tokens as generated."""
         self.num_generated += len(token_ids)
-        if self._counts is not None:
-            self._counts.add(token_ids)
+        if self.counts is not None:
+            self.counts.add(token_ids)
 
     def changes(self, num_assumed: int) -> bool:
         """Whether `apply` would change anything with this many assumed tokens."""
-        return self._counts is not None or len(self._bias_ids) > 0 or self._bans_stops(num_assumed)
+        return self.counts is not None or len(self.bias_ids) > 0 or self._bans_stops(num_assumed)
 
     def _bans_stops(self, num_assumed: int) -> bool:
-        return len(self._stop_ids) > 0 and self.num_generated + num_assumed < self._params.min_tokens
+        return len(self.stop_ids) > 0 and self.num_generated + num_assumed < self._params.min_tokens
 
     def apply(self, logits: FloatRow, assumed_token_ids: Sequence[int]) -> None:
         """Steps 2 to 4 on `logits` [vocab] float32, in place; `assumed_token_ids` count as generated."""
         if self._bans_stops(len(assumed_token_ids)):
-            logits[self._stop_ids] = -np.inf
-        if len(self._bias_ids) > 0:
-            logits[self._bias_ids] += self._biases
-        if self._counts is not None:
-            ids, counts = self._counts.with_assumed(assumed_token_ids)
+            logits[self.stop_ids] = -np.inf
+        if len(self.bias_ids) > 0:
+            logits[self.bias_ids] += self.biases
+        if self.counts is not None:
+            ids, counts = self.counts.with_assumed(assumed_token_ids)
             logits[ids] = self._penalised(logits[ids], counts)
 
     def _penalised(self, logits: FloatRow, counts: FloatRow) -> FloatRow:

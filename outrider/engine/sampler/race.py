@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.sampler.arrivals import BLOCK_SIZE, GROUP_SIZE, BlockArrivals, RaceKey, waits_behind_winner
+from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.filters import NO_LIMIT, Limit
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 
@@ -37,7 +38,7 @@ def run_race(
         limits: for each row the last token that takes part; None: all do.
 
     Returns:
-        One token id for each row. A row that holds NaN gives an arbitrary valid id.
+        One token id for each row: the first NaN's where there is one.
     """
     if limits is not None and all(limit == NO_LIMIT for limit in limits):
         limits = None
@@ -53,7 +54,7 @@ def run_race(
     winners = block_indices * BLOCK_SIZE + arrivals.winner_offsets[rows, block_indices]
     times = first + waits_behind_winner(keys, rows, group_ids)
     times = np.where(token_ids == winners[:, None], first, times)
-    scores = values - np.log(times)
+    scores = values - logarithm(times)
     if limits is not None:
         scores[~_takes_part(values, token_ids, rows[:, None], limits)] = -np.inf
     return _best_of_each_row(blocks, rows, token_ids, scores)
@@ -106,10 +107,11 @@ def _takes_part(values: Floats, token_ids: Ints, rows: Ints, limits: Sequence[Li
 def _best_of_each_row(blocks: LogitBlocks, rows: Ints, token_ids: Ints, scores: Floats) -> list[int]:
     """Groups come by rising row and id, so the first of equal scores has the lowest id."""
     edges = np.searchsorted(rows, np.arange(blocks.num_rows + 1)).tolist()
+    has_nan = np.isnan(blocks.maxima.max(axis=1)).tolist()
     chosen = []
     for row in range(blocks.num_rows):
         start, end = edges[row], edges[row + 1]
-        if start == end:  # only where no comparison holds, that is with NaN
+        if has_nan[row] or start == end:
             chosen.append(int(np.argmax(blocks.whole_row(row))))
             continue
         best = int(scores[start:end].argmax())

@@ -21,6 +21,7 @@ class SequenceSampling:
     sample: int  # which of the n samples: its own word of the arrivals' counter
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
+    prepared: object = None  # what the sampler's Decider keeps for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,12 @@ class DraftModelProposer:
             hash_seed=model.info.fingerprint.encode(),
             enable_prefix_cache=kv_cache.prefix_cache,
         )
-        sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
+        sampler = Sampler(
+            vocab_size=model.spec.vocab_size,
+            known_token_ids=model.known_token_ids,
+            device=model.device,
+            kernels=model.cpu_kernels,
+        )
         return cls(
             ModelForward(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size),
             model_name=model.info.name,

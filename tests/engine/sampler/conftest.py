@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.sampler import Sampler
 from outrider.request import SamplingParams
 
@@ -143,12 +144,13 @@ def coupled_reference_fixture() -> Callable[..., int]:
 
 
 @pytest.fixture
-def make_sampler() -> Callable[..., Sampler]:
-    """Builds a sampler; every id is known unless said otherwise."""
+def make_sampler(sampler_kernels: CpuKernels | None) -> Callable[..., Sampler]:
+    """Builds a sampler of each kind; every id is known unless said otherwise."""
 
     def make(vocab_size: int, known: npt.NDArray[np.bool_] | None = None, **settings: int) -> Sampler:
         mask = np.ones(vocab_size, dtype=np.bool_) if known is None else known
-        return Sampler(vocab_size=vocab_size, known_token_ids=torch.from_numpy(mask), **settings)
+        mask_tensor = torch.from_numpy(mask)
+        return Sampler(vocab_size=vocab_size, known_token_ids=mask_tensor, kernels=sampler_kernels, **settings)
 
     return make
 

@@ -5,6 +5,7 @@ import pytest
 
 from outrider.engine.sampler import race
 from outrider.engine.sampler.arrivals import ArrivalCache, RaceKey, block_arrivals, waits_behind_winner
+from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.filters import NO_LIMIT, Limit
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.race import run_race
@@ -20,7 +21,7 @@ def full_race(logits, temperature, key, limit=NO_LIMIT):
     times = blocks.first[0][:, None] + waits
     times[np.arange(num_blocks), blocks.winner_offsets[0]] = blocks.first[0]
     values = logits / np.float32(temperature)
-    scores = values - np.log(times.reshape(-1)[:vocab_size])
+    scores = values - logarithm(times.reshape(-1)[:vocab_size])
     ids = np.arange(vocab_size)
     takes_part = (values > np.float32(limit.value)) | ((values == np.float32(limit.value)) & (ids <= limit.last_id))
     return int(np.argmax(np.where(takes_part, scores, -np.inf)))
@@ -115,11 +116,9 @@ def test_race_looks_into_few_blocks(monkeypatch):
     assert np.mean(num_looked_at) < 80
 
 
-def test_a_row_of_nan_gives_a_valid_id():
+def test_a_row_of_nan_is_decided_for_the_first_of_them():
     logits = logits_of("normal", 3, 200)
     logits[1] = np.nan
     logits[2, 77] = np.nan
     keys = [RaceKey(1, 0, i) for i in range(3)]
-    token_ids = lazy_race(logits, np.ones(3), keys)
-    assert token_ids[0] == full_race(logits[0], 1.0, keys[0])
-    assert all(0 <= token_id < 200 for token_id in token_ids)
+    assert lazy_race(logits, np.ones(3), keys) == [full_race(logits[0], 1.0, keys[0]), 0, 77]

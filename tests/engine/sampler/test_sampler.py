@@ -210,6 +210,22 @@ def test_a_vocabulary_with_everything_out_gives_an_id(make_sampler):
         assert sampler.sample(torch.zeros(1, 2), [SampleRows(state, 0)]).token_ids[0] in (0, 1)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}, {"presence_penalty": 1.0}],
+    ids=str,
+)
+def test_a_row_of_nan_is_decided_for_the_first_of_them(make_sampler, settings):
+    """Bad weights must not end a step: its other rows are fine. An unknown id is out, whatever its logit."""
+    known = np.arange(VOCAB_SIZE) != 0
+    logits = random_logits(4)
+    logits[1, :] = np.nan
+    logits[2, [77, 290]] = np.nan
+    logits[3, 299] = np.nan
+    fine = draw(make_sampler(VOCAB_SIZE, known), logits[:1], params_of(**settings))
+    assert draw(make_sampler(VOCAB_SIZE, known), logits, params_of(**settings)) == [*fine, 1, 77, 299]
+
+
 def test_results_split_by_sequence(make_sampler):
     sampler = make_sampler(VOCAB_SIZE)
     states = [sampler.start(params_of(temperature=0.0), sample=0, prompt_token_ids=[]) for _ in range(3)]

@@ -1,10 +1,10 @@
 // What Python calls: a plain C interface, so that the library is built without torch and
 // serves any version of it. Pointers are to memory of the caller; shapes are row-major and
 // contiguous unless a stride is given. Sizes and dtypes are checked by the caller
-// (../operators.py); nothing here throws, allocates for longer than a call (but for teams
-// and workspaces, which have their own free function and are null where there is no memory),
-// or keeps state of its own. What returns an int32_t returns 0 or an errno: ENOMEM where
-// scratch memory cannot be had, and then nothing was computed.
+// (../operators.py); nothing here throws, allocates for longer than a call (but for teams,
+// workspaces and samplers, which have their own free function and are null where there is no
+// memory), or keeps state of its own. What returns an int32_t returns 0 or an errno: ENOMEM
+// where scratch memory cannot be had, and then nothing was computed.
 #pragma once
 
 #include <stdint.h>

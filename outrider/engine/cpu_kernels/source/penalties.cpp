@@ -1,0 +1,63 @@
+#include "penalties.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace outrider {
+
+namespace {
+
+constexpr float kOut = -std::numeric_limits<float>::infinity();
+
+bool bans_stops(const OutriderSampling& sampling, const Assumed& assumed) {
+  return sampling.num_stop_ids > 0 && sampling.num_generated + assumed.num < sampling.min_tokens;
+}
+
+float penalised(const OutriderSampling& sampling, float logit, float count) {
+  if (sampling.repetition_penalty != 1.0f)
+    logit = logit > 0.0f ? logit / sampling.repetition_penalty : logit * sampling.repetition_penalty;
+  logit = logit - sampling.frequency_penalty * count;
+  return logit - sampling.presence_penalty * (count > 0.0f ? 1.0f : 0.0f);
+}
+
+float committed_count(const OutriderSampling& sampling, int64_t id) {
+  const int64_t* const end = sampling.counted_ids + sampling.num_counted;
+  const int64_t* const found = std::find(sampling.counted_ids, end, id);
+  return found == end ? 0.0f : sampling.counts[found - sampling.counted_ids];
+}
+
+void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t vocab_size, float* logits) {
+  const auto is_known = [vocab_size](int64_t id) { return id >= 0 && id < vocab_size; };
+  std::vector<float> before(static_cast<size_t>(assumed.num));
+  for (int64_t i = 0; i < assumed.num; i++)
+    if (is_known(assumed.ids[i])) before[i] = logits[assumed.ids[i]];
+  for (int64_t i = 0; i < sampling.num_counted; i++) {
+    float& logit = logits[sampling.counted_ids[i]];
+    logit = penalised(sampling, logit, sampling.counts[i]);
+  }
+  // Assumed tokens have greater counts than the table says: they are few, and done again.
+  for (int64_t i = 0; i < assumed.num; i++) {
+    if (!is_known(assumed.ids[i])) continue;
+    const auto times = std::count(assumed.ids, assumed.ids + assumed.num, assumed.ids[i]);
+    const float count = committed_count(sampling, assumed.ids[i]) + static_cast<float>(times);
+    logits[assumed.ids[i]] = penalised(sampling, before[i], count);
+  }
+}
+
+}  // namespace
+
+bool changes_row(const OutriderSampling& sampling, const Holes& holes, const Assumed& assumed) {
+  return holes.num > 0 || sampling.num_biases > 0 || sampling.has_penalties || bans_stops(sampling, assumed);
+}
+
+void edit_row(const OutriderSampling& sampling, const Holes& holes, const Assumed& assumed, int64_t vocab_size,
+              float* logits) {
+  for (int64_t i = 0; i < holes.num; i++) logits[holes.ids[i]] = kOut;
+  if (bans_stops(sampling, assumed))
+    for (int64_t i = 0; i < sampling.num_stop_ids; i++) logits[sampling.stop_ids[i]] = kOut;
+  for (int64_t i = 0; i < sampling.num_biases; i++) logits[sampling.bias_ids[i]] += sampling.biases[i];
+  if (sampling.has_penalties) penalise(sampling, assumed, vocab_size, logits);
+}
+
+}  // namespace outrider

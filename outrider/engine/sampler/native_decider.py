@@ -1,0 +1,121 @@
+"""Decisions by the native kernels: one call for all rows of a step."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.sampler_functions import SamplerFunctions, SampleRowsStruct, SamplingStruct
+from outrider.engine.sampler.decider import Vocabulary
+from outrider.engine.sampler.penalties import PenaltyState
+from outrider.engine.sampler.sequence_sampling import SampleRows
+from outrider.errors import CapacityError
+from outrider.request import SamplingParams
+
+Floats = npt.NDArray[np.float32]
+
+# Logits up to which a call keeps Python's lock: it takes less than a millisecond, and whoever
+# took the lock meanwhile may keep it for five.
+_SHORT_CALL = 1 << 20
+
+
+class _Prepared:
+    """One sample's parameters as the kernels read them; prepared once, its counts followed."""
+
+    def __init__(self, params: SamplingParams, sample: int, penalties: PenaltyState) -> None:
+        self._penalties = penalties
+        self._counted_ids: npt.NDArray[np.int64] | None = None
+        self.has_penalties = penalties.counts is not None
+        self._sampling = SamplingStruct(
+            seed=params.seed,
+            sample=sample,
+            temperature=params.temperature,
+            log_min_p=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            min_tokens=params.min_tokens,
+            stop_ids=penalties.stop_ids.ctypes.data,
+            num_stop_ids=len(penalties.stop_ids),
+            bias_ids=penalties.bias_ids.ctypes.data,
+            biases=penalties.biases.ctypes.data,
+            num_biases=len(penalties.bias_ids),
+            has_penalties=self.has_penalties,
+            is_greedy=params.is_greedy,
+        )
+        self._address = ctypes.addressof(self._sampling)
+
+    def current(self) -> int:
+        """Address of an OutriderSampling with what is committed by now."""
+        sampling = self._sampling
+        sampling.num_generated = self._penalties.num_generated
+        counts = self._penalties.counts
+        if counts is not None:
+            sampling.num_counted = len(counts)
+            if counts.ids is not self._counted_ids:  # it grew
+                self._counted_ids = counts.ids
+                sampling.counted_ids = counts.ids.ctypes.data
+                sampling.counts = counts.counts.ctypes.data
+        return self._address
+
+
+class NativeDecider:
+    """Rows are shared among the threads of a team; each is decided by one of them, alone."""
+
+    def __init__(self, kernels: CpuKernels, vocabulary: Vocabulary) -> None:
+        """Raises CapacityError where memory is short."""
+        self._functions = SamplerFunctions(kernels.library)
+        self._kernels = kernels  # their team must outlive the sampler
+        holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
+        self._sampler = self._functions.create(
+            kernels.team.handle, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
+        )
+        if not self._sampler:
+            raise CapacityError(f"no memory for sampling from {vocabulary.size} token ids")
+        weakref.finalize(self, self._functions.free, self._sampler)
+        self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
+        self._token_ids = (ctypes.c_int64 * 1)()
+
+    def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
+        return _Prepared(params, sample, penalties)
+
+    def decide(self, logits: Floats, rows: Sequence[SampleRows]) -> list[int]:
+        assert logits.dtype == np.float32
+        assert logits.flags.c_contiguous
+        if len(rows) > len(self._rows):
+            self._rows = (SampleRowsStruct * len(rows))()
+        if len(logits) > len(self._token_ids):
+            self._token_ids = (ctypes.c_int64 * len(logits))()
+        assumed = array("q")
+        for native, part in zip(self._rows, rows, strict=False):
+            prepared: Any = part.state.prepared
+            native.sampling = prepared.current()
+            native.num_assumed = len(part.assumed_token_ids)
+            native.num_rows = part.num_rows
+            native.position = part.position
+            native.assumed_start = len(assumed)
+            if prepared.has_penalties:
+                assumed.extend(part.assumed_token_ids)
+                assumed.extend(part.draft_token_ids)
+        is_short = logits.size < _SHORT_CALL
+        sample = self._functions.sample_holding_lock if is_short else self._functions.sample
+        sample(
+            self._sampler,
+            logits.ctypes.data,
+            logits.shape[1],
+            ctypes.addressof(self._rows),
+            len(rows),
+            assumed.buffer_info()[0],
+            ctypes.addressof(self._token_ids),
+        )
+        return self._token_ids[: len(logits)]

@@ -1,0 +1,77 @@
+"""Elementary functions that give the same bits everywhere, and good ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.engine.sampler.elementary import logarithm, masses_of
+
+MASS_ONE = 2**44
+
+
+def units_in_the_last_place(values, exact):
+    return np.abs(values - exact) / np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64)
+
+
+def test_logarithms_are_good_to_a_unit_in_the_last_place():
+    rng = np.random.default_rng(0)
+    values = np.exp(rng.uniform(-28, 4, 300_000)).astype(np.float32)  # as arrivals are
+    near_one = (1 + rng.uniform(-1e-3, 1e-3, 100_000)).astype(np.float32)
+    for part in (values, near_one):
+        assert units_in_the_last_place(logarithm(part), np.log(part.astype(np.float64))).max() < 1.0
+    assert logarithm(np.ones(1, dtype=np.float32)).tolist() == [0.0]
+
+
+def test_what_rounding_took_counts():
+    rng = np.random.default_rng(1)
+    small = np.exp(rng.uniform(-23, -1, 300_000)).astype(np.float32)
+    rounded = np.float32(1.0) - small
+    logarithms = logarithm(rounded, (np.float32(1.0) - rounded) - small)
+    assert units_in_the_last_place(logarithms, np.log1p(-small.astype(np.float64))).max() < 1.0
+    without = units_in_the_last_place(logarithm(rounded), np.log1p(-small.astype(np.float64)))
+    assert without.max() > 1000  # negative control: the small ones need it
+
+
+def test_masses_are_rounded_exponentials():
+    values = -np.random.default_rng(2).uniform(0, 40, 300_000).astype(np.float32)
+    exact = np.exp(values.astype(np.float64)) * MASS_ONE
+    masses = masses_of(values, np.float32(0.0))
+    assert (np.abs(masses - exact) <= exact * 2.0**-23 + 0.500001).all()
+    assert masses_of(np.asarray([3.0, 3.0 - 33.0, -np.inf], dtype=np.float32), np.float32(3.0)).tolist() == [
+        MASS_ONE,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("largest", [np.inf, -np.inf])
+def test_infinite_values_share_everything(largest):
+    values = np.asarray([largest, 1.0, -np.inf, largest], dtype=np.float32)
+    values = np.minimum(values, np.float32(largest))
+    expected = [MASS_ONE if value == largest else 0 for value in values.tolist()]
+    assert masses_of(values, np.float32(largest)).tolist() == expected
+
+
+def test_each_row_has_its_own_largest():
+    values = np.asarray([[0.0, 1.0], [np.inf, 1.0]], dtype=np.float32)
+    masses = masses_of(values, values.max(axis=1, keepdims=True))
+    assert masses[0].tolist() == masses_of(values[0], np.float32(1.0)).tolist()
+    assert masses[1].tolist() == [MASS_ONE, 0]
+
+
+def test_bits_do_not_depend_on_where_an_element_lies():
+    """Vectorised loops must not treat the end of an array otherwise: rows would depend on their neighbours."""
+    values = np.exp(np.random.default_rng(3).uniform(-20, 3, 1027)).astype(np.float32)
+    for function in (logarithm, lambda x: masses_of(-x, np.float32(0.0))):
+        whole = function(values)
+        for start in (0, 1, 3, 5, 1000):
+            for length in (1, 2, 3, 4, 7, 9, 15, 17, 27):
+                assert np.array_equal(function(values[start : start + length]), whole[start : start + length])
+
+
+def test_arguments_are_not_changed():
+    values = np.asarray([0.5, 2.0], dtype=np.float32)
+    logarithm(values)
+    masses_of(values, np.float32(2.0))
+    assert values.tolist() == [0.5, 2.0]
