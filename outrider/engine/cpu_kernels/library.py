@@ -1,7 +1,9 @@
 """The C interface of the kernels (source/api.h) for Python: structures, signatures, nothing else. Torch-free.
 
+The structures of the sampler (source/sampler_api.h) are in sampler_structs.py.
+
 One library for each instruction path has been built; a process loads one of them (paths.py
-chooses). Calls release Python's lock. Objects that hold pointers do not keep the memory
+chooses). Calls release Python's lock unless they are told to hold it. Objects that hold pointers do not keep the memory
 alive: whoever makes them does.
 """
 
@@ -10,14 +12,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 2
+API_VERSION = 3
 
 
 class ElementType(IntEnum):
@@ -199,7 +201,23 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         _Status,
         (c_void_p, c_void_p, POINTER(DecoderStruct), c_void_p, c_int64, c_void_p),
     ),
+    "outrider_sampler_create": (c_void_p, (c_void_p, c_int64, c_int64, c_void_p, c_int64)),
+    "outrider_sampler_free": (None, (c_void_p,)),
+    # Structures of a step's rows come as addresses: making a pointer object takes longer than a short call.
+    "outrider_sample": (_Status, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p)),
+    "outrider_arrivals": (_Status, (c_uint64, c_uint32, c_uint32, c_int64, c_void_p)),
+    "outrider_logarithms": (_Status, (c_void_p, c_int64, c_void_p)),
+    "outrider_masses": (_Status, (c_void_p, c_int64, c_float, c_void_p)),
 }
+
+
+def _declare(functions: ctypes.CDLL) -> None:
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype = result
+        function.argtypes = arguments
+        if result is _Status:
+            function.errcheck = _check_status
 
 
 class KernelLibrary:
@@ -212,15 +230,14 @@ class KernelLibrary:
         """Raises OSError when the file cannot be loaded, InternalError when it is of another version."""
         self.file = file
         self.functions = ctypes.CDLL(str(file))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self.functions, name)
-            function.restype = result
-            function.argtypes = arguments
-            if result is _Status:
-                function.errcheck = _check_status
-        version = self.functions.outrider_api_version()
+        version = self.functions.outrider_api_version()  # first: another version may lack other functions
         if version != API_VERSION:
             raise InternalError(f"{file} has interface {version}, this version needs {API_VERSION}: run make setup")
+        handle = self.functions._handle  # noqa: SLF001 documented: only its name keeps clear of functions'
+        self.functions_holding_lock = ctypes.PyDLL(str(file), handle=handle)
+        """The same without giving up Python's lock, for calls that are over in no time."""
+        for functions in (self.functions, self.functions_holding_lock):
+            _declare(functions)
         self.path: str = self.functions.outrider_path().decode()
         """The instruction path, such as "portable"."""
 

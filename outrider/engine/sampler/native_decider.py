@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import weakref
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.sampler_functions import SamplerFunctions, SampleRowsStruct, SamplingStruct
+from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct, SamplingStruct
 from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampleRows
-from outrider.errors import CapacityError
 from outrider.request import SamplingParams
 
 Floats = npt.NDArray[np.float32]
@@ -73,16 +71,16 @@ class NativeDecider:
     """Rows are shared among the threads of a team; each is decided by one of them, alone."""
 
     def __init__(self, kernels: CpuKernels, vocabulary: Vocabulary) -> None:
-        """Raises CapacityError where memory is short."""
-        self._functions = SamplerFunctions(kernels.library)
+        """Raises MemoryError where there is none for a row of each thread."""
         self._kernels = kernels  # their team must outlive the sampler
+        functions = kernels.library.functions
+        self._free = functions.outrider_sampler_free
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
-        self._sampler = self._functions.create(
+        self._sampler: int | None = functions.outrider_sampler_create(
             kernels.team.handle, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
         )
         if not self._sampler:
-            raise CapacityError(f"no memory for sampling from {vocabulary.size} token ids")
-        weakref.finalize(self, self._functions.free, self._sampler)
+            raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
         self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
         self._token_ids = (ctypes.c_int64 * 1)()
 
@@ -107,9 +105,9 @@ class NativeDecider:
             if prepared.has_penalties:
                 assumed.extend(part.assumed_token_ids)
                 assumed.extend(part.draft_token_ids)
-        is_short = logits.size < _SHORT_CALL
-        sample = self._functions.sample_holding_lock if is_short else self._functions.sample
-        sample(
+        library = self._kernels.library
+        functions = library.functions_holding_lock if logits.size < _SHORT_CALL else library.functions
+        functions.outrider_sample(
             self._sampler,
             logits.ctypes.data,
             logits.shape[1],
@@ -119,3 +117,8 @@ class NativeDecider:
             ctypes.addressof(self._token_ids),
         )
         return self._token_ids[: len(logits)]
+
+    def __del__(self) -> None:
+        if sampler := getattr(self, "_sampler", None):
+            self._free(sampler)
+            self._sampler = None

@@ -16,8 +16,8 @@ enum OutriderType : int32_t { OUTRIDER_FLOAT32 = 0, OUTRIDER_BFLOAT16 = 1, OUTRI
 struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
-// Changes whenever a function or struct below does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 2;
+// Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
+constexpr int32_t OUTRIDER_API_VERSION = 3;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"

@@ -3,6 +3,8 @@
 #include <array>
 #include <functional>
 
+#include "call.h"
+
 namespace outrider {
 
 namespace {
@@ -190,12 +192,14 @@ bool TopP::keeps_after(const Limit& before) {
 
 }  // namespace outrider
 
-void outrider_masses(const float* values, int64_t num, float largest, int64_t* masses) {
+int32_t outrider_masses(const float* values, int64_t num, float largest, int64_t* masses) {
   using namespace outrider;
-  for (int64_t i = 0; i < num; i++) {
-    const Floats weight = weights(broadcast(values[i]), largest);
-    Doubles sums{};
-    add_masses(weight, sums);
-    masses[i] = total(sums) / kWidth;  // all lanes hold the same
-  }
+  return call([&] {
+    for (int64_t i = 0; i < num; i++) {
+      const Floats weight = weights(broadcast(values[i]), largest);
+      Doubles sums{};
+      add_masses(weight, sums);
+      masses[i] = total(sums) / kWidth;  // all lanes hold the same
+    }
+  });
 }

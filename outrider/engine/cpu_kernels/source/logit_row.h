@@ -12,8 +12,8 @@ namespace outrider {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 static inline bool is_any(Ints mask) {
-#if defined(__AVX512DQ__)
-  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask)) != 0;
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;
 #elif defined(__AVX2__)
   return _mm256_movemask_ps(reinterpret_cast<__m256>(mask)) != 0;
 #else

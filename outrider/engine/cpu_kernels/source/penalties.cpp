@@ -1,8 +1,6 @@
 #include "penalties.h"
 
-#include <algorithm>
 #include <limits>
-#include <vector>
 
 namespace outrider {
 
@@ -27,9 +25,10 @@ float committed_count(const OutriderSampling& sampling, int64_t id) {
   return found == end ? 0.0f : sampling.counts[found - sampling.counted_ids];
 }
 
-void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t vocab_size, float* logits) {
+// `before` has room for a value of each assumed token.
+void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t vocab_size, float* logits,
+              float* before) {
   const auto is_known = [vocab_size](int64_t id) { return id >= 0 && id < vocab_size; };
-  std::vector<float> before(static_cast<size_t>(assumed.num));
   for (int64_t i = 0; i < assumed.num; i++)
     if (is_known(assumed.ids[i])) before[i] = logits[assumed.ids[i]];
   for (int64_t i = 0; i < sampling.num_counted; i++) {
@@ -47,17 +46,17 @@ void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t 
 
 }  // namespace
 
-bool changes_row(const OutriderSampling& sampling, const Holes& holes, const Assumed& assumed) {
-  return holes.num > 0 || sampling.num_biases > 0 || sampling.has_penalties || bans_stops(sampling, assumed);
+bool changes_row(const OutriderSampling& sampling, const Assumed& assumed) {
+  return sampling.num_biases > 0 || sampling.has_penalties || bans_stops(sampling, assumed);
 }
 
 void edit_row(const OutriderSampling& sampling, const Holes& holes, const Assumed& assumed, int64_t vocab_size,
-              float* logits) {
+              float* logits, float* scratch) {
   for (int64_t i = 0; i < holes.num; i++) logits[holes.ids[i]] = kOut;
   if (bans_stops(sampling, assumed))
     for (int64_t i = 0; i < sampling.num_stop_ids; i++) logits[sampling.stop_ids[i]] = kOut;
   for (int64_t i = 0; i < sampling.num_biases; i++) logits[sampling.bias_ids[i]] += sampling.biases[i];
-  if (sampling.has_penalties) penalise(sampling, assumed, vocab_size, logits);
+  if (sampling.has_penalties) penalise(sampling, assumed, vocab_size, logits, scratch);
 }
 
 }  // namespace outrider

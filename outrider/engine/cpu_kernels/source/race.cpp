@@ -1,5 +1,6 @@
 #include "race.h"
 
+#include "call.h"
 #include "sampler_api.h"
 
 namespace outrider {
@@ -57,22 +58,26 @@ int64_t run_race(const LogitRow& row, const RaceKey& key, const BlockArrivals& a
 
 }  // namespace outrider
 
-void outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids, float* arrivals) {
-  using namespace outrider;
-  const RaceKey key{seed, sample, position};
-  for (int64_t start = 0; start < num_ids; start += kWidth * kBlock) {
-    float first[kWidth], log_first[kWidth];
-    uint8_t winner_offsets[kWidth];
-    draw_first_arrivals(key, start / kBlock, {first, log_first, winner_offsets});
-    for (int64_t b = 0; b < kWidth && start + b * kBlock < num_ids; b++) {
-      float times[kBlock];
-      draw_arrivals(key, start / kBlock + b, first[b], winner_offsets[b], times);
-      std::copy(times, times + std::min(kBlock, num_ids - start - b * kBlock), arrivals + start + b * kBlock);
+using namespace outrider;
+
+int32_t outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids, float* arrivals) {
+  return call([&] {
+    const RaceKey key{seed, sample, position};
+    for (int64_t start = 0; start < num_ids; start += kWidth * kBlock) {
+      float first[kWidth], log_first[kWidth];
+      uint8_t winner_offsets[kWidth];
+      draw_first_arrivals(key, start / kBlock, {first, log_first, winner_offsets});
+      for (int64_t b = 0; b < kWidth && start + b * kBlock < num_ids; b++) {
+        float times[kBlock];
+        draw_arrivals(key, start / kBlock + b, first[b], winner_offsets[b], times);
+        std::copy(times, times + std::min(kBlock, num_ids - start - b * kBlock), arrivals + start + b * kBlock);
+      }
     }
-  }
+  });
 }
 
-void outrider_logarithms(const float* values, int64_t num, float* logarithms) {
-  using namespace outrider;
-  for (int64_t i = 0; i < num; i++) logarithms[i] = logarithm(broadcast(values[i]))[0];
+int32_t outrider_logarithms(const float* values, int64_t num, float* logarithms) {
+  return call([&] {
+    for (int64_t i = 0; i < num; i++) logarithms[i] = logarithm(broadcast(values[i]))[0];
+  });
 }

@@ -1,41 +1,32 @@
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "argmax.h"
+#include "call.h"
 #include "filters.h"
 #include "penalties.h"
 #include "race.h"
 #include "sampler_api.h"
 #include "team.h"
+#include "workspace.h"
 
 using namespace outrider;
 
 namespace {
 
-// What one thread needs for one row.
+// What one thread needs for one row. A sampler has all of it before a team begins: a thread
+// must not run out of memory.
 struct Scratch {
-  std::vector<float> edited;            // [vocab_size] a row that steps 1 to 4 change
-  std::vector<float> selected;          // [num_blocks * 64] values that top_k chooses from
-  std::vector<float> maxima;            // [num_blocks]
-  std::vector<float> first, log_first;  // [num_blocks, rounded up to vectors]
-  std::vector<uint8_t> winner_offsets;  // likewise
+  Buffer edited;            // [vocab_size] float: a row that steps 1 to 4 change
+  Buffer assumed;           // [the most that a row assumes] float: what penalties set aside
+  Buffer selected;          // [num_blocks * 64] float: values that top_k chooses from
+  Buffer maxima;            // [num_blocks] float
+  Buffer first, log_first;  // [num_blocks, rounded up to vectors] float
+  Buffer winner_offsets;    // likewise, uint8_t
   float tail[kBlock];
+
+  BlockArrivals arrivals() const { return {first.get<float>(), log_first.get<float>(), winner_offsets.get<uint8_t>()}; }
 };
-
-}  // namespace
-
-struct OutriderSampler {
-  Team* team;  // null: the caller's thread alone
-  int64_t vocab_size;
-  int64_t num_ids;
-  std::vector<int64_t> holes;
-  std::vector<Scratch> scratch;  // one for each thread
-
-  int64_t num_blocks() const { return (num_ids + kBlock - 1) / kBlock; }
-};
-
-namespace {
 
 // One row of a step.
 struct Decision {
@@ -45,12 +36,27 @@ struct Decision {
   int64_t position;
 };
 
+}  // namespace
+
+struct OutriderSampler {
+  Team& team;
+  int64_t vocab_size;
+  int64_t num_ids;
+  std::vector<int64_t> holes;
+  std::vector<Scratch> scratch;  // one for each thread
+  Buffer decisions;              // [rows of the largest step so far]
+
+  int64_t num_blocks() const { return (num_ids + kBlock - 1) / kBlock; }
+};
+
+namespace {
+
 // Steps 5 to 7 for a row that is not greedy.
 int64_t draw(const OutriderSampling& sampling, const LogitRow& row, const RaceKey& key, Scratch& scratch) {
-  const BlockArrivals arrivals{scratch.first.data(), scratch.log_first.data(), scratch.winner_offsets.data()};
+  const BlockArrivals arrivals = scratch.arrivals();
   for (int64_t b = 0; b < row.num_blocks; b += kWidth)
     draw_first_arrivals(key, b, {arrivals.first + b, arrivals.log_first + b, arrivals.winner_offsets + b});
-  const Limit kept = first_limit(row, sampling, scratch.selected.data());
+  const Limit kept = first_limit(row, sampling, scratch.selected.get<float>());
   TopP top_p(row, sampling, kept);
   // Where top_p leaves out the winner, everything from it on is out as well, and the race is
   // run again among the tokens before it. The first token is always kept: this ends.
@@ -66,21 +72,28 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
   const OutriderSampling& sampling = decision.sampling;
   const Holes holes{sampler.holes.data(), static_cast<int64_t>(sampler.holes.size())};
   const float* logits = decision.logits;
-  if (changes_row(sampling, holes, decision.assumed)) {
-    std::copy(logits, logits + sampler.vocab_size, scratch.edited.data());
-    edit_row(sampling, holes, decision.assumed, sampler.vocab_size, scratch.edited.data());
-    logits = scratch.edited.data();
+  const bool changes = changes_row(sampling, decision.assumed);
+  if (sampling.is_greedy && !changes) {
+    // No copy for the sake of holes: leaving them out changes nothing where another id is found.
+    const int64_t id = first_of_largest(logits, sampler.num_ids);
+    if (!holes.contain(id)) return id;
+  }
+  if (changes || holes.num > 0) {
+    float* const edited = scratch.edited.get<float>();
+    std::copy(logits, logits + sampler.vocab_size, edited);
+    edit_row(sampling, holes, decision.assumed, sampler.vocab_size, edited, scratch.assumed.get<float>());
+    logits = edited;
   }
   if (sampling.is_greedy) return first_of_largest(logits, sampler.num_ids);
 
-  LogitRow row{logits, scratch.tail, scratch.maxima.data(), sampler.num_ids, sampler.num_blocks(),
-               sampling.temperature, -kInfinity};
+  float* const maxima = scratch.maxima.get<float>();
+  LogitRow row{logits, scratch.tail, maxima, sampler.num_ids, sampler.num_blocks(), sampling.temperature, -kInfinity};
   fill_tail(logits, sampler.num_ids, scratch.tail);
   Ints is_nan{};
   for (int64_t b = 0; b < row.num_blocks; b++) {
     // Rounded division is monotone: the largest of quotients is the quotient of the largest.
-    scratch.maxima[b] = largest_of_lanes(largest_of_block(row.block(b), is_nan)) / sampling.temperature;
-    row.largest = std::max(row.largest, scratch.maxima[b]);
+    maxima[b] = largest_of_lanes(largest_of_block(row.block(b), is_nan)) / sampling.temperature;
+    row.largest = std::max(row.largest, maxima[b]);
   }
   if (is_any(is_nan)) return first_nan(logits, sampler.num_ids);
   if (row.largest == -kInfinity) return 0;  // everything is out, and all alike
@@ -92,43 +105,46 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
 
 OutriderSampler* outrider_sampler_create(OutriderTeam* team, int64_t vocab_size, int64_t num_ids, const int64_t* holes,
                                          int64_t num_holes) {
-  try {
-    std::unique_ptr<OutriderSampler> sampler(
-        new OutriderSampler{reinterpret_cast<Team*>(team), vocab_size, num_ids, {holes, holes + num_holes}, {}});
-    const auto width = static_cast<size_t>(vocab_size), num_blocks = static_cast<size_t>(sampler->num_blocks());
-    const size_t padded = (num_blocks + kWidth - 1) / kWidth * kWidth;
-    sampler->scratch.resize(sampler->team == nullptr ? 1 : sampler->team->size());
+  std::unique_ptr<OutriderSampler> sampler;
+  const int32_t status = call([&] {
+    Team& threads = *reinterpret_cast<Team*>(team);
+    sampler.reset(new OutriderSampler{threads, vocab_size, num_ids, {holes, holes + num_holes}, {}, {}});
+    const int64_t num_blocks = sampler->num_blocks(), padded = (num_blocks + kWidth - 1) / kWidth * kWidth;
+    sampler->scratch.resize(threads.size());
     for (Scratch& scratch : sampler->scratch) {
-      scratch.edited.resize(width);
-      scratch.selected.resize(num_blocks * kBlock);
-      scratch.maxima.resize(num_blocks);
-      scratch.first.resize(padded);
-      scratch.log_first.resize(padded);
-      scratch.winner_offsets.resize(padded);
+      scratch.edited.of<float>(vocab_size);
+      scratch.selected.of<float>(num_blocks * kBlock);
+      scratch.maxima.of<float>(num_blocks);
+      scratch.first.of<float>(padded);
+      scratch.log_first.of<float>(padded);
+      scratch.winner_offsets.of<uint8_t>(padded);
     }
-    return sampler.release();
-  } catch (const std::bad_alloc&) {
-    return nullptr;
-  }
+  });
+  return status == 0 ? sampler.release() : nullptr;
 }
 
 void outrider_sampler_free(OutriderSampler* sampler) { delete sampler; }
 
-void outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
-                     const OutriderSampleRows* sequences, int64_t num_sequences, const int64_t* assumed_ids,
-                     int64_t* token_ids) {
-  std::vector<Decision> decisions;
-  for (const OutriderSampleRows* rows = sequences; rows != sequences + num_sequences; rows++) {
-    for (int64_t j = 0; j < rows->num_rows; j++) {
-      const float* const row = logits + static_cast<int64_t>(decisions.size()) * row_stride;
-      const Assumed assumed{assumed_ids + rows->assumed_start, rows->num_assumed + j};
-      decisions.push_back({*rows->sampling, row, assumed, rows->position + j});
+int32_t outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
+                        const OutriderSampleRows* sequences, int64_t num_sequences, const int64_t* assumed_ids,
+                        int64_t* token_ids) {
+  return call([&] {
+    int64_t num_rows = 0, most_assumed = 0;
+    for (const OutriderSampleRows* rows = sequences; rows != sequences + num_sequences; rows++) {
+      num_rows += rows->num_rows;
+      most_assumed = std::max(most_assumed, rows->num_assumed + rows->num_rows - 1);
     }
-  }
-  const auto decide_row = [&](int64_t row, int thread) {
-    token_ids[row] = decide(*sampler, decisions[row], sampler->scratch[thread]);
-  };
-  const auto num_rows = static_cast<int64_t>(decisions.size());
-  if (sampler->team != nullptr) return sampler->team->share(num_rows, decide_row);
-  for (int64_t row = 0; row < num_rows; row++) decide_row(row, 0);
+    for (Scratch& scratch : sampler->scratch) scratch.assumed.of<float>(most_assumed);
+    Decision* const decisions = sampler->decisions.of<Decision>(num_rows);
+    int64_t row = 0;
+    for (const OutriderSampleRows* rows = sequences; rows != sequences + num_sequences; rows++) {
+      for (int64_t j = 0; j < rows->num_rows; j++, row++) {
+        const Assumed assumed{assumed_ids + rows->assumed_start, rows->num_assumed + j};
+        new (decisions + row) Decision{*rows->sampling, logits + row * row_stride, assumed, rows->position + j};
+      }
+    }
+    sampler->team.share(num_rows, [&](int64_t index, int thread) {
+      token_ids[index] = decide(*sampler, decisions[index], sampler->scratch[thread]);
+    });
+  });
 }

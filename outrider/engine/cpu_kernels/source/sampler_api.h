@@ -7,8 +7,8 @@ struct OutriderSampler;  // one vocabulary, and scratch for each thread of a tea
 
 // ---- sampler.cpp: steps 1 to 7 of the contract's SamplingParams
 
-// Ids from num_ids on take no part, nor do `holes`, which are below it. The team must outlive
-// the sampler; null: the caller's thread alone. Returns null where memory is short.
+// Ids from num_ids on take no part, nor do `holes`, which are below it and rise. The team must
+// outlive the sampler.
 OUTRIDER_API OutriderSampler* outrider_sampler_create(OutriderTeam* team, int64_t vocab_size, int64_t num_ids,
                                                       const int64_t* holes, int64_t num_holes);
 OUTRIDER_API void outrider_sampler_free(OutriderSampler* sampler);
@@ -51,18 +51,18 @@ struct OutriderSampleRows {
 };
 
 // Decides every row of `logits` [rows of all sequences, vocab_size], which it leaves as it is.
-OUTRIDER_API void outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
-                                  const OutriderSampleRows* sequences, int64_t num_sequences,
-                                  const int64_t* assumed_ids, int64_t* token_ids);
+OUTRIDER_API int32_t outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
+                                     const OutriderSampleRows* sequences, int64_t num_sequences,
+                                     const int64_t* assumed_ids, int64_t* token_ids);
 
 // ---- What decisions are made of, for whoever compares implementations bit by bit.
 
 // All arrivals of one decision.
-OUTRIDER_API void outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids,
-                                    float* arrivals);
+OUTRIDER_API int32_t outrider_arrivals(uint64_t seed, uint32_t sample, uint32_t position, int64_t num_ids,
+                                       float* arrivals);
 
 // log of each value, which must be positive and normal.
-OUTRIDER_API void outrider_logarithms(const float* values, int64_t num, float* logarithms);
+OUTRIDER_API int32_t outrider_logarithms(const float* values, int64_t num, float* logarithms);
 
 // What values weigh beside the largest of their row in top_p's sums.
-OUTRIDER_API void outrider_masses(const float* values, int64_t num, float largest, int64_t* masses);
+OUTRIDER_API int32_t outrider_masses(const float* values, int64_t num, float largest, int64_t* masses);

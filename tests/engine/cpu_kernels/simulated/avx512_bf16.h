@@ -104,6 +104,41 @@ inline __m512i slli_epi32(__m512i value, unsigned count) {
   return loadu_si512(lanes);
 }
 
+// Products of the even 32-bit lanes, 64 bits wide; 0 where the mask has no bit.
+inline __m512i maskz_mul_epu32(uint8_t mask, __m512i a, __m512i b) {
+  uint64_t left[8], right[8];
+  std::memcpy(left, &a, sizeof left);
+  std::memcpy(right, &b, sizeof right);
+  for (int i = 0; i < 8; i++) left[i] = (mask >> i & 1) * (left[i] & 0xffffffff) * (right[i] & 0xffffffff);
+  return loadu_si512(left);
+}
+
+// A bit for each lane in which a & b is not zero.
+inline uint16_t test_epi32_mask(__m512i a, __m512i b) {
+  uint32_t left[16], right[16];
+  std::memcpy(left, &a, sizeof left);
+  std::memcpy(right, &b, sizeof right);
+  uint16_t mask = 0;
+  for (int i = 0; i < 16; i++) mask |= static_cast<uint16_t>(((left[i] & right[i]) != 0) << i);
+  return mask;
+}
+
+inline __m256d extractf64x4_pd(__m512d value, int part) {
+  double lanes[8];
+  std::memcpy(lanes, &value, sizeof lanes);
+  __m256d half;
+  std::memcpy(&half, lanes + 4 * (part & 1), sizeof half);
+  return half;
+}
+
+inline __m256d castpd512_pd256(__m512d value) { return extractf64x4_pd(value, 0); }
+
+inline __m512d cvtps_pd(__m256 narrow) {
+  __m512d wide;
+  for (int i = 0; i < 8; i++) wide[i] = narrow[i];
+  return wide;
+}
+
 // VDPBF16PS: of each pair the upper product is added first.
 __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
   uint16_t left[32], right[32];
@@ -130,6 +165,11 @@ __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m51
 #define _mm512_cvtepi8_epi32 simulated::cvtepi8_epi32
 #define _mm512_cvtepi32_ps simulated::cvtepi32_ps
 #define _mm512_slli_epi32 simulated::slli_epi32
+#define _mm512_maskz_mul_epu32 simulated::maskz_mul_epu32
+#define _mm512_test_epi32_mask simulated::test_epi32_mask
+#define _mm512_extractf64x4_pd simulated::extractf64x4_pd
+#define _mm512_castpd512_pd256 simulated::castpd512_pd256
+#define _mm512_cvtps_pd simulated::cvtps_pd
 #define _mm512_dpbf16_ps simulated::dpbf16_ps
 
 #define __AVX512F__ 1
