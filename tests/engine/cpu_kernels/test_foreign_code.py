@@ -7,6 +7,8 @@ import torch
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.sampler import Sampler, SampleRows
+from outrider.request import SamplingParams
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
 from tests.engine.cpu_kernels.operations import bits, linear, pack, paged_attention
 
@@ -37,6 +39,18 @@ def test_subnormal_numbers_are_kept_whoever_computes_a_unit(library, teams, flus
             torch.set_flush_denormal(False)
             assert torch.allclose(y.double(), expected, rtol=1e-4, atol=0.0)
             torch.set_flush_denormal(True)
+
+
+def test_subnormal_logits_are_told_apart_whoever_decides_a_row(library, teams, flushing):
+    torch.set_flush_denormal(False)
+    logits = torch.zeros((20, 70))
+    logits[:, 40], logits[:, 66] = 1e-39, 2e-39
+    torch.set_flush_denormal(True)
+    for num_threads in (1, 2, 3):
+        known = torch.ones(70, dtype=torch.bool)
+        sampler = Sampler(vocab_size=70, known_token_ids=known, kernels=teams(library, num_threads))
+        state = sampler.start(SamplingParams(seed=1, max_tokens=99, temperature=0.0), sample=0, prompt_token_ids=[])
+        assert sampler.sample(logits, [SampleRows(state, 0, (66,) * 19)]).token_ids == [66] * 20
 
 
 def test_the_callers_own_arithmetic_is_given_back(kernels, flushing):

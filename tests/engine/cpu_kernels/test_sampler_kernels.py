@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
 
-from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import KernelLibrary, Team
-from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.cpu_kernels.sampler_functions import SamplerFunctions
+from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.arrivals import BLOCK_SIZE, RaceKey, block_arrivals, waits_behind_winner
+from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.elementary import logarithm, masses_of
+from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.request import SamplingParams
-
-NATIVE = choose_kernels()
-pytestmark = pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
+from tests.engine.cpu_kernels.libraries import with_few_for_tests
 
 
-@pytest.fixture(scope="module")
-def library():
-    return KernelLibrary(NATIVE.library)
-
-
-@pytest.fixture(scope="module", params=[1, 3], ids=["alone", "team of three"])
-def kernels(request, library):
-    return CpuKernels(library, Team(library, request.param))
+@pytest.fixture(params=[1, 3], ids=["alone", "team of three"])
+def kernels(request, library, teams):
+    return teams(library, request.param)
 
 
 # ---- what decisions are made of
@@ -46,14 +40,14 @@ def all_arrivals(key, num_ids):
 def test_arrivals_are_the_same_bits(library, num_ids):
     for key in (RaceKey(0, 0, 0), RaceKey(0x0123456789ABCDEF, 3, 1000), RaceKey(2**64 - 1, 63, 2**32 - 1)):
         arrivals = np.empty(num_ids, dtype=np.float32)
-        SamplerFunctions(library).arrivals(key.seed, key.sample, key.position, num_ids, arrivals.ctypes.data)
+        library.functions.outrider_arrivals(key.seed, key.sample, key.position, num_ids, arrivals.ctypes.data)
         assert np.array_equal(arrivals.view(np.int32), all_arrivals(key, num_ids).view(np.int32))
 
 
 def test_logarithms_are_the_same_bits(library):
     values = np.exp(np.random.default_rng(0).uniform(-28, 4, 200_001)).astype(np.float32)
     logarithms = np.empty_like(values)
-    SamplerFunctions(library).logarithms(values.ctypes.data, len(values), logarithms.ctypes.data)
+    library.functions.outrider_logarithms(values.ctypes.data, len(values), logarithms.ctypes.data)
     assert np.array_equal(logarithms.view(np.int32), logarithm(values).view(np.int32))
 
 
@@ -62,7 +56,7 @@ def test_masses_are_the_same_integers(library, largest):
     values = np.float32(largest) - np.random.default_rng(0).uniform(0, 40, 200_001).astype(np.float32)
     values[:2] = [largest, -np.inf]
     masses = np.empty(len(values), dtype=np.int64)
-    SamplerFunctions(library).masses(values.ctypes.data, len(values), largest, masses.ctypes.data)
+    library.functions.outrider_masses(values.ctypes.data, len(values), largest, masses.ctypes.data)
     assert np.array_equal(masses, masses_of(values, np.float32(largest)))
 
 
@@ -184,9 +178,14 @@ def random_step(rng, pair, vocab_size, num_sequences, shapes=SHAPES):
     return torch.from_numpy(np.stack(rows)), parts
 
 
+NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 20, 49_152: 4, 151_936: 2}
+"""Random steps by size of the vocabulary."""
+
+
 @pytest.mark.parametrize(
-    ("vocab_size", "num_steps"),
-    [(1, 20), (2, 20), (63, 30), (64, 30), (65, 30), (300, 40), (1000, 40), (5000, 20), (49_152, 4), (151_936, 2)],
+    ("library", "vocab_size", "num_steps"),
+    with_few_for_tests({str(size): (size, num) for size, num in NUM_STEPS.items()}, few=("2", "65", "1000")),
+    indirect=["library"],
 )
 def test_decisions_are_those_of_numpy(kernels, vocab_size, num_steps):
     """Whatever the logits, parameters, histories and drafts: not one id differs."""
@@ -223,12 +222,11 @@ def test_another_position_would_be_noticed(kernels):
     assert sum(one == other for one, other in zip(native, by_numpy, strict=True)) < 20
 
 
-def test_a_row_depends_neither_on_other_rows_nor_on_threads(library):
+def test_a_row_depends_neither_on_other_rows_nor_on_threads(library, teams):
     rng = np.random.default_rng(11)
     vocab_size = 2000
     known = random_known(rng, vocab_size)
-    one, many = (CpuKernels(library, Team(library, num_threads)) for num_threads in (1, 4))
-    pair = Pair(vocab_size, known, one)
+    pair = Pair(vocab_size, known, teams(library, 1))
     logits, parts = random_step(rng, pair, vocab_size, num_sequences=30)
     together = pair.decide(logits, parts)[0]
     alone, start = [], 0
@@ -237,7 +235,7 @@ def test_a_row_depends_neither_on_other_rows_nor_on_threads(library):
         alone += pair.decide(logits[start : start + num_rows], [part])[0]
         start += num_rows
     assert alone == together
-    threaded = Sampler(vocab_size=vocab_size, known_token_ids=torch.from_numpy(known), kernels=many)
+    threaded = Sampler(vocab_size=vocab_size, known_token_ids=torch.from_numpy(known), kernels=teams(library, 4))
     for _ in range(20):
         assert threaded.sample(logits, [SampleRows(states[0], *rest) for states, *rest in parts]).token_ids == together
 
@@ -255,3 +253,41 @@ def test_a_history_that_grows_is_followed(kernels):
         assert native == by_numpy
         for sampler, state in zip(pair.samplers, states, strict=True):
             sampler.commit(state, native)
+
+
+def test_holes_are_left_out_of_greedy_rows(kernels):
+    """Also where all else of the row decides alone: holes are looked at only where one is the largest."""
+    known = np.ones(200, dtype=np.bool_)
+    known[[0, 77, 130]] = False
+    pair = Pair(200, known, kernels)
+    states = pair.start(
+        SamplingParams(seed=1, max_tokens=99, temperature=0.0), committed=[], sample=0, prompt_token_ids=[]
+    )
+    logits = torch.zeros((6, 200))
+    logits[0, 5] = 1.0
+    logits[1, [77, 78]] = torch.tensor([2.0, 1.0])
+    logits[2, [77, 90]] = torch.nan
+    logits[3, 130] = torch.nan
+    logits[4] = -torch.inf
+    logits[5, 199] = torch.nan
+    native, by_numpy = pair.decide(logits, [(states, 9, (5, 78, 90, 1, 0), ())])
+    assert native == by_numpy == [5, 78, 90, 1, 0, 199]
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_the_sampler_stays_usable(kernels):
+    with pytest.raises(MemoryError, match="token ids"):
+        NativeDecider(kernels, Vocabulary(2**46, 2**46, np.empty(0, dtype=np.int64)))
+    pair = Pair(100, np.ones(100, dtype=np.bool_), kernels)
+    states = pair.start(SamplingParams(seed=1, max_tokens=99), committed=[], sample=0, prompt_token_ids=[])
+    logits = torch.from_numpy(logits_of("normal", 100, np.random.default_rng(0))[None])
+    step = [(states, 3, (), ())]
+    native, by_numpy = pair.decide(logits, step)
+    address = states[0].prepared.current()
+    rows = SampleRowsStruct(sampling=address, num_rows=2**44)
+    sampler = pair.samplers[0]._decider._sampler
+    with pytest.raises(MemoryError, match="outrider_sample"):
+        kernels.library.functions.outrider_sample(
+            sampler, logits.data_ptr(), 100, ctypes.addressof(rows), 1, None, None
+        )
+    assert pair.decide(logits, step) == [native, by_numpy]
+    assert native == by_numpy
