@@ -61,10 +61,9 @@ class NumpyDecider:
 
     def decide(self, logits: Floats, rows: Sequence[SampleRows]) -> list[int]:
         token_ids = [0] * len(logits)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for group in self._groups(logits, _decisions(rows)):
-                for row, token_id in zip(group.decisions, self._decide(group), strict=True):
-                    token_ids[row.index] = token_id
+        for group in self._groups(logits, _decisions(rows)):
+            for row, token_id in zip(group.decisions, self._decide(group), strict=True):
+                token_ids[row.index] = token_id
         return token_ids
 
     def _groups(self, logits: Floats, decisions: Sequence[_Decision]) -> list[_Group]:

@@ -118,7 +118,7 @@ class Sampler:
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         if num_rows == 0:
             return SampledRows()
-        with torch.inference_mode():
+        with torch.inference_mode(), np.errstate(over="ignore", invalid="ignore"):
             if logits.device.type != "cpu" and all(self._is_plainly_greedy(part) for part in rows):
                 token_ids = first_of_largest(logits[:, : self._vocabulary.num_ids]).tolist()
                 return SampledRows(token_ids, [None] * num_rows)
@@ -164,19 +164,18 @@ class Sampler:
         num_top = state.logprobs.num_top
         if state.logprobs.mode is LogprobsMode.MODEL:
             return model_logprobs(logits, token_id, num_top=num_top)
-        with np.errstate(over="ignore", invalid="ignore"):
-            if self._vocabulary.holes.size or state.penalties.changes(len(assumed)):
-                logits = logits.copy()
-                logits[self._vocabulary.holes] = -np.inf
-                state.penalties.apply(logits, assumed)
-            temperature = 1.0 if state.params.is_greedy else state.params.temperature
-            blocks = LogitBlocks.of(
-                logits[None],
-                np.zeros(1, dtype=np.int64),
-                np.asarray([temperature], dtype=np.float32),
-                num_ids=self._vocabulary.num_ids,
-            )
-            return sampled_logprobs(blocks, 0, state.params, token_id, num_top=num_top)
+        if self._vocabulary.holes.size or state.penalties.changes(len(assumed)):
+            logits = logits.copy()
+            logits[self._vocabulary.holes] = -np.inf
+            state.penalties.apply(logits, assumed)
+        temperature = 1.0 if state.params.is_greedy else state.params.temperature
+        blocks = LogitBlocks.of(
+            logits[None],
+            np.zeros(1, dtype=np.int64),
+            np.asarray([temperature], dtype=np.float32),
+            num_ids=self._vocabulary.num_ids,
+        )
+        return sampled_logprobs(blocks, 0, state.params, token_id, num_top=num_top)
 
 
 def first_of_largest(logits: Tensor) -> Tensor:
