@@ -14,15 +14,18 @@ import numpy.typing as npt
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct, SamplingStruct
 from outrider.engine.sampler.decider import Vocabulary
+from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.request import SamplingParams
 
 Floats = npt.NDArray[np.float32]
 
-# Logits up to which a call keeps Python's lock: it takes less than a millisecond, and whoever
-# took the lock meanwhile may keep it for five.
+# Logits up to which a call keeps Python's lock; those of rows with filters count more, as they are
+# passed over more often. Such a call takes about half a millisecond, and at worst (a top_k of tens
+# of thousands) the five that another thread may keep the lock for once it was given up.
 _SHORT_CALL = 1 << 20
+_FILTERED_WEIGHT = 4
 
 
 class _Prepared:
@@ -32,6 +35,7 @@ class _Prepared:
         self._penalties = penalties
         self._counted_ids: npt.NDArray[np.int64] | None = None
         self.has_penalties = penalties.counts is not None
+        self.weight = _FILTERED_WEIGHT if has_filters(params) and not params.is_greedy else 1  # of a logit
         self._sampling = SamplingStruct(
             seed=params.seed,
             sample=sample,
@@ -95,6 +99,7 @@ class NativeDecider:
         if len(logits) > len(self._token_ids):
             self._token_ids = (ctypes.c_int64 * len(logits))()
         assumed = array("q")
+        weight = 0
         for native, part in zip(self._rows, rows, strict=False):
             prepared: Any = part.state.prepared
             native.sampling = prepared.current()
@@ -102,11 +107,13 @@ class NativeDecider:
             native.num_rows = part.num_rows
             native.position = part.position
             native.assumed_start = len(assumed)
+            weight += part.num_rows * prepared.weight
             if prepared.has_penalties:
                 assumed.extend(part.assumed_token_ids)
                 assumed.extend(part.draft_token_ids)
         library = self._kernels.library
-        functions = library.functions_holding_lock if logits.size < _SHORT_CALL else library.functions
+        is_short = weight * logits.shape[1] < _SHORT_CALL
+        functions = library.functions_holding_lock if is_short else library.functions
         functions.outrider_sample(
             self._sampler,
             logits.ctypes.data,
