@@ -46,7 +46,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
-        from decode_node.draft_gathering import DraftGatherer
+        from decode_node.draft_gathering import DraftGatherer, log_failed_fallback
         from decode_node.drafts import DraftClient, NoDrafts
         from decode_node.group_desk import GroupDesk
         from decode_node.ingest import Ingest
@@ -64,6 +64,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.speculation.draft_policy import DraftPolicy
         from outrider.speculation.draft_stream import DraftHello
+        from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.proposers.ngram import NgramProposer
 
         model = load_model(model_config, progress=announce_progress)
@@ -105,7 +106,11 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         )
         drafts = DraftGatherer(
             client=client,
-            fallback=NgramProposer() if config.local_fallback == "ngram" else None,
+            fallback=(
+                IsolatedProposer(NgramProposer(), on_failure=log_failed_fallback)
+                if config.local_fallback == "ngram"
+                else None
+            ),
             policy=DraftPolicy(num_speculative_tokens=config.num_speculative_tokens),
             num_speculative_tokens=config.num_speculative_tokens,
             max_wait_seconds=config.draft_wait_seconds,

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartInfo
 from decode_node.groups import Sample
 from decode_node.verdict import Verdict
+from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_policy import DraftPolicy
 from outrider.speculation.proposers.base import ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
+
+_log = get_logger("drafts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,11 @@ class Drafts:
 
     def of(self, sequence_id: int) -> tuple[int, ...]:
         return self.token_ids_by_sequence.get(sequence_id, ())
+
+
+def log_failed_fallback(error: Exception, sequence_ids: Sequence[int]) -> None:
+    """The local proposer has failed: these sequences go on without drafts for a while."""
+    _log.error("local proposer failed", num_sequences=len(sequence_ids), error=str(error), exc_info=error)
 
 
 class DraftGatherer:

@@ -26,6 +26,7 @@ from outrider.speculation.draft_stream import (
     most_tokens_offered,
 )
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer
+from outrider.speculation.proposers.isolated import IsolatedProposer
 
 RATE_WINDOW_SECONDS = 10.0
 IDLE_SECONDS = 0.5
@@ -71,11 +72,11 @@ class DraftLoop:
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._proposer = proposer
+        self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
         self._limits = limits
         self._on_step = on_step
         self._clock = clock
-        self._held = HeldSequences(max_sequences=limits.max_sequences, clock=clock, on_forgotten=proposer.forget)
+        self._held = HeldSequences(max_sequences=limits.max_sequences, clock=clock, on_forgotten=self._proposer.forget)
         self._pending: dict[int, HeldSequence] = {}  # by key: want a proposal, or to be caught up with
         self._changed = threading.Condition()
         self._peers: dict[int, DraftPeer] = {}
@@ -142,7 +143,7 @@ class DraftLoop:
         updates = self._take_updates()  # the newest state of every sequence that moved
         refused = self._apply(updates)  # unknown prefixes, no room, nonsense
         requests = self._requests()  # who wants drafts, or only to be kept up with
-        proposals = self._propose(requests)  # bounded work: long prefixes take several steps
+        proposals = self._proposer.propose(requests)  # bounded work: long prefixes take several steps
         answers = self._answers(proposals)
         self._push([*refused, *answers])
         return self._finish(started, len(updates), len(refused), proposals)
@@ -190,17 +191,10 @@ class DraftLoop:
         num_left = held.start.prompt_length + held.start.params.max_tokens - len(held.tokens)
         return max(0, min(offered, num_left))
 
-    def _propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Asks the proposer. If it fails, its sequences are forgotten and the node goes on."""
-        if not requests:
-            return []
-        try:
-            return self._proposer.propose(requests)
-        except Exception as error:  # noqa: BLE001 a proposal is advice: no failure of one may end the node
-            _log.error("proposer failed", proposer=self._proposer.name, error=str(error), exc_info=error)
-            for request in requests:
-                self._proposer.forget(request.sequence_id)
-            return [Proposal(sequence_id=request.sequence_id, length=len(request.token_ids)) for request in requests]
+    def _log_failure(self, error: Exception, keys: Sequence[int]) -> None:
+        _log.error(
+            "proposer failed", proposer=self._proposer.name, num_sequences=len(keys), error=str(error), exc_info=error
+        )
 
     def _answers(self, proposals: Sequence[Proposal]) -> Answers:
         answers: Answers = []

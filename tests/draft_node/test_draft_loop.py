@@ -9,6 +9,7 @@ from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Proposal
+from outrider.speculation.proposers.isolated import BENCH_SECONDS
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.speculation.proposers.scripted import ScriptedProposer
 
@@ -158,16 +159,39 @@ class FailingProposer(ScriptedProposer):
 
 def test_a_proposer_that_fails_costs_its_proposals_and_nothing_else():
     proposer = FailingProposer([TEXT])
-    loop = loop_of(proposer)
+    now = [100.0]
+    limits = DraftLimits(num_speculative_tokens=16, max_sequences=100)
+    loop = DraftLoop(proposer, limits, clock=lambda: now[0])
     peer = connect(loop)
     loop.submit(peer, [update_of(TEXT[:10])])
     loop.step()
     (answer,) = peer.take_answers()
     assert (answer.acked_length, answer.branches) == (10, ())
     proposer.fails = False
+    now[0] += BENCH_SECONDS
     loop.submit(peer, [update_of(TEXT[:12], since=10)])
     loop.step()
     assert peer.take_answers()[0].branches
+
+
+class PickyProposer(ScriptedProposer):
+    """Fails for every batch with a text that begins with 50."""
+
+    def propose(self, requests):
+        if any(request.token_ids[0] == 50 for request in requests):
+            raise RuntimeError("not this one")
+        return super().propose(requests)
+
+
+def test_a_sequence_that_makes_the_proposer_fail_costs_the_others_no_draft():
+    loop = loop_of(PickyProposer([TEXT]))
+    peer = connect(loop)
+    loop.submit(peer, [update_of(TEXT[49:], sequence_id=7), *(update_of(TEXT[:10], sequence_id=i) for i in range(7))])
+    loop.step()
+    answers = {answer.sequence_id: answer for answer in peer.take_answers()}
+    assert sorted(answers) == list(range(8))
+    assert answers[7].branches == ()
+    assert all(answers[i].branches[0].token_ids == TEXT[10:13] for i in range(7))
 
 
 def test_what_a_gone_decode_node_had_is_forgotten():

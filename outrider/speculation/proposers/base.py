@@ -61,7 +61,8 @@ class Proposer(Protocol):
         """One proposal for each request, in their order.
 
         At most `num_wanted` tokens each. Work in one call is bounded: a sequence whose
-        prefix is not computed yet comes back with caught_up False.
+        prefix is not computed yet comes back with caught_up False. A call that raises
+        leaves what is remembered of each sequence as good as it was: it may be made again.
         """
 
     def forget(self, sequence_id: int) -> None:

@@ -222,14 +222,15 @@ class DraftModelProposer:
         too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
         if request.start is None or not token_ids or too_long or max(token_ids) >= self._forward.vocab_size:
             return None
-        drafted = self._sequences.pop(request.sequence_id, None)
+        drafted = self._sequences.get(request.sequence_id)
         if drafted is None:
+            sampling = self._forward.start(request.start, token_ids)
             # The last token is always computed: its logits begin the draft.
             kv = SequenceKV.create(self._forward.pool, token_ids, max_cached_tokens=len(token_ids) - 1)
-            sampling = self._forward.start(request.start, token_ids)
             drafted = _Drafted(kv, list(token_ids[: kv.num_tokens]), sampling, list(token_ids))
         else:
             self._follow(drafted, request, request.start)
+            del self._sequences[request.sequence_id]  # goes to the end: used last
         self._sequences[request.sequence_id] = drafted
         return _Draft(request, drafted, request.start)
 

@@ -1,0 +1,96 @@
+"""A proposer that fails for some sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.isolated import BENCH_SECONDS, MAX_FAILED_CALLS, IsolatedProposer
+from outrider.speculation.proposers.scripted import ScriptedProposer
+
+TEXT = tuple(range(60))
+
+
+class Picky(ScriptedProposer):
+    """Raises for every batch that has one of `bad`."""
+
+    def __init__(self, *bad: int) -> None:
+        super().__init__([TEXT])
+        self.bad = set(bad)
+        self.batches: list[list[int]] = []
+
+    def propose(self, requests):
+        batch = [request.sequence_id for request in requests]
+        self.batches.append(batch)
+        if self.bad & set(batch):
+            raise RuntimeError("not these")
+        return super().propose(requests)
+
+
+class Isolated:
+    """The wrapper, what it reported, and a clock that stands still."""
+
+    def __init__(self, *bad: int) -> None:
+        self.now = 100.0
+        self.inner = Picky(*bad)
+        self.failures: list[list[int]] = []
+        self.proposer = IsolatedProposer(
+            self.inner, on_failure=lambda _error, ids: self.failures.append(list(ids)), clock=lambda: self.now
+        )
+
+    def served(self, num_sequences: int) -> set[int]:
+        """Which of the sequences got a draft."""
+        requests = [ProposalRequest(index, TEXT[:10], 3) for index in range(num_sequences)]
+        proposals = self.proposer.propose(requests)
+        assert [proposal.sequence_id for proposal in proposals] == list(range(num_sequences))
+        assert all(proposal.length == 10 and proposal.caught_up for proposal in proposals)
+        return {proposal.sequence_id for proposal in proposals if proposal.token_ids}
+
+
+def test_without_failures_there_is_one_call():
+    isolated = Isolated()
+    assert isolated.served(8) == set(range(8))
+    assert isolated.inner.batches == [list(range(8))]
+    assert isolated.failures == []
+
+
+@pytest.mark.parametrize("bad", [(0,), (7,), (3, 4), (0, 1, 7)])
+def test_only_those_that_fail_go_without(bad):
+    isolated = Isolated(*bad)
+    assert isolated.served(8) == set(range(8)) - set(bad)
+    assert isolated.failures == [[index] for index in bad]
+    assert isolated.inner.forgotten == list(bad)
+
+
+def test_one_that_has_failed_costs_no_call_for_a_while_and_is_tried_again():
+    isolated = Isolated(3)
+    isolated.served(8)
+    isolated.inner.batches.clear()
+    assert isolated.served(8) == set(range(8)) - {3}
+    assert isolated.inner.batches == [[0, 1, 2, 4, 5, 6, 7]]
+    isolated.now += BENCH_SECONDS
+    isolated.inner.bad.clear()
+    assert isolated.served(8) == set(range(8))
+
+
+def test_a_proposer_that_fails_for_all_is_not_asked_without_end():
+    isolated = Isolated(*range(256))
+    assert isolated.served(256) == set()
+    assert len(isolated.inner.batches) < 2 * MAX_FAILED_CALLS + 256 // 2
+    assert sorted(index for failure in isolated.failures for index in failure) == list(range(256))
+
+
+def test_forgetting_ends_the_wait():
+    isolated = Isolated(0)
+    isolated.served(1)
+    isolated.inner.bad.clear()
+    assert isolated.served(1) == set()
+    isolated.proposer.forget(0)
+    assert isolated.served(1) == {0}
+
+
+def test_it_has_the_name_of_the_one_inside():
+    isolated = Isolated()
+    assert isolated.proposer.name == "scripted"
+    assert isolated.proposer.vocabulary_fingerprint == ""
+    assert isolated.proposer.num_extra_tokens == 0
