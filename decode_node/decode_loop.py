@@ -31,6 +31,7 @@ from decode_node.commands import (
 from decode_node.draft_gathering import DraftGatherer, Drafts
 from decode_node.group_desk import GroupDesk
 from decode_node.groups import Sample
+from decode_node.inbox import Inbox
 from decode_node.statistics import StepStats
 from decode_node.verdict import Verdict, judge
 from outrider.engine.engine import Engine
@@ -69,12 +70,13 @@ class DecodeLoop:
         self._time = engine.clock
         self._emit = emit
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._stopping = threading.Event()
         self.progress = StepProgress(clock)
         self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
 
     def submit(self, command: Command) -> None:
+        """Raises: CapacityError for a command of a router of which too much waits already."""
         self._inbox.put(command)
 
     def stop(self) -> None:
@@ -158,8 +160,8 @@ class DecodeLoop:
                 self._handle(self._next_command())
             except queue.Empty:
                 return
-        for _ in range(self._inbox.qsize()):
-            self._handle(self._inbox.get_nowait())
+        for command in self._inbox.take_all():
+            self._handle(command)
 
     def _handle(self, command: Command) -> None:
         match command:
@@ -192,7 +194,7 @@ class DecodeLoop:
     def _next_command(self) -> Command:
         """Waits a little for it. Raises: queue.Empty."""
         try:
-            return self._inbox.get(timeout=IDLE_WAIT_SECONDS)
+            return self._inbox.get(IDLE_WAIT_SECONDS)
         finally:
             self._time.mark(Part.IDLE)
 

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass, field, replace
 
 from decode_node.commands import AddressedEvent, Command, GroupCancelled, GroupOpened, SessionEnded
-from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
+from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import PROTOCOL_VERSION, OpenSequenceGroup, SampleTokens, SequenceGroupEvent
 from outrider.v1 import session_pb2
 from outrider.wire.session import command_from_proto, report_message_to_proto
+
+MAX_UNSENT_EVENTS = 65_536
+"""For one router: many seconds of every sequence of a large batch."""
 
 REPORT_SECONDS = 0.2  # a router hears from this node at least this often
 HELLO_SECONDS = 10.0
@@ -27,8 +30,17 @@ class RouterSession:
 
     session_id: int
     router: str
+    writer: asyncio.Task[object] | None
     events: list[SequenceGroupEvent] = field(default_factory=list)  # not yet written
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: BaseException | None = None  # why this node ended the session
+
+    def end(self, failure: BaseException) -> None:
+        """Ends the session from this side, also where its writer waits for a peer that does not read."""
+        if self.failure is None:
+            self.failure = failure
+            if self.writer is not None:
+                self.writer.cancel()
 
 
 class Sessions:
@@ -63,6 +75,8 @@ class Sessions:
             if session is not None:
                 session.events.append(addressed.event)
                 woken.add(addressed.session_id)
+                if len(session.events) > MAX_UNSENT_EVENTS:
+                    _refuse_to_keep(session)
         for session_id in woken:
             self._sessions[session_id].wake.set()
 
@@ -78,16 +92,16 @@ class Sessions:
         """One session, from hello to the end of the stream, however it ends.
 
         Raises: MismatchError for another protocol version or model, InvalidRequestError
-        for a message that breaks the protocol, PeerLostError for a router that fell silent.
+        for a message that breaks the protocol, PeerLostError for a router that fell silent,
+        CapacityError for one that writes without end, or does not read.
         """
         hello = await self._read_hello(commands)
-        session = RouterSession(next(self._session_ids), hello.name or "router")
+        session = RouterSession(next(self._session_ids), hello.name or "router", asyncio.current_task())
         kv_host = hello.reached_at.rpartition(":")[0].removeprefix("ipv4:").removeprefix("dns:///") or "127.0.0.1"
         self._sessions[session.session_id] = session
         _log.info("session opened", router=session.router, session=session.session_id)
         reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
-        writer = asyncio.current_task()
-        reader.add_done_callback(lambda done: _end_writer(done, session, writer))
+        reader.add_done_callback(lambda done: _end_writer(done, session))
         try:
             await write(report_message_to_proto(self._report(), (), hello=self._info()))
             while not reader.done():
@@ -95,12 +109,11 @@ class Sessions:
                 events = tuple(session.events)
                 await write(report_message_to_proto(self._report(), merge_tokens(events)))
                 del session.events[: len(events)]  # written: a drain waits for that
-            reader.result()  # raises what the reader found wrong
         except asyncio.CancelledError:
-            if writer is None or not _has_lost_its_peer(reader):
+            if session.failure is None or session.writer is None:
                 raise
-            writer.uncancel()  # it was us: see `_end_writer`
-            reader.result()
+            session.writer.uncancel()  # it was us: see `RouterSession.end`
+            raise session.failure from None
         finally:
             reader.cancel()
             del self._sessions[session.session_id]
@@ -167,15 +180,21 @@ class Sessions:
         session.wake.clear()
 
 
-def _end_writer(reader: asyncio.Task[None], session: RouterSession, writer: asyncio.Task[object] | None) -> None:
-    """A writer that waits for news sees that the reader has ended; one that waits for a frozen peer never would."""
+def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:
+    """A router that has closed its side gets the last report; one that broke the lease or the protocol does not."""
     session.wake.set()
-    if writer is not None and _has_lost_its_peer(reader):
-        writer.cancel()
+    failure = None if reader.cancelled() else reader.exception()
+    if failure is not None:
+        session.end(failure)
 
 
-def _has_lost_its_peer(reader: asyncio.Task[None]) -> bool:
-    return reader.done() and not reader.cancelled() and isinstance(reader.exception(), PeerLostError)
+def _refuse_to_keep(session: RouterSession) -> None:
+    """A router that heartbeats and opens groups but does not read loses its lease before this node its memory."""
+    if session.failure is None:
+        _log.warning("router does not read", router=session.router, session=session.session_id)
+    message = f"router {session.router} has left more than {MAX_UNSENT_EVENTS} events unread"
+    session.end(CapacityError(message, reason="NOT_READING"))
+    session.events.clear()
 
 
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:

@@ -150,7 +150,7 @@ class Node:
         return granted
 
     def turn(self):
-        if not self.engine.scheduler.has_work and self.loop._inbox.empty():
+        if not self.engine.scheduler.has_work and self.loop._inbox.is_empty:
             self.loop.submit(SessionEnded(0))  # so that an idle turn need not wait for one
         self.loop.turn()
 

@@ -7,12 +7,15 @@ import contextlib
 
 import grpc
 import grpc.aio
+import pytest
 
 from decode_node.commands import AddressedEvent, GroupOpened, SessionEnded
 from decode_node.server import DecodeServicer
 from decode_node.sessions import Sessions, merge_tokens
+from outrider.errors import CapacityError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.request import FinishReason
+from outrider.service.status import from_rpc_error
 from outrider.session import PROTOCOL_VERSION, SampleDone, SampleTokens
 from outrider.v1 import session_pb2, session_pb2_grpc
 
@@ -42,6 +45,8 @@ class Engine:
         self.commands.append(command)
         self.changed.set()
 
+    take = submit  # what sessions call; a test may put its own here
+
     async def until(self, kind):
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not (found := [command for command in self.commands if isinstance(command, kind)]):
@@ -51,13 +56,13 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def serving():
+async def serving(*, timeout_seconds=1.0):
     engine = Engine()
     sessions = Sessions(
-        submit=engine.submit,
+        submit=lambda command: engine.take(command),  # noqa: PLW0108 `take` may be replaced later
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
-        timeout_seconds=1.0,
+        timeout_seconds=timeout_seconds,
     )
     servicer = DecodeServicer()
     servicer.sessions = sessions
@@ -127,6 +132,60 @@ async def test_a_silent_router_that_does_not_read_either_loses_its_lease():
             await asyncio.sleep(0)
         await engine.until(SessionEnded)
         call.cancel()
+
+
+async def refusal(call):
+    """The error that the session ends with, behind whatever reports were written before."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await read_all(call)
+    return from_rpc_error(caught.value)
+
+
+async def read_all(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_router_that_floods_the_engine_is_told_and_loses_its_lease():
+    async with serving() as (engine, _, channel):
+        call = await connect(channel)
+
+        def refuse(command):
+            if isinstance(command, GroupOpened):
+                raise CapacityError("too much", reason="TOO_MANY_COMMANDS")
+            Engine.submit(engine, command)
+
+        engine.take = refuse
+        opened = session_pb2.OpenSequenceGroup(
+            sequence_group_id=GROUP, transfer_id=GROUP, prompt_token_ids=[1], request_id="r"
+        )
+        await call.write(session_pb2.SessionCommand(open=opened))
+        told = await refusal(call)
+        assert (type(told), told.reason) == (CapacityError, "TOO_MANY_COMMANDS")
+        await engine.until(SessionEnded)
+
+
+async def test_a_router_that_lives_but_does_not_read_is_told_and_loses_its_lease(monkeypatch):
+    monkeypatch.setattr("decode_node.sessions.MAX_UNSENT_EVENTS", 50)
+    async with serving(timeout_seconds=60.0) as (engine, sessions, channel):
+        call = await connect(channel)
+        other = await connect(channel)
+        heartbeat = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
+        for number in range(40):  # more than the stream's window takes
+            sessions.deliver([AddressedEvent(1, tokens(*range(50_000), start=number))])
+            await asyncio.sleep(0)
+        for number in range(51):
+            sessions.deliver([AddressedEvent(1, tokens(number, start=number))])
+            await call.write(heartbeat)
+        (ended,) = await engine.until(SessionEnded)
+        assert ended.session_id == 1
+        assert not sessions.has_unsent_events
+        told = await refusal(call)
+        assert (type(told), told.reason) == (CapacityError, "NOT_READING")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert isinstance(await other.read(), session_pb2.SessionReport)
+        other.cancel()
 
 
 async def test_heartbeats_keep_a_session():
