@@ -33,7 +33,7 @@ from prefill_node.statistics import StepStats
 
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE
 FAREWELL_SECONDS = 0.5
-"""After the engine thread has failed: time for the answers to leave."""
+"""For the last answers to leave, before a drain is over and after the engine thread has failed."""
 STOP_SECONDS = 5.0
 
 _log = get_logger("prefill_node")
@@ -128,6 +128,8 @@ class PrefillNode:
         except TimeoutError:
             _log.warning("drain deadline passed", num_jobs=self._desk.num_jobs)
             self._desk.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
+        if num_calls := await self._servicer.calls.wait_for_present(FAREWELL_SECONDS):
+            _log.warning("routers do not read their answers", num_calls=num_calls)
 
     async def stop(self) -> None:
         parts = self._parts

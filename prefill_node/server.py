@@ -10,6 +10,7 @@ import grpc.aio
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
+from outrider.service.open_calls import OpenCalls
 from outrider.service.status import rpc_errors
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill_node.desk import JobDesk
@@ -31,6 +32,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self) -> None:
         self._desk: JobDesk | None = None
         self._served: ServedModel | None = None
+        self.calls = OpenCalls()
 
     def serve(self, desk: JobDesk, served: ServedModel) -> None:
         self._desk, self._served = desk, served
@@ -38,6 +40,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(  # noqa: N802 named by the proto
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PrefillResponse:
+        self.calls.enter(context)
         async with rpc_errors(context):
             if self._desk is None or self._served is None:
                 raise PeerLostError("the prefill node is still loading its model", reason="STARTING")

@@ -14,6 +14,7 @@ import grpc.aio
 
 from outrider import __version__
 from outrider.errors import InvalidRequestError, NotSupportedError, PeerLostError
+from outrider.service.open_calls import OpenCalls
 from outrider.service.status import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.router import (
@@ -46,6 +47,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._cluster = cluster
         self._services = services
         self.running = RunningRequests()
+        self.calls = OpenCalls()  # those that a drain ends: answers and watches
         self.is_draining = False
         self._has_ended = asyncio.Event()  # nothing is left to watch
 
@@ -113,6 +115,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             )
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
+        self.calls.enter(context)
         async with rpc_errors(context):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
@@ -133,6 +136,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         However the call ends, its trailers say what there was of an answer.
         """
         arrived_at = time.monotonic()
+        self.calls.enter(context)
         context.set_trailing_metadata(NOTHING_GENERATED)
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")

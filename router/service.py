@@ -88,9 +88,9 @@ class RouterService:
         if not await _comes_about(running.wait_until_none(), deadline_seconds):
             _log.warning("drain deadline passed", num_requests=len(running))
             running.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
-            if not await _comes_about(running.wait_until_none(), TELL_SECONDS):
-                _log.warning("clients do not read their answers' ends", num_requests=len(running))
         self.servicer.end_watches()
+        if num_calls := await self.servicer.calls.wait_for_present(TELL_SECONDS):
+            _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
         await self.cluster.stop()

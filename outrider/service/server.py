@@ -38,10 +38,8 @@ from outrider.service.telemetry.logging import configure_logging, get_logger
 
 DRAIN_SLACK_SECONDS = 1.0
 """How far past its deadline a drain may go before it is given up."""
-CLOSE_SECONDS = 0.5
-"""How long calls that outlived the drain (watches, sessions) may take to end."""
 STOP_SECONDS = 2.0
-"""How long the server and the service may take to stop; the process ends then, whatever still hangs in it."""
+"""How long the service may take to stop; the process ends then, whatever still hangs in it."""
 
 
 class Service(Protocol):
@@ -50,7 +48,8 @@ class Service(Protocol):
     `add_to` registers the servicers. `start` loads what must be loaded (in threads); the
     address is the host:port under which others reach it. `drain` is called after health is
     NOT_SERVING: take no new work, return when running work has ended or the deadline has
-    passed. `stop` frees everything; it is called once, also when `start` failed.
+    passed, and its statuses have been sent. `stop` frees everything; it is called once,
+    also when `start` failed.
     `describe` gives the start-up line: fingerprint, dtype, device, threads and so on, as
     JSON values.
     """
@@ -70,11 +69,16 @@ def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryC
     What goes wrong is one log line. Call it from the main thread. Nothing is left to do
     after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
     seconds, and a weight load in a thread, which cannot be cancelled, would be waited for.
+
+    The gRPC server is not shut down either: gRPC would end the calls that it has accepted
+    and nobody has seen yet, and all that outlived the drain, with CANCELLED, as if their
+    clients had given them up. A connection that ends with its process is UNAVAILABLE.
     """
     die_with_parent()
     configure_logging(telemetry, role=role)
+    process = _ServiceProcess(service, server, role)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(_ServiceProcess(service, server, role).run())
+        status = runner.run(process.run())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -88,12 +92,13 @@ class _ServiceProcess:
         self._log = get_logger("service")
         self._announcer = Announcer.from_environment()
         self._stopping = asyncio.Event()
+        self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = grpc.aio.server(options=server_options(self._config))
+        server = self._server = grpc.aio.server(options=server_options(self._config))
         health = Health(self._service.service_names)
         await health.add_to(server)
         self._service.add_to(server)
@@ -123,7 +128,7 @@ class _ServiceProcess:
         try:
             return await self._serve(health, where, reachable)
         finally:
-            await self._close(server, metrics)
+            await self._close(metrics)
 
     async def _serve(self, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
         started_at = time.monotonic()
@@ -156,10 +161,9 @@ class _ServiceProcess:
             self._log.warning("drain took too long; running work is cut off")
         return 0
 
-    async def _close(self, server: grpc.aio.Server, metrics: MetricsEndpoint) -> None:
+    async def _close(self, metrics: MetricsEndpoint) -> None:
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await server.stop(CLOSE_SECONDS)
                 await self._service.stop()
                 await asyncio.to_thread(metrics.close)
         except TimeoutError:

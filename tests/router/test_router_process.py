@@ -13,10 +13,11 @@ import pytest
 from outrider.service.channels import open_channel
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.fakes import FakeDecodeNode, FakePrefillNode
-from tests.processes import NOT_SERVING, SERVING, RoleProcess, check_health
+from tests.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health
 
 END_SECONDS = 10.0
 """What a process has from SIGTERM to its end, by default."""
+NUM_CLIENTS = 16
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
@@ -132,6 +133,35 @@ async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router, c
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await read_all(watch)
     assert cluster.failure_of(ended.value).reason == "DRAINING"
+
+
+@pytest.mark.parametrize("method", ["Generate", "Complete"])
+async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_router_is_gone(
+    nodes, router, cluster, method
+):
+    nodes[0].step_seconds = 0.05
+    nodes[0].max_running = NUM_CLIENTS
+    process, stub = await router("router.server.drain_seconds=0.3")
+    endings = [[] for _ in range(NUM_CLIENTS)]
+
+    async def ask(ends):
+        while process.process.poll() is None:
+            try:
+                call = getattr(stub, method)(request(400), timeout=WAIT_SECONDS)
+                await (read_all(call) if method == "Generate" else call)
+            except grpc.aio.AioRpcError as error:
+                ends.append(cluster.failure_of(error))
+
+    asking = [asyncio.ensure_future(ask(ends)) for ends in endings]
+    watch = stub.WatchCluster(router_pb2.WatchClusterRequest())
+    while (await watch.read()).num_requests_running < NUM_CLIENTS:
+        pass
+    process.process.send_signal(signal.SIGTERM)
+    status, _ = await asyncio.to_thread(process.wait)
+    await asyncio.gather(*asking)
+    assert status == 0
+    assert [ends[0].reason for ends in endings] == ["DRAINING"] * NUM_CLIENTS
+    assert {end.code for ends in endings for end in ends} == {UNAVAILABLE}
 
 
 async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
