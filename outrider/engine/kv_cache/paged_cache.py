@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.memory import free_main_memory_bytes
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
@@ -150,14 +149,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that may still be allocated: of the GPU, or of this machine and its control group."""
+    """Bytes that may still be allocated: of the GPU, or of this machine within the process's limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available: int = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available  # no control group of version 2
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
+    return free_main_memory_bytes()
