@@ -21,6 +21,7 @@ from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, N
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.profiling import make_profile_desk
+from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import PROTOCOL_VERSION
@@ -119,13 +120,15 @@ class PrefillNode:
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """No new jobs; those in work end, or are given up at the deadline."""
+        """Jobs end, or are given up at the deadline; new ones are refused once routers have heard of it."""
         self._state = NodeState.DRAINING
-        self._desk.start_draining()
         try:
             async with asyncio.timeout(deadline_seconds):
+                await asyncio.sleep(min(HANDOVER_SECONDS, deadline_seconds / 2))
+                self._desk.start_draining()
                 await self._desk.wait_until_idle()
         except TimeoutError:
+            self._desk.start_draining()
             _log.warning("drain deadline passed", num_jobs=self._desk.num_jobs)
             self._desk.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
         if num_calls := await self._servicer.calls.wait_for_present(FAREWELL_SECONDS):

@@ -38,6 +38,8 @@ from outrider.service.telemetry.logging import configure_logging, get_logger
 
 DRAIN_SLACK_SECONDS = 1.0
 """How far past its deadline a drain may go before it is given up."""
+HANDOVER_SECONDS = 0.5
+"""The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
 STOP_SECONDS = 2.0
 """How long the service may take to stop; the process ends then, whatever still hangs in it."""
 
@@ -156,7 +158,9 @@ class _ServiceProcess:
         self._log.info("draining", drain_seconds=self._config.drain_seconds)
         try:
             async with asyncio.timeout(self._config.drain_seconds + DRAIN_SLACK_SECONDS):
-                await self._service.drain(self._config.drain_seconds)
+                await asyncio.gather(
+                    self._service.drain(self._config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS)
+                )
         except TimeoutError:
             self._log.warning("drain took too long; running work is cut off")
         return 0

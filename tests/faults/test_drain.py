@@ -102,7 +102,8 @@ def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended
     assert len(request.token_ids) == LONG["max_tokens"]
     status, log = roles.decode.wait()
     assert status == 0
-    roles.router.wait_for_log("node left")
+    for role in ("decode", "draft"):
+        roles.router.wait_for_log("node left", lambda line, role=role: line["node"].startswith(role))
     assert not [line for line in log if line["level"] in ("warning", "error") and "draft" not in line["event"]]
 
 
@@ -123,3 +124,6 @@ def test_what_still_runs_at_a_decode_nodes_deadline_is_told_and_an_idle_prefill_
     status, _ = roles.prefill.end()
     assert status == 0
     assert time.monotonic() - started < END_SECONDS / 2
+    for role in ("decode", "prefill"):
+        roles.router.wait_for_log("node left", lambda line, role=role: line["node"].startswith(role))
+    assert not [line for line in roles.router.log() if line["event"] == "node lost"]

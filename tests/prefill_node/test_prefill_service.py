@@ -153,14 +153,15 @@ async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(make_rig):
         assert request.transfer_id not in serving.rig.decode.completed
 
 
-async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig):
+async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig, monkeypatch):
+    monkeypatch.setattr("prefill_node.node.HANDOVER_SECONDS", 0.0)
     async with Serving(make_rig()) as serving:
         await serving.start()
         serving.rig.decode.gate.clear()
         running = serving.stub.Prefill(serving.request(list(range(12))))
         await until(lambda: serving.node._desk.num_jobs == 1)
         draining = asyncio.create_task(serving.node.drain(10))
-        await until(lambda: serving.node._state is NodeState.DRAINING)
+        await until(lambda: serving.node._desk._is_draining)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await serving.stub.Prefill(serving.request([1, 2]), timeout=5)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -168,6 +169,16 @@ async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig):
         assert not draining.done()
         serving.rig.decode.gate.set()
         assert (await running).num_computed_tokens == 12
+        await asyncio.wait_for(draining, 10)
+
+
+async def test_a_job_that_a_router_sends_before_it_hears_of_the_drain_is_done(make_rig):
+    async with Serving(make_rig()) as serving:
+        await serving.start()
+        draining = asyncio.create_task(serving.node.drain(10))
+        await until(lambda: serving.node._state is NodeState.DRAINING)
+        answer = await serving.stub.Prefill(serving.request(list(range(12))), timeout=5)
+        assert answer.num_computed_tokens == 12
         await asyncio.wait_for(draining, 10)
 
 
