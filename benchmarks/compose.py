@@ -34,6 +34,8 @@ from outrider.client import Client
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The three laws of motion are"
 START_SECONDS = 900.0
+COMMAND_SECONDS = 1800.0
+"""The most that any command may take: the build without a cache is the longest."""
 TAG = "benchmark"
 
 
@@ -81,7 +83,9 @@ class Project:
     def compose(self, *arguments: str) -> str:
         environ = {**os.environ, "OUTRIDER_PORT": str(self._port), "OUTRIDER_TAG": TAG}
         command = ["docker", "compose", "--progress", "plain", "-p", self._name, *arguments]
-        done = subprocess.run(command, cwd=self._tree, env=environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=self._tree, env=environ, capture_output=True, text=True, check=False, timeout=COMMAND_SECONDS
+        )
         if done.returncode != 0:
             raise SystemExit(f"docker compose {' '.join(arguments)}: status {done.returncode}\n{done.stderr[-4000:]}")
         return done.stdout
@@ -159,13 +163,14 @@ def bench(target: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "outrider.cli.main", "bench", "--target", target, "--json", file.name]
         command += ["--concurrency", arguments.concurrency, "--limit", str(arguments.limit), "--ignore-eos"]
-        subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=COMMAND_SECONDS)
         levels: list[dict[str, Any]] = json.loads(Path(file.name).read_bytes())["levels"]
     return levels
 
 
 def docker(*arguments: str) -> str:
-    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout.strip()  # noqa: S607
+    command = ["docker", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMMAND_SECONDS).stdout.strip()
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from outrider.client import Client
+from outrider.errors import OutriderError
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE_TAG = "compose-test"
@@ -124,6 +125,17 @@ class Project:
         with self.client() as client, contextlib.closing(client.watch_cluster(interval_seconds=0.5)) as statuses:
             nodes = next(statuses).nodes
         return sorted(node.name for node in nodes if node.role.name == role and node.state.name == "SERVING")
+
+    def is_whole(self) -> bool:
+        """Whether every container is healthy and the router uses one node of each kind."""
+        if any(found["State"]["Health"]["Status"] != "healthy" for role in ROLES for found in self.inspect(role)):
+            return False  # an engine calls a container that was paused unhealthy until it has looked again
+        with contextlib.suppress(OutriderError):
+            return all(len(self.serving(role)) == 1 for role in ("PREFILL", "DECODE", "DRAFT"))
+        return False
+
+    def wait_until_whole(self, *, timeout_seconds: float = 120.0) -> None:
+        wait_for(self.is_whole, timeout_seconds=timeout_seconds, what="a whole and healthy cluster")
 
 
 def docker(*arguments, timeout=COMMAND_SECONDS, is_stderr=False) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import secrets
+import threading
 
 import pytest
 
@@ -16,8 +18,12 @@ TWO = ("--scale", "prefill_node=2", "--scale", "decode_node=2", "--scale", "draf
 ONE = ("--scale", "prefill_node=1", "--scale", "decode_node=1", "--scale", "draft_node=1")
 NODES = ("PREFILL", "DECODE", "DRAFT")
 MAX_TOKENS = 24
-TEXT = (
+NUM_RUNNING = 8
+NUM_COMING = 3
+LONG_TOKENS = 200
+TEXT = (  # more than a decode node computes by itself
     "tell me what happened to the people of the old town by the river in the year of the great flood, and who told it"
+    " first: the miller, who had seen the water rise, or his daughter, who had not believed him, or the priest"
 )
 
 
@@ -29,21 +35,43 @@ def scaled(models, tmp_path_factory):
         yield project
 
 
-def ask(target, number):
+def ask(target, *, max_tokens=MAX_TOKENS, on_first=lambda: None):
     """(finish reason, nodes) of one answer whose prompt nobody has seen."""
-    with Client(target) as client:
-        prompt = f"{secrets.token_hex(8)} {TEXT}"
-        result = client.complete(prompt, max_tokens=MAX_TOKENS, ignore_eos=True, timeout_seconds=300)
-    return result.completions[0].finished.reason.value, result.summary.metrics.nodes
+    prompt = f"{secrets.token_hex(8)} {TEXT}"
+    with (
+        Client(target) as client,
+        client.generate(prompt, max_tokens=max_tokens, ignore_eos=True, timeout_seconds=300) as stream,
+    ):
+        for _ in stream:
+            on_first()
+        return stream.finished[0].reason.value, stream.summary.metrics.nodes
 
 
 def ask_many(project, count=12):
     with concurrent.futures.ThreadPoolExecutor(count) as threads:
-        return list(threads.map(lambda number: ask(project.target, number), range(count)))
+        return [future.result() for future in [threads.submit(ask, project.target) for _ in range(count)]]
+
+
+def ask_until(is_over, target):
+    answers = []
+    while not is_over.is_set():
+        answers.append(ask(target))
+    return answers
 
 
 def nodes_of(answers):
     return {name for _, nodes in answers for name in nodes}
+
+
+def known_nodes(project):
+    with project.client() as client, contextlib.closing(client.watch_cluster(interval_seconds=0.5)) as statuses:
+        return {node.name for node in next(statuses).nodes}
+
+
+def once(action):
+    """Only the first call does something."""
+    left = [action]
+    return lambda: left.pop()() if left else None
 
 
 def wait_for_nodes(project, count):
@@ -75,14 +103,33 @@ def test_kv_goes_through_shared_memory(scaled):
 
 
 def test_nodes_that_are_scaled_away_end_what_they_have_and_are_forgotten(scaled):
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        running = [threads.submit(ask, scaled.target, number) for number in range(8)]
-        scaled.up(*ONE)
+    before = wait_for_nodes(scaled, 2)
+    begun, is_over = threading.Semaphore(0), threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(NUM_RUNNING + NUM_COMING) as threads:
+        running = [
+            threads.submit(ask, scaled.target, max_tokens=LONG_TOKENS, on_first=once(begun.release))
+            for _ in range(NUM_RUNNING)
+        ]
+        for _ in running:
+            assert begun.acquire(timeout=120)
+        coming = [threads.submit(ask_until, is_over, scaled.target) for _ in range(NUM_COMING)]
+        try:
+            scaled.up(*ONE)
+        finally:
+            is_over.set()
         answers = [future.result(timeout=300) for future in running]
-    assert {reason for reason, _ in answers} == {"length"}
+        later = [answer for future in coming for answer in future.result(timeout=300)]
+    assert len(later) > NUM_COMING
+    assert {reason for reason, _ in answers + later} == {"length"}
     serving = wait_for_nodes(scaled, 1)
-    later = ask_many(scaled, 4)
-    assert nodes_of(later) == {*serving["PREFILL"], *serving["DECODE"]}
+    gone = {name for role in NODES for name in {*before[role]} - {*serving[role]}}
+    assert len(gone) == 3
+    assert gone & nodes_of(answers)  # else nothing ran there
+    events = [(event["event"], event.get("node")) for event in scaled.logs("router", is_json=True)]
+    assert {node for event, node in events if event == "node left"} >= gone
+    assert not any(event == "node lost" for event, _ in events)
+    wait_for(lambda: known_nodes(scaled) == {name for role in NODES for name in serving[role]}, what="only those")
+    assert nodes_of(ask_many(scaled, 4)) == {*serving["PREFILL"], *serving["DECODE"]}
 
 
 def test_nodes_that_come_to_a_running_cluster_are_used(scaled):

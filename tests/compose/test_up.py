@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import secrets
-import threading
 import time
 from datetime import datetime
 
 import pytest
 
-from outrider.client import Client
-from outrider.errors import OutriderError, PeerLostError
-from tests.compose.project import ROLES, START_SECONDS, Project, docker, wait_for
+from outrider.errors import PeerLostError
+from tests.compose.project import ROLES, Project, docker
+from tests.compose.story import PROMPT, begun_story, unseen
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 IMAGE_BYTES = 1.6e9
 DOWN_SECONDS = 10.0
-TOLD_SECONDS = 40.0
-"""A request whose node died or froze has ended by then, one way or the other."""
-PROMPT = "Once upon a time, in a village by the sea, there lived an old fisherman who had seen every storm"
-KILL_ROLE = """
-import os, pathlib, signal, sys
-for entry in pathlib.Path("/proc").iterdir():
-    if entry.name.isdigit() and int(entry.name) not in (1, os.getpid()):
-        if (entry / "cmdline").read_bytes().split(b"\\0")[1:3] == [b"-m", sys.argv[1].encode()]:
-            os.kill(int(entry.name), signal.SIGKILL)
-"""
-
-
-class Story(threading.Thread):
-    """A long answer, read in a thread: `begun` is set by its first token, `outcome` is how it ended."""
-
-    def __init__(self, target):
-        super().__init__(daemon=True)
-        self._target = target
-        self.begun = threading.Event()
-        self.outcome: str | OutriderError | None = None
-        self.start()
-
-    def run(self):
-        try:
-            with Client(self._target) as client:
-                prompt = f"{secrets.token_hex(4)} {PROMPT}"
-                with client.generate(prompt, max_tokens=4000, ignore_eos=True, timeout_seconds=300) as stream:
-                    for _ in stream:
-                        self.begun.set()
-                    self.outcome = stream.finished[0].reason.value
-        except OutriderError as error:
-            self.outcome = error
-        self.begun.set()
-
-    def wait(self, *, timeout_seconds=TOLD_SECONDS):
-        self.join(timeout_seconds)
-        assert not self.is_alive(), f"the request hangs for {timeout_seconds:g} s"
-        return self.outcome
+NUM_STORIES = 8
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +26,9 @@ def up(image, tmp_path_factory):
         yield project
 
 
-@pytest.fixture
-def story(up):
-    story = Story(up.target)
-    assert story.begun.wait(60)
-    assert story.outcome is None
-    return story
-
-
 def answer(project, prompt=PROMPT, **options):
     with project.client() as client:
         return client.complete(prompt, max_tokens=16, temperature=0, timeout_seconds=120, **options)
-
-
-def is_whole(project):
-    with contextlib.suppress(OutriderError):
-        return all(len(project.serving(role)) == 1 for role in ("PREFILL", "DECODE", "DRAFT"))
-    return False
 
 
 # ---------------------------------------------------------------- the image and the first start
@@ -94,6 +40,12 @@ def test_the_image_is_small_and_brings_no_compiler_no_model_and_no_root(image):
     assert described["Config"]["User"] not in ("", "0", "root")
     look = "command -v g++ gcc cc c++ clang; find / -xdev '(' -name '*.gguf' -o -name '*.safetensors' ')' 2>/dev/null"
     assert docker("run", "--rm", image, "sh", "-c", f"{look}; true") == ""
+
+
+def test_a_memory_limit_of_a_container_is_what_a_node_takes_its_share_of(image):
+    script = "from outrider.engine.memory import free_main_memory_bytes as free; print(free())"
+    limit = 600 * 2**20
+    assert 0 < int(docker("run", "--rm", "--memory", str(limit), image, "python", "-c", script)) < limit
 
 
 def test_native_kernels_are_in_the_image(image):
@@ -126,7 +78,7 @@ def test_a_container_is_healthy_unprivileged_and_reads_only(up, role):
 
 
 def test_a_request_is_answered_from_outside_as_soon_as_up_returns(up):
-    result = answer(up)
+    result = answer(up, unseen())
     assert result.text
     assert {name.partition("@")[0] for name in result.summary.metrics.nodes} == {"prefill", "decode"}
 
@@ -165,62 +117,6 @@ def test_kv_goes_over_grpc_where_containers_share_no_memory(up):
     assert moved[name] > 0
 
 
-# ---------------------------------------------------------------- faults
-
-
-def test_a_killed_draft_node_costs_no_token(up):
-    before = answer(up)
-    up.run("kill", "draft_node")
-    assert answer(up, f"{PROMPT} ").text  # another prompt: nothing of it is cached
-    assert answer(up).completions[0].token_ids == before.completions[0].token_ids
-    up.up()
-    wait_for(lambda: is_whole(up), what="the draft node's return")
-
-
-def test_requests_of_a_killed_decode_node_are_told_and_up_brings_it_back(up, story):
-    up.run("kill", "decode_node")
-    assert isinstance(story.wait(), PeerLostError)
-    with pytest.raises(OutriderError):  # nobody is left to decode: told, after no_node_timeout_seconds
-        answer(up)
-    assert any(event["event"] == "node lost" for event in up.logs("router", is_json=True))
-    up.up()
-    wait_for(lambda: is_whole(up), what="the decode node's return")
-    assert answer(up).text
-
-
-@pytest.mark.parametrize("role", ["prefill_node", "decode_node", "router"])
-def test_a_role_that_crashes_is_started_again(up, role):
-    (container,) = up.containers(role)
-    up.exec(role, "python", "-c", KILL_ROLE, role, is_checked=False)  # a router's exec may die with its container
-    wait_for(lambda: up.inspect(role)[0]["RestartCount"] >= 1, what=f"the restart of {role}")
-    wait_for(lambda: is_whole(up), timeout_seconds=START_SECONDS, what=f"the return of {role}")
-    assert up.containers(role) == [container]
-    assert answer(up).text
-
-
-@pytest.mark.parametrize("role", ["prefill_node", "decode_node"])
-def test_a_paused_container_holds_no_request_and_serves_again_when_it_goes_on(up, role):
-    up.run("pause", role)
-    try:
-        began = time.monotonic()
-        with pytest.raises(OutriderError):
-            answer(up, f"{secrets.token_hex(4)} {PROMPT}")
-        assert time.monotonic() - began < TOLD_SECONDS
-    finally:
-        up.run("unpause", role)
-    wait_for(lambda: is_whole(up), what=f"the return of {role}")
-    assert answer(up).text
-
-
-def test_a_running_request_of_a_paused_decode_node_is_told(up, story):
-    up.run("pause", "decode_node")
-    try:
-        assert isinstance(story.wait(), PeerLostError)
-    finally:
-        up.run("unpause", "decode_node")
-    wait_for(lambda: is_whole(up), what="the return of decode_node")
-
-
 # ---------------------------------------------------------------- a second start, and the end
 
 
@@ -232,12 +128,15 @@ def test_up_again_fetches_nothing(up):
     assert "download" not in said
 
 
-def test_down_tells_running_requests_and_every_container_ends_well_in_time(up, story):
+def test_down_tells_running_requests_and_every_container_ends_well_in_time(up):
+    stories = [begun_story(up.target) for _ in range(NUM_STORIES)]
     began = time.monotonic()
     up.run("stop")  # as `down` does it, but what is stopped can still be looked at
     took = time.monotonic() - began
-    ended = story.wait(timeout_seconds=5)
-    assert ended == "length" or isinstance(ended, PeerLostError)
+    for story in stories:
+        told = story.wait(timeout_seconds=5)
+        assert isinstance(told, PeerLostError)
+        assert told.message == "the router is stopping"
     assert {role: state["ExitCode"] for role, state in up.states().items()} == dict.fromkeys(ROLES, 0)
     assert took < DOWN_SECONDS
     for role in ROLES:

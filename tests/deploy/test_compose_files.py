@@ -17,6 +17,8 @@ DOWN_SECONDS = 10.0
 """`docker compose down` must be through by then."""
 IDLE_NODE_SECONDS = 2.0
 """A node without a router, and without requests, ends within this."""
+RESOLVE_SECONDS = 2.0
+"""As docs/deploy.md says."""
 END_SECONDS = DRAIN_SLACK_SECONDS + STOP_SECONDS
 """The longest that the end of a process takes after its drain."""
 
@@ -81,6 +83,11 @@ def test_every_role_listens_where_the_others_look_for_it(compose, config, role):
     else:
         assert f"{role}:{server.port}" in targets
     assert config["decode_node"].draft_targets == config["router"].draft_targets
+
+
+@pytest.mark.parametrize("role", ["router", "decode_node"])
+def test_whoever_has_targets_finds_new_containers_within_seconds(config, role):
+    assert config[role].resolve_interval_seconds <= RESOLVE_SECONDS
 
 
 def test_prometheus_scrapes_every_role_on_its_port(config):

@@ -1,0 +1,62 @@
+"""A long answer in the background: what a fault in the middle of it does is seen in how it ends."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+
+from outrider.client import Client
+from outrider.errors import OutriderError
+
+TOLD_SECONDS = 40.0
+"""A request whose node died or froze has ended by then, one way or the other."""
+WHOLE_SECONDS = 300.0
+"""For a whole long answer on a busy machine."""
+PROMPT = (  # more than a decode node computes by itself
+    "Once upon a time, in a village by the sea, there lived an old fisherman who had seen every storm of the last"
+    " sixty years, and who told the children of the village about each of them when the nets were mended and dry"
+)
+
+
+def unseen(prompt: str = PROMPT) -> str:
+    """A prompt that no node has in its cache."""
+    return f"{secrets.token_hex(8)} {prompt}"
+
+
+class Story(threading.Thread):
+    """`begun` is set by its first token, `outcome` is how it ended: a finish reason, or the error."""
+
+    def __init__(self, target: str, prompt: str | None = None, *, max_tokens: int = 4000) -> None:
+        super().__init__(daemon=True)
+        self._target = target
+        self._prompt = unseen() if prompt is None else prompt
+        self._max_tokens = max_tokens
+        self.begun = threading.Event()
+        self.token_ids: list[int] = []
+        self.outcome: str | OutriderError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with Client(self._target) as client:
+                options = {"max_tokens": self._max_tokens, "temperature": 0, "ignore_eos": True}
+                with client.generate(self._prompt, timeout_seconds=WHOLE_SECONDS, **options) as stream:
+                    for delta in stream:
+                        self.token_ids.extend(delta.token_ids)
+                        self.begun.set()
+                    self.outcome = stream.finished[0].reason.value
+        except OutriderError as error:
+            self.outcome = error
+        self.begun.set()
+
+    def wait(self, *, timeout_seconds: float = TOLD_SECONDS) -> str | OutriderError | None:
+        self.join(timeout_seconds)
+        assert not self.is_alive(), f"the request hangs for {timeout_seconds:g} s"
+        return self.outcome
+
+
+def begun_story(target: str, prompt: str | None = None, *, max_tokens: int = 4000) -> Story:
+    story = Story(target, prompt, max_tokens=max_tokens)
+    assert story.begun.wait(60)
+    assert story.outcome is None
+    return story
