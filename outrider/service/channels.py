@@ -34,6 +34,7 @@ def server_options(config: ServerConfig) -> ChannelOptions:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 30_000),
     ]
 
 
@@ -52,7 +53,11 @@ def channel_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    if bulk:
+    if not bulk:
+        # gRPC's own pings, by which it measures, hold the keepalive up until they time out: after a minute by default.
+        # Behind payload on a slow network an answer may take as long.
+        options.append(("grpc.http2.ping_timeout_ms", 15_000))
+    else:
         options += [
             ("grpc.use_local_subchannel_pool", 1),
             # Equal arguments share a connection even so within one pool key; make them unequal.

@@ -158,9 +158,7 @@ class _ServiceProcess:
         self._log.info("draining", drain_seconds=self._config.drain_seconds)
         try:
             async with asyncio.timeout(self._config.drain_seconds + DRAIN_SLACK_SECONDS):
-                await asyncio.gather(
-                    self._service.drain(self._config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS)
-                )
+                await asyncio.gather(self._service.drain(self._config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS))
         except TimeoutError:
             self._log.warning("drain took too long; running work is cut off")
         return 0

@@ -17,6 +17,8 @@ from tests.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, che
 
 END_SECONDS = 10.0
 """What a process has from SIGTERM to its end, by default."""
+FROZEN_SECONDS = 25.0
+"""A client has noticed by then that nobody answers: 15 s, and a busy machine."""
 NUM_CLIENTS = 16
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -162,6 +164,21 @@ async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_rout
     assert status == 0
     assert [ends[0].reason for ends in endings] == ["DRAINING"] * NUM_CLIENTS
     assert {end.code for ends in endings for end in ends} == {UNAVAILABLE}
+
+
+@pytest.mark.slow
+async def test_clients_of_a_frozen_router_are_told(nodes, router):
+    """A connection that has just carried tokens: gRPC's own ping may be on its way when it freezes."""
+    nodes[0].step_seconds = 0.01
+    process, stub = await router()
+    stream = Stream(stub, max_tokens=400)
+    await stream.has_begun.wait()
+    process.process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as told:
+        await asyncio.wait_for(stream.task, WAIT_SECONDS)
+    assert told.value.code() is UNAVAILABLE
+    assert time.monotonic() - started < FROZEN_SECONDS
 
 
 async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
