@@ -21,8 +21,8 @@ from typing import Any, Never, Protocol
 
 import grpc
 import grpc.aio
-import prometheus_client
 import uvloop
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from outrider import __version__
 from outrider.config import environment_name
@@ -38,6 +38,7 @@ from outrider.service.telemetry.logging import configure_logging, get_logger
 
 DRAIN_SLACK_SECONDS = 1.0
 """How far past its deadline a drain may go before it is given up."""
+TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
 """The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
 STOP_SECONDS = 2.0
@@ -220,7 +221,11 @@ def probe_port(host: str, port: int, advice: str) -> None:
 
 
 class MetricsEndpoint:
-    """Prometheus over HTTP in a thread of its own, or nothing."""
+    """Prometheus over HTTP in a thread of its own, or nothing.
+
+    Always in Prometheus's text format: whoever asks for OpenMetrics, as Prometheus 2 does,
+    would get names from prometheus_client in which colons have become underscores.
+    """
 
     def __init__(self, server: Any, thread: threading.Thread | None, address: str | None) -> None:
         self._server = server
@@ -228,17 +233,19 @@ class MetricsEndpoint:
         self.address = address
 
     @classmethod
-    def open(cls, config: ServerConfig, *, role: str) -> MetricsEndpoint:
+    def open(cls, config: ServerConfig, *, role: str, registry: CollectorRegistry = REGISTRY) -> MetricsEndpoint:
         """Raises: ConfigError when the port is taken."""
         if config.metrics_port is None:
             return cls(None, None, None)
         try:
-            server, thread = prometheus_client.start_http_server(config.metrics_port, addr=config.host)
+            server, thread = start_http_server(config.metrics_port, addr=config.host, registry=registry)
         except OSError as error:
             raise ConfigError(
                 f"metrics port {config.metrics_port} on {config.host} cannot be bound: {error.strerror}; "
                 f"choose another with --set {role}.server.metrics_port=N"
             ) from error
+        app: Any = server.get_app()
+        server.set_app(lambda environ, respond: app({**environ, "HTTP_ACCEPT": TEXT_FORMAT}, respond))
         return cls(server, thread, f"{config.host}:{server.server_port}")
 
     def close(self) -> None:

@@ -3,14 +3,16 @@ from __future__ import annotations
 import io
 import json
 import logging
+import urllib.request
 
 import pytest
 import structlog
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from outrider.node import NodeLoad
 from outrider.request import FinishReason
-from outrider.service.config import TelemetryConfig
+from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.server import MetricsEndpoint
 from outrider.service.telemetry.logging import configure_logging, get_logger
 from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics
 from outrider.session import SpeculationCounts
@@ -136,3 +138,24 @@ def test_router_metrics_have_the_names_of_vllm():
     assert figures[f'vllm:request_success_total{{finished_reason="abort",{label}}}'] == 1
     assert figures[f"vllm:e2e_request_latency_seconds_sum{{{label}}}"] == 1.5
     assert figures[f"vllm:num_requests_waiting{{{label}}}"] == 5
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",  # Prometheus 2
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,*/*;q=0.1",  # Prometheus 3
+        "*/*",
+    ],
+)
+def test_names_keep_their_colons_whatever_format_is_asked_for(accept):
+    registry = CollectorRegistry()
+    Counter("outrider:things", "Some things.", registry=registry).inc()
+    endpoint = MetricsEndpoint.open(ServerConfig(metrics_port=0), role="router", registry=registry)
+    try:
+        asked = urllib.request.Request(f"http://{endpoint.address}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert "outrider:things_total 1.0" in answer.read().decode().splitlines()
+    finally:
+        endpoint.close()
