@@ -12,6 +12,7 @@ builds with --no-cache, so packages may still come from the engine's cache of do
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from typing import Any
 
 from outrider.bench.machine import describe_machine
 from outrider.client import Client
+from outrider.errors import OutriderError
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The three laws of motion are"
@@ -134,6 +136,7 @@ class Project:
         """Passes of the same load, in turn: the containers', then `outrider up`'s."""
         passes = []
         with outrider_up() as target:
+            check_same_model(self.target, target)
             for number in range(arguments.rounds):
                 for way, where in (("compose", self.target), ("outrider up", target)):
                     for level in bench(where, arguments):
@@ -142,20 +145,39 @@ class Project:
         return passes
 
 
+def check_same_model(containers: str, here: str) -> None:
+    """What is compared computes in the same way: without native kernels here, dtypes differ."""
+    dtypes = []
+    for target in (containers, here):
+        with Client(target) as client:
+            dtypes.append(client.model().dtype)
+    if dtypes[0] != dtypes[1]:
+        raise SystemExit(
+            f"the containers serve {dtypes[0]} and `outrider up` {dtypes[1]}: `make setup` builds the kernels for it"
+        )
+
+
 @contextmanager
 def outrider_up() -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "outrider.cli.main", "up", "--port", str(port)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("version="):
-                    break
+            wait_until_serving(process, f"127.0.0.1:{port}")
             yield f"127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.wait(timeout=60)
+
+
+def wait_until_serving(process: subprocess.Popen[bytes], target: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OutriderError), Client(target) as client:
+            client.model()
+            return
+        time.sleep(0.5)
+    raise SystemExit(f"`outrider up` does not serve, exit status {process.poll()}")
 
 
 def bench(target: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:

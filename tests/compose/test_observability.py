@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import subprocess
 import urllib.parse
 import urllib.request
@@ -20,6 +21,12 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/outrider.json").read_t
 TARGETS = [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 QUIET = {"Preemptions", "Failed requests", "Nodes lost", "Refused"}
 """Panels that are empty as long as nothing goes wrong."""
+COUNTERS = (
+    'vllm:generation_tokens_total{service="router"}',
+    "vllm:request_success_total",
+    'outrider:kv_transfer_bytes_total{service="prefill_node"}',
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+)
 
 
 def has_image(name: str) -> bool:
@@ -32,7 +39,7 @@ def has_image(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def observed(models, tmp_path_factory):
-    """A cluster with Prometheus; its dashboard's numbers come from 4 requests."""
+    """A cluster with Prometheus."""
     directory = tmp_path_factory.mktemp("observability")
     with Project(directory, override=with_models(models), profiles=("observability",)) as project:
         project.environ |= {"PROMETHEUS_PORT": str(free_port()), "GRAFANA_PORT": str(free_port())}
@@ -61,13 +68,15 @@ def ask(observed):
 
 @pytest.fixture(scope="module")
 def loaded(observed, ask):
-    """Two scrapes later than the last of a few requests."""
+    """Requests go on until two scrapes have seen each kind of work grow."""
+    words = "one two three four " * 12  # more than a decode node computes by itself, and easy to guess
     with Client(observed.target) as client:
-        for number in range(4):
-            text = f"{number} one two three four one two three four one two three four one two three four one two"
-            client.complete(text, max_tokens=24, temperature=0, ignore_eos=True, timeout_seconds=300)
-    counted = "sum(rate(vllm:generation_tokens_total[1m])) > 0"
-    wait_for(lambda: ask("query", query=counted)["result"], timeout_seconds=90, what="the requests in Prometheus")
+
+        def is_seen():
+            client.complete(f"{secrets.token_hex(4)} {words}", max_tokens=24, temperature=0, timeout_seconds=300)
+            return all(ask("query", query=f"sum(rate({counter}[1m])) > 0")["result"] for counter in COUNTERS)
+
+        wait_for(is_seen, timeout_seconds=150, what="the requests in Prometheus")
 
 
 def test_promtool_takes_the_configuration(observed):

@@ -159,3 +159,13 @@ def test_names_keep_their_colons_whatever_format_is_asked_for(accept):
             assert "outrider:things_total 1.0" in answer.read().decode().splitlines()
     finally:
         endpoint.close()
+
+
+def test_what_a_router_may_count_is_there_before_it_has_happened():
+    registry = CollectorRegistry()
+    RouterMetrics(model_name="m", registry=registry)
+    exported = generate_latest(registry).decode().splitlines()
+    for reason in ("stop", "length", "abort"):
+        assert f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}} 0.0' in exported
+    for role in ("prefill", "decode", "draft"):
+        assert f'outrider:nodes_lost_total{{model_name="m",role="{role}"}} 0.0' in exported

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.node import NodeLoad
+from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason
 from outrider.session import SpeculationCounts
 
@@ -194,6 +194,11 @@ class RouterMetrics:
         self._mixed_numerics = family.counter(
             "outrider:mixed_numerics_requests", "Requests that moved between nodes of different numerics."
         )
+        # Known from the start: a series that begins at 1 has not risen, and no rate shows the first of anything.
+        for reason in _FINISHED_REASONS.values():
+            self._success(reason)
+        for role in NodeRole:
+            self._lost(role.name.lower())
 
     def set_load(self, *, num_running: int, num_waiting: int) -> None:
         self._running.set(num_running)
