@@ -137,20 +137,33 @@ def test_a_router_alone_says_what_it_waits_for_and_does_not_serve(project):
     assert alone.inspect("router", is_running=False)[0]["State"]["ExitCode"] == 0
 
 
+def end_of(project, service):
+    """`docker inspect`'s State of a container that has ended by itself."""
+
+    def ended():
+        (container,) = project.inspect(service, is_running=False)
+        return container["State"] if container["State"]["Status"] == "exited" else None
+
+    return wait_for(ended, timeout_seconds=300, what=f"the end of {service}")
+
+
 def test_a_node_alone_that_cannot_have_its_model_ends_with_1(project):
     """Without the service that fetches: the node says why, and the engine tries again."""
     alone = project(override={"services": {"decode_node": {"network_mode": "none", "restart": "no"}}})
     alone.run("up", "--detach", "--no-deps", "decode_node")
-    ended = wait_for(
-        lambda: [
-            c["State"] for c in alone.inspect("decode_node", is_running=False) if c["State"]["Status"] == "exited"
-        ],
-        timeout_seconds=300,
-        what="the node's end",
-    )
-    assert ended[0]["ExitCode"] == 1
+    assert end_of(alone, "decode_node")["ExitCode"] == 1
     (failed,) = [event for event in alone.logs("decode_node", is_json=True) if event["event"] == "cannot start"]
     assert "pip could not download" in failed["error"]
+
+
+def test_a_memory_limit_that_leaves_no_room_for_kv_is_named(project, models):
+    tight = {"services": {"decode_node": {"mem_limit": "700m", "memswap_limit": "700m", "restart": "no"}}}
+    alone = project(override={**tight, **with_models(models)})
+    alone.run("up", "--detach", "--no-deps", "decode_node")
+    assert end_of(alone, "decode_node")["ExitCode"] == 1
+    (failed,) = [event for event in alone.logs("decode_node", is_json=True) if event["event"] == "cannot start"]
+    assert "bytes of KV" in failed["error"]
+    assert "set model.max_model_len lower or give more memory" in failed["error"]
 
 
 def test_the_gpu_files_ask_for_devices_and_the_cuda_build(project):

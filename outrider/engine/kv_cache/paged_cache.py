@@ -75,7 +75,7 @@ class PagedKVCache:
             if num_blocks * block_bytes > free_bytes:
                 raise ConfigError(
                     f"two windows of {spec.max_model_len} tokens need {2 * window_blocks * block_bytes:,} bytes of KV "
-                    f"and {free_bytes:,} are free: set model.max_model_len lower"
+                    f"and {free_bytes:,} are free: set model.max_model_len lower or give more memory"
                 )
         if num_blocks < window_blocks:
             raise ConfigError(
