@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import subprocess
 import time
 
 import pytest
@@ -127,6 +129,23 @@ def real(start_cluster):
         cluster.wait_serving(START_SECONDS)
         yield RunningCluster(cluster)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """A TlsConfig of a server on 127.0.0.1 that vouches for itself; its clients take the certificate as authority."""
+    from outrider.service.config import TlsConfig
+
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-keyout", "key.pem", "-out", "cert.pem"],
+        cwd=directory, check=True, capture_output=True, timeout=10,
+    )  # fmt: skip
+    return TlsConfig(certificate=directory / "cert.pem", private_key=directory / "key.pem")
 
 
 @pytest.fixture(scope="session", params=["numpy", "native"])

@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from outrider.bench.machine import describe_machine, pids_behind
 from outrider.bench.prompts import AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text, beside_ghz
 from outrider.bench.run import BenchPlan, BenchResult, run_bench
+from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="of one answer; default 600"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    add_connection_arguments(parser)
     add_cluster_arguments(parser)  # for --spawn
 
 
@@ -87,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_options(options)
     if arguments.json:
         check_writable(arguments.json)
-    tls = ghz_config.tls if ghz_config and not arguments.spawn else None
+    connection = _connection(arguments, ghz_config)
     with _router(arguments, ghz_config) as (target, cluster_pids):
-        model = describe_model(target, tls)
-        result = asyncio.run(_bench(target, tls, plan, options, cluster_pids=cluster_pids))
+        model = describe_model(target, connection)
+        result = asyncio.run(_bench(target, connection, plan, options, cluster_pids=cluster_pids))
     machine = describe_machine()
     if arguments.json:
         asked = asdict(options) if ghz_config is None else ghz_config.describe()
@@ -100,6 +102,28 @@ def run(arguments: argparse.Namespace) -> int:
     if ghz_report is not None:
         print(f"\n{beside_ghz(result, ghz_report)}")
     return 1 if any(figures.errors for figures in result.figures) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    tls: TlsConfig | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+def _connection(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> Connection:
+    """Raises: ConfigError; InvalidRequestError where a cluster of our own or a ghz config decides on TLS."""
+    tls, token = read_tls(arguments), read_token(arguments)
+    if arguments.spawn:
+        if tls is not None:
+            raise InvalidRequestError(
+                "--spawn starts a cluster that speaks plaintext: leave the flags of TLS out", field="tls"
+            )
+        return Connection()
+    if ghz_config is not None:
+        if tls is not None:
+            raise InvalidRequestError("--ghz takes TLS from its config: leave the flags of TLS out", field="tls")
+        tls = ghz_config.tls
+    return Connection(tls, token)
 
 
 def make_plan(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> BenchPlan:
@@ -186,9 +210,9 @@ def _router(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> Iter
         yield cluster.router_address, tuple(node.pid for node in cluster.nodes)
 
 
-def describe_model(target: str, tls: TlsConfig | None) -> dict[str, Any]:
+def describe_model(target: str, connection: Connection) -> dict[str, Any]:
     """Raises: PeerLostError when the router cannot be reached."""
-    with Client(target, tls=tls) as client:
+    with Client(target, tls=connection.tls, token=connection.token) as client:
         model = client.model()
     return {
         "model": model.name,
@@ -201,9 +225,9 @@ def describe_model(target: str, tls: TlsConfig | None) -> dict[str, Any]:
 
 
 async def _bench(
-    target: str, tls: TlsConfig | None, plan: BenchPlan, options: AnswerOptions, *, cluster_pids: tuple[int, ...]
+    target: str, connection: Connection, plan: BenchPlan, options: AnswerOptions, *, cluster_pids: tuple[int, ...]
 ) -> BenchResult:
-    async with AsyncClient(target, tls=tls) as client:
+    async with AsyncClient(target, tls=connection.tls, token=connection.token) as client:
         return await run_bench(client, plan, options, cluster_pids=cluster_pids, progress=LineProgress(sys.stderr))
 
 

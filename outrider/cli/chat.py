@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.cli.generate import describe_stream
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="tokens, times and acceptance after each answer")
     add_sampling_arguments(parser)
+    add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = read_options(arguments)
     start = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
     messages = list(start)
-    with Client(arguments.target) as client:
+    with Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments)) as client:
         sys.stderr.write(f"{client.model().name} on {arguments.target}. {HELP}.\n")
         while True:
             line = _read_line()

@@ -8,6 +8,7 @@ import json
 import sys
 from typing import Any
 
+from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client, GenerateStream, Prompt
 
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and K others")
     parser.add_argument("--stats", action="store_true", help="tokens, times and acceptance on standard error")
     add_sampling_arguments(parser)
+    add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         options["top_logprobs"] = arguments.logprobs
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
-    with Client(arguments.target) as client, client.generate(_prompt(arguments), **options) as stream:
+    client = Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments))
+    with client, client.generate(_prompt(arguments), **options) as stream:
         for delta in stream:
             logprobs.setdefault(delta.sample, []).extend(dataclasses.asdict(entry) for entry in delta.logprobs)
             if num_samples == 1 and not arguments.json:

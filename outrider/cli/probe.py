@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from outrider.cli.connection import add_connection_arguments, read_tls
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
 from outrider.service.channels import open_sync_channel
+
+if TYPE_CHECKING:
+    from outrider.service.config import TlsConfig
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_SECONDS = 3.0
@@ -32,24 +37,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"default {DEFAULT_TIMEOUT_SECONDS:g}",
     )
+    parser.add_argument(
+        "--server-name", default="", metavar="NAME", help="what its certificate is for, if not for the address"
+    )
+    add_connection_arguments(parser, with_token=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0: SERVING, 1: anything else."""
-    status = check_health(arguments.target, service=arguments.service, timeout_seconds=arguments.timeout)
+    status = check_health(
+        arguments.target,
+        service=arguments.service,
+        timeout_seconds=arguments.timeout,
+        tls=read_tls(arguments),
+        server_name=arguments.server_name,
+    )
     sys.stdout.write(f"{arguments.target} is {status}\n")
     return 0 if status == "SERVING" else 1
 
 
-def check_health(target: str, *, service: str = "", timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> str:
+def check_health(
+    target: str,
+    *,
+    service: str = "",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    tls: TlsConfig | None = None,
+    server_name: str = "",
+) -> str:
     """The name of grpc.health.v1's ServingStatus.
 
     Raises: PeerLostError when nobody answers, NotFoundError when the process has no such
-    service, InvalidRequestError for a timeout that is none.
+    service, InvalidRequestError for a timeout that is none, ConfigError for a file that
+    cannot be read.
     """
     if not timeout_seconds > 0:
         raise InvalidRequestError(f"--timeout {timeout_seconds:g} is not above 0", field="timeout")
-    with open_sync_channel(target) as channel:
+    credentials = None
+    if tls is not None:
+        from outrider.client.credentials import make_credentials  # brings the whole client along
+
+        credentials = make_credentials(tls, None)
+    with open_sync_channel(target, credentials=credentials, server_name=server_name) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+
+from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.client import Client
+from outrider.client.credentials import make_credentials
 from outrider.client.sync import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import NodeRole, NodeState
@@ -22,6 +26,7 @@ from outrider.profile import (
     figures_of,
 )
 from outrider.service.channels import open_channel
+from outrider.service.config import TlsConfig
 from outrider.service.profiling import fetch_profile
 
 ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}
@@ -42,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help="default %(default)g"
     )
+    add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = make_options(arguments)
     if arguments.output:
         _check_writable(arguments.output)
-    target = arguments.target or find_node(arguments.router, arguments.role)
-    profile, trace = asyncio.run(_fetch(target, options))
+    tls, token = read_tls(arguments), read_token(arguments)
+    target = arguments.target or find_node(arguments.router, arguments.role, tls=tls, token=token)
+    profile, trace = asyncio.run(_fetch(target, options, make_credentials(tls, token)))
     if arguments.output and trace:
         arguments.output.write_bytes(trace)
     print("\n".join(as_lines(profile)))
@@ -78,9 +85,9 @@ def make_options(arguments: argparse.Namespace) -> ProfileOptions:
     )
 
 
-def find_node(router: str, role: str) -> str:
+def find_node(router: str, role: str, *, tls: TlsConfig | None = None, token: str | None = None) -> str:
     """host:port of the first serving node of the role. Raises: NotFoundError; PeerLostError without a router."""
-    with Client(router) as client:
+    with Client(router, tls=tls, token=token) as client:
         statuses = client.watch_cluster()
         try:
             nodes = next(statuses).by_role()[ROLES[role]]
@@ -122,6 +129,8 @@ def _check_writable(path: Path) -> None:
         raise InvalidRequestError(f"--output {path}: {error.strerror}", field="output") from error
 
 
-async def _fetch(target: str, options: ProfileOptions) -> tuple[Profile, bytes]:
-    async with open_channel(target) as channel:
+async def _fetch(
+    target: str, options: ProfileOptions, credentials: grpc.ChannelCredentials | None
+) -> tuple[Profile, bytes]:
+    async with open_channel(target, credentials=credentials) as channel:
         return await fetch_profile(channel, options, target=target)

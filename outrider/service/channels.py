@@ -90,11 +90,15 @@ def open_channel(
     return grpc.aio.secure_channel(target, credentials, options=options)
 
 
-def open_sync_channel(target: str, *, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+def open_sync_channel(
+    target: str, *, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+) -> grpc.Channel:
     """As `open_channel`, for threads without an event loop."""
     options = channel_options()
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.secure_channel(target, credentials, options=options)
 
 

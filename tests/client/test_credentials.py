@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from concurrent import futures
 
 import grpc
@@ -23,20 +21,6 @@ class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
     def GetModel(self, request, context):
         metadata = dict(context.invocation_metadata())
         return router_pb2.GetModelResponse(name=metadata.get("authorization", "nobody"))
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    directory = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=directory, check=True, capture_output=True, timeout=WAIT_SECONDS,
-    )  # fmt: skip
-    return TlsConfig(certificate=directory / "cert.pem", private_key=directory / "key.pem")
 
 
 @pytest.fixture(scope="module")
