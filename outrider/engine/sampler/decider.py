@@ -34,6 +34,15 @@ class Vocabulary:
         num_ids = int(np.flatnonzero(known)[-1]) + 1
         return cls(len(known), num_ids, np.flatnonzero(~known[:num_ids]))
 
+    def edits(self, penalties: PenaltyState, num_assumed: int) -> bool:
+        """Whether `edit` would change anything with this many assumed tokens."""
+        return self.holes.size > 0 or penalties.changes(num_assumed)
+
+    def edit(self, logits: Floats, penalties: PenaltyState, assumed_token_ids: Sequence[int]) -> None:
+        """Steps 1 to 4 on a row's `logits` [size] float32, in place: holes go, then penalties apply."""
+        logits[self.holes] = -np.inf
+        penalties.apply(logits, assumed_token_ids)
+
 
 class Decider(Protocol):
     """Steps 1 to 7 of the contract's SamplingParams, for all rows of a step at once.

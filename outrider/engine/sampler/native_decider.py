@@ -22,8 +22,8 @@ from outrider.request import SamplingParams
 Floats = npt.NDArray[np.float32]
 
 # Logits up to which a call keeps Python's lock; those of rows with filters count more, as they are
-# passed over more often. Such a call takes about half a millisecond, and at worst (a top_k of tens
-# of thousands) the five that another thread may keep the lock for once it was given up.
+# passed over more often. Such a call takes about half a millisecond; at worst, a top_k of tens of
+# thousands, it should stay within the five that another thread may keep the lock for (an estimate).
 _SHORT_CALL = 1 << 20
 _FILTERED_WEIGHT = 4
 

@@ -72,8 +72,7 @@ class NumpyDecider:
         changed = [row for row in decisions if self._changes(row)]
         edited = logits[[row.index for row in changed]]
         for edited_row, row in zip(edited, changed, strict=True):
-            edited_row[self._vocabulary.holes] = -np.inf
-            row.state.penalties.apply(edited_row, row.assumed_token_ids)
+            self._vocabulary.edit(edited_row, row.state.penalties, row.assumed_token_ids)
         groups = [
             (logits, [(row.index, row) for row in as_they_are]),
             (edited, list(enumerate(changed))),
@@ -86,7 +85,7 @@ class NumpyDecider:
         ]
 
     def _changes(self, row: _Decision) -> bool:
-        return bool(self._vocabulary.holes.size) or row.state.penalties.changes(len(row.assumed_token_ids))
+        return self._vocabulary.edits(row.state.penalties, len(row.assumed_token_ids))
 
     def _decide(self, group: _Group) -> list[int]:
         """Steps 5 to 7."""

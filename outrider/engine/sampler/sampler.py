@@ -141,8 +141,8 @@ class Sampler:
         return (
             state.params.is_greedy
             and state.logprobs is None
-            and not self._vocabulary.holes.size
-            and not state.penalties.changes(len(part.assumed_token_ids))  # later rows assume more, and change no more
+            # later rows assume more, and change no more
+            and not self._vocabulary.edits(state.penalties, len(part.assumed_token_ids))
         )
 
     def _logprobs(
@@ -164,10 +164,9 @@ class Sampler:
         num_top = state.logprobs.num_top
         if state.logprobs.mode is LogprobsMode.MODEL:
             return model_logprobs(logits, token_id, num_top=num_top)
-        if self._vocabulary.holes.size or state.penalties.changes(len(assumed)):
+        if self._vocabulary.edits(state.penalties, len(assumed)):
             logits = logits.copy()
-            logits[self._vocabulary.holes] = -np.inf
-            state.penalties.apply(logits, assumed)
+            self._vocabulary.edit(logits, state.penalties, assumed)
         temperature = 1.0 if state.params.is_greedy else state.params.temperature
         blocks = LogitBlocks.of(
             logits[None],
