@@ -23,6 +23,7 @@ namespace outrider {
 constexpr int kSpan = 256;
 constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
 constexpr int kRowsWithoutPanel = 3;  // query rows whose sums, of four vectors of columns, fit the registers
+constexpr int kRowsAhead = 32;  // of the one that is read: rows of a cache lie apart, which no processor foresees
 constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
 
 // Consecutive rows of one sequence.
@@ -173,10 +174,10 @@ static inline void pack_keys(const KV* const* keys, int64_t head_dim, KV* panel)
   if (depth_words > words) std::memset(to + words * 64, 0, (depth_words - words) * 64);
 }
 
-// All cache lines of one row, to the first-level cache or, with kAway 1, to the second-level one.
-template <int kAway, class KV>
-static inline void prefetch_row(const KV* row, int64_t head_dim) {
-  for (int64_t d = 0; d < head_dim; d += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(row + d, 0, 3 - kAway);
+// The cache lines of `num` values of one row.
+template <class KV>
+static inline void prefetch_row(const KV* row, int64_t num) {
+  for (int64_t d = 0; d < num; d += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(row + d, 0, 3);
 }
 
 // One layer's attention.
@@ -269,23 +270,30 @@ struct PagedAttention {
     const int32_t* blocks = batch.block_tables + tile.seq * batch.max_blocks;
     const int64_t token = options.num_kv_heads * head_dim;
     int64_t places[kSpan];  // of each key, in elements
+    int64_t block = begin / batch.block_size, slot = begin % batch.block_size;
     for (int i = 0; i < num_keys; i++) {
-      const int64_t position = begin + i;
-      places[i] = (blocks[position / batch.block_size] * batch.block_size + position % batch.block_size) * token +
-                  head * head_dim;
+      places[i] = (blocks[block] * batch.block_size + slot) * token + head * head_dim;
+      if (++slot == batch.block_size) {
+        block++;
+        slot = 0;
+      }
     }
 
+    for (int i = 0; i < std::min(kRowsAhead, num_keys); i++) prefetch_row(key_cache + places[i], head_dim);
     alignas(64) float tile_scores[MostRows<KV>::value * kTileColumns];
     for (int first = 0; first < padded_keys; first += kPanel) {
       const int num = std::min(kPanel, num_keys - first);
       const KV* keys[kPanel];
       // Where there are no more, the last one again: `weigh` takes the scores of real keys only.
       for (int i = 0; i < kPanel; i++) keys[i] = key_cache + places[first + std::min(i, num - 1)];
-      // Rows of a cache lie apart, which no processor foresees: the next keys, and the values
-      // that are wanted when all scores are there.
-      for (int i = first + kPanel; i < std::min(first + 2 * kPanel, num_keys); i++)
-        prefetch_row<0>(key_cache + places[i], head_dim);
-      for (int i = 0; i < num; i++) prefetch_row<1>(value_cache + places[first + i], head_dim);
+      for (int i = first; i < first + kPanel; i++) {
+        const int ahead = i + kRowsAhead;
+        if (ahead < num_keys) {
+          prefetch_row(key_cache + places[ahead], head_dim);
+        } else if (ahead < 2 * num_keys) {
+          prefetch_row(value_cache + places[ahead - num_keys], head_dim);
+        }
+      }
       pack_keys(keys, head_dim, scratch.key_panel);
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<KV>(rows - row);
@@ -333,7 +341,8 @@ struct PagedAttention {
   template <int Rows, int Vectors>
   void add_columns(const KV* cache, const int64_t* places, int num_keys, const float* scores, float* values) const {
     Floats sums[Rows][Vectors] = {};
-    for (int i = 0; i < num_keys; i++)
+    for (int i = 0; i < num_keys; i++) {
+      prefetch_row(cache + places[std::min(i + kRowsAhead, num_keys - 1)], Vectors * kWidth);
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) {
         const Floats value = load_wide(cache + places[i] + v * kWidth);
@@ -341,6 +350,7 @@ struct PagedAttention {
         for (int r = 0; r < Rows; r++)
           sums[r][v] = multiply_add(value, broadcast(scores[r * kSpan + i]), sums[r][v]);
       }
+    }
     for (int r = 0; r < Rows; r++)
       for (int v = 0; v < Vectors; v++) store(values + r * options.head_dim + v * kWidth, sums[r][v]);
   }
@@ -350,9 +360,11 @@ struct PagedAttention {
                             AttentionScratch<KV>& scratch, float* values) const {
     alignas(64) float tile_values[MostRows<float>::value * kTileColumns];
     for (int64_t column = 0; column < options.head_dim; column += kPanel) {
-      for (int i = 0; i < num_keys; i++)
+      for (int i = 0; i < num_keys; i++) {
+        prefetch_row(cache + places[std::min(i + kRowsAhead, num_keys - 1)] + column, kPanel);
         for (int v = 0; v < kPanel; v += kWidth)
           store(scratch.value_panel + i * kPanel + v, load_wide(cache + places[i] + column + v));
+      }
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<float>(rows - row);
         multiply_tile<float, PanelsIn::kCache>(count, scratch.scores + row * kSpan, kSpan, scratch.value_panel, 1,
