@@ -4,8 +4,9 @@
 
 Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
 draft tokens for each of sixteen sequences. Times are medians, with the least in brackets,
-in milliseconds. The floor is the time to read the weights once at the memory's measured
-speed. `--growth` instead takes one variant through batches of 1 to 64 sequences and contexts
+in milliseconds. The floor is the time to read the first variant's weights once, at the speed at
+which memory is read by itself, measured in turns with the rest: compare medians with medians.
+`--growth` instead takes one variant through batches of 1 to 64 sequences and contexts
 of 100 to 8000 tokens, and `--svg` draws both curves.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from reference import read_bandwidth
+from reference import MemoryReader
 
 from outrider.bench.machine import describe_machine
 from outrider.engine.attention import make_attention_backend
@@ -117,8 +118,9 @@ def main() -> int:
     if arguments.growth:
         return measure_growth(names[0], arguments.rounds, arguments.svg)
     variants = [Variant(name, num_seqs=16, most=CONTEXT + 8) for name in names]
-    print_floor(variants[0], machine.num_cores)
-    times = measure(variants, SHAPES, arguments.rounds)
+    memory = MemoryReader(machine.num_cores)
+    times, bandwidths = measure(variants, SHAPES, arguments.rounds, memory)
+    print_floor(variants[0], bandwidths)
     print(f"{'':12}" + "".join(f"{variant.name:>20}" for variant in variants))
     for shape in SHAPES:
         cells = (f"{in_words(times[variant.name, shape]):>20}" for variant in variants)
@@ -133,9 +135,11 @@ def main() -> int:
 def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
     batches = [Shape(num_seqs, 1) for num_seqs in BATCHES]
     variant = Variant(name, num_seqs=BATCHES[-1], most=CONTEXT + 8)
-    by_batch = measure([variant], batches, rounds)
+    memory = MemoryReader(describe_machine().num_cores)
+    by_batch, _ = measure([variant], batches, rounds, memory)
     variant = Variant(name, num_seqs=1, most=CONTEXTS[-1])
-    by_context = measure([variant], [Shape(1, 1, context) for context in CONTEXTS], rounds)
+    by_context, bandwidths = measure([variant], [Shape(1, 1, context) for context in CONTEXTS], rounds, memory)
+    print_floor(variant, bandwidths)
     points = []
     for title, times in (("sequences", by_batch), ("context", by_context)):
         for (_, shape), seconds in times.items():
@@ -149,27 +153,28 @@ def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
     return 0
 
 
-def measure(variants: Sequence[Variant], shapes: Sequence[Shape], rounds: int) -> dict[tuple[str, Shape], list[float]]:
-    """Seconds of each pass."""
+def measure(
+    variants: Sequence[Variant], shapes: Sequence[Shape], rounds: int, memory: MemoryReader
+) -> tuple[dict[tuple[str, Shape], list[float]], list[float]]:
+    """Seconds of each pass, and bytes a second of memory in between."""
     times: dict[tuple[str, Shape], list[float]] = {(v.name, shape): [] for v in variants for shape in shapes}
+    bandwidths: list[float] = []
     for _ in range(rounds):
         for shape in shapes:
+            bandwidths.append(memory.bytes_per_second())
             for variant in variants:
                 until = time.perf_counter() + SECONDS_FOR_SHAPE
                 variant.seconds(shape)  # the first one finds another shape's rows in the caches
                 while not times[variant.name, shape] or time.perf_counter() < until:
                     times[variant.name, shape].append(variant.seconds(shape))
-    return times
+    return times, bandwidths
 
 
-def print_floor(variant: Variant, num_threads: int) -> None:
+def print_floor(variant: Variant, bandwidths: Sequence[float]) -> None:
     native = variant.loaded.native
     if isinstance(native, NativeDecoder):
-        bandwidth = read_bandwidth(num_threads)
-        print(
-            f"floor of {variant.name}: {1e3 * native.num_weight_bytes / bandwidth:.1f} ms "
-            f"({native.num_weight_bytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s)"
-        )
+        seconds = [native.num_weight_bytes / bandwidth for bandwidth in bandwidths]
+        print(f"floor of {variant.name}: {in_words(seconds)} ms to read {native.num_weight_bytes / 1e6:.0f} MB")
 
 
 def in_words(seconds: Sequence[float]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,35 +17,85 @@ class SequenceRows:
 
     token_ids: Sequence[int]  # at least one
     start_position: int  # absolute position of token_ids[0]; KV of everything before is in the cache
-    block_ids: Sequence[int] | npt.NDArray[np.int32]  # covers [0, start_position + len(token_ids))
+    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); fastest as an array of int32
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchArrays:
+    """An InputBatch as plain memory, for kernels that read it where it lies."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("q"))  # [num_rows] int64
+    positions: array[int] = field(default_factory=lambda: array("q"))  # [num_rows] int64, absolute
+    slot_mapping: array[int] = field(default_factory=lambda: array("q"))  # [num_rows] int64
+    logits_rows: array[int] = field(default_factory=lambda: array("q"))  # [num_logits] int64, rising
+    query_start_loc: array[int] = field(default_factory=lambda: array("i", (0,)))  # [num_seqs + 1] int32
+    seq_lens: array[int] = field(default_factory=lambda: array("i"))  # [num_seqs] int32
+    block_tables: array[int] = field(default_factory=lambda: array("i"))  # [num_seqs, max_blocks] int32
+
+
+@dataclass(frozen=True, eq=False)
 class InputBatch:
     """One forward's input: the rows of every planned sequence, laid end to end.
 
-    Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. All tensors are on
-    the CPU; the model runner moves them. Rows, sequences and logits keep the order in
-    which the sequences were given.
+    Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. Rows, sequences and
+    logits keep the order in which the sequences were given.
+
+    Tensors are views of `arrays`, on the CPU (the model runner moves them), and made when they
+    are asked for: right after a forward, whose weights have pushed everything else out of the
+    caches, a call into torch or numpy costs ten times what it costs in a loop of its own.
     """
 
-    token_ids: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] int64, absolute
-    slot_mapping: Tensor  # [num_rows] int64, block_id * block_size + offset
-    query_start_loc: Tensor  # [num_seqs + 1] int32
-    seq_lens: Tensor  # [num_seqs] int32, with this step's rows
-    block_tables: Tensor  # [num_seqs, max_blocks] int32; unused entries repeat a block of the sequence
-    logits_rows: Tensor  # [num_logits] int64, rising
+    arrays: BatchArrays
+    max_blocks: int  # of a sequence
     block_size: int
 
     @property
     def num_rows(self) -> int:
-        return self.token_ids.numel()
+        return len(self.arrays.token_ids)
 
     @property
     def num_seqs(self) -> int:
-        return self.seq_lens.numel()
+        return len(self.arrays.seq_lens)
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.arrays.logits_rows)
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """[num_rows] int64."""
+        return _tensor(self.arrays.token_ids)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[num_rows] int64, absolute."""
+        return _tensor(self.arrays.positions)
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:
+        """[num_rows] int64, block_id * block_size + offset."""
+        return _tensor(self.arrays.slot_mapping)
+
+    @cached_property
+    def logits_rows(self) -> Tensor:
+        """[num_logits] int64, rising."""
+        return _tensor(self.arrays.logits_rows)
+
+    @cached_property
+    def query_start_loc(self) -> Tensor:
+        """[num_seqs + 1] int32."""
+        return _tensor(self.arrays.query_start_loc)
+
+    @cached_property
+    def seq_lens(self) -> Tensor:
+        """[num_seqs] int32, with this step's rows."""
+        return _tensor(self.arrays.seq_lens)
+
+    @cached_property
+    def block_tables(self) -> Tensor:
+        """[num_seqs, max_blocks] int32; unused entries repeat a block of the sequence."""
+        return _tensor(self.arrays.block_tables).view(self.num_seqs, self.max_blocks)
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
@@ -56,40 +106,38 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     """
     if not rows:
         raise ValueError("a forward needs at least one sequence")
-    num_rows = np.array([len(seq.token_ids) for seq in rows], dtype=np.int32)
-    starts = np.array([seq.start_position for seq in rows], dtype=np.int64)
-    seq_lens = starts + num_rows
-    num_blocks = -(-seq_lens // block_size)
+    batch = BatchArrays()
+    num_blocks: list[int] = []
     for index, seq in enumerate(rows):
-        if num_rows[index] == 0 or len(seq.block_ids) < num_blocks[index]:
+        num, start, block_ids = len(seq.token_ids), seq.start_position, seq.block_ids
+        end = start + num
+        used = -(-end // block_size)
+        if num == 0 or len(block_ids) < used:
             raise ValueError(
-                f"sequence {index}: {num_rows[index]} rows from position {seq.start_position} "
-                f"do not fit {len(seq.block_ids)} blocks of {block_size}"
+                f"sequence {index}: {num} rows from position {start} do not fit {len(block_ids)} blocks of {block_size}"
             )
-        if not 0 <= seq.num_logits <= num_rows[index]:
-            raise ValueError(f"sequence {index}: {seq.num_logits} logits of {num_rows[index]} rows")
-    query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(num_rows, out=query_start_loc[1:])
+        if not 0 <= seq.num_logits <= num:
+            raise ValueError(f"sequence {index}: {seq.num_logits} logits of {num} rows")
+        batch.token_ids.extend(seq.token_ids)
+        batch.positions.extend(range(start, end))
+        for block in range(start // block_size, used):
+            first = max(start - block * block_size, 0)
+            last = min(end - block * block_size, block_size)
+            slot = block_ids[block] * block_size
+            batch.slot_mapping.extend(range(slot + first, slot + last))
+        num_rows = len(batch.token_ids)
+        batch.logits_rows.extend(range(num_rows - seq.num_logits, num_rows))
+        batch.query_start_loc.append(num_rows)
+        batch.seq_lens.append(end)
+        num_blocks.append(used)
+    max_blocks = max(num_blocks)
+    for seq, used in zip(rows, num_blocks, strict=True):
+        batch.block_tables.extend(seq.block_ids[:used])
+        batch.block_tables.extend([seq.block_ids[0]] * (max_blocks - used))
+    return InputBatch(batch, max_blocks, block_size)
 
-    block_tables = np.empty((len(rows), int(num_blocks.max())), dtype=np.int32)
-    for index, seq in enumerate(rows):
-        used = int(num_blocks[index])
-        block_tables[index, :used] = seq.block_ids[:used]
-        block_tables[index, used:] = block_tables[index, 0]
 
-    token_ids = np.concatenate([np.asarray(seq.token_ids, dtype=np.int64) for seq in rows])
-    row_seq = np.repeat(np.arange(len(rows)), num_rows)  # [num_rows]
-    positions = starts[row_seq] + np.arange(len(token_ids)) - query_start_loc[row_seq]
-    slot_mapping = block_tables[row_seq, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    num_logits = np.array([seq.num_logits for seq in rows])
-    needs_logits = np.arange(len(token_ids)) >= (query_start_loc[1:] - num_logits)[row_seq]
-    return InputBatch(
-        token_ids=torch.from_numpy(token_ids),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(slot_mapping),
-        query_start_loc=torch.from_numpy(query_start_loc),
-        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-        block_tables=torch.from_numpy(block_tables),
-        logits_rows=torch.from_numpy(np.flatnonzero(needs_logits)),
-        block_size=block_size,
-    )
+def _tensor(values: array[int]) -> Tensor:
+    """A view. # [len(values)], of the array's type"""
+    dtype = torch.int64 if values.itemsize == 8 else torch.int32
+    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)

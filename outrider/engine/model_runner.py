@@ -80,12 +80,11 @@ class ModelRunner:
             "use_cache": False,
             STEP_ARGUMENT: step,
         }
-        if batch.logits_rows.numel() == 0:
+        if batch.num_logits == 0:
             self._model.base_model(**arguments)
             return torch.empty((0, self._spec.vocab_size), device=self._device)
-        rows = batch.logits_rows
-        if rows.numel() < batch.num_rows:
-            arguments["logits_to_keep"] = rows.to(self._device)
+        if batch.num_logits < batch.num_rows:
+            arguments["logits_to_keep"] = batch.logits_rows.to(self._device)
         logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
         return logits.float()
 

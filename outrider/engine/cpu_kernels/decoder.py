@@ -8,6 +8,7 @@ checked by whoever loads it, on logits (see outrider.model_hub.support).
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,14 +177,14 @@ class NativeStep:
             for layer in range(self._struct.num_layers):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
-        num_logits = batch.logits_rows.numel()
+        num_logits = batch.num_logits
         logits = torch.empty((num_logits, self._struct.vocab_size))
         if num_logits:
             self._functions.outrider_decoder_logits(
                 self._team.handle,
                 self._workspace.handle,
                 self._struct,
-                batch.logits_rows.data_ptr(),
+                _address(batch.arrays.logits_rows),
                 num_logits,
                 logits.data_ptr(),
             )
@@ -220,19 +221,24 @@ class NativePhases:
 
 
 def batch_struct(batch: InputBatch) -> BatchStruct:
-    """Points to the batch's tensors, which must outlive it."""
+    """Points to the batch's memory, which must outlive it."""
+    arrays = batch.arrays
     return BatchStruct(
         batch.num_rows,
         batch.num_seqs,
-        batch.block_tables.shape[1],
+        batch.max_blocks,
         batch.block_size,
-        batch.token_ids.data_ptr(),
-        batch.positions.data_ptr(),
-        batch.slot_mapping.data_ptr(),
-        batch.query_start_loc.data_ptr(),
-        batch.seq_lens.data_ptr(),
-        batch.block_tables.data_ptr(),
+        _address(arrays.token_ids),
+        _address(arrays.positions),
+        _address(arrays.slot_mapping),
+        _address(arrays.query_start_loc),
+        _address(arrays.seq_lens),
+        _address(arrays.block_tables),
     )
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]
 
 
 def _rotation_tables(rotary: nn.Module, num_positions: int) -> tuple[Tensor, Tensor]:

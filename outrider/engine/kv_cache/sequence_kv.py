@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 
 from outrider.engine.kv_cache.block_hashes import BlockHashes
 from outrider.engine.kv_cache.block_pool import BlockPool
-
-_FIRST_TABLE = 32  # blocks; grows
 
 
 class SequenceKV:
@@ -25,7 +21,6 @@ class SequenceKV:
     __slots__ = (
         "_block_size",
         "_hashes",
-        "_num_tabled",
         "_pool",
         "_table",
         "block_ids",
@@ -40,8 +35,7 @@ class SequenceKV:
         self.block_ids: list[int] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of num_tokens at creation: prefix hits
-        self._table = np.empty(_FIRST_TABLE, dtype=np.int32)  # block_ids, as far as they are there
-        self._num_tabled = 0
+        self._table = array("i")  # what of block_ids has not changed since `block_table` wrote it
 
     @classmethod
     def create(cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int) -> SequenceKV:
@@ -51,21 +45,14 @@ class SequenceKV:
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv
 
-    def block_table(self) -> npt.NDArray[np.int32]:
-        """`block_ids` as an array, [len(block_ids)]: a view that holds until blocks change.
+    def block_table(self) -> array[int]:
+        """`block_ids` as int32, for reading, until blocks change.
 
         Only what is new since the last call is written: a step's cost must not grow with
         the length of its contexts.
         """
-        num_blocks = len(self.block_ids)
-        if num_blocks > len(self._table):
-            larger = np.empty(2 * num_blocks, dtype=np.int32)
-            larger[: self._num_tabled] = self._table[: self._num_tabled]
-            self._table = larger
-        if self._num_tabled < num_blocks:
-            self._table[self._num_tabled : num_blocks] = self.block_ids[self._num_tabled :]
-            self._num_tabled = num_blocks
-        return self._table[:num_blocks]
+        self._table.extend(self.block_ids[len(self._table) :])
+        return self._table
 
     @property
     def capacity(self) -> int:
@@ -92,7 +79,7 @@ class SequenceKV:
             if pool.is_shared(source):
                 taken = pool.allocate(max(num_new, 0) + 1)
                 self.block_ids[index] = taken.pop()
-                self._num_tabled = min(self._num_tabled, index)
+                del self._table[index:]
                 self.block_ids += taken
                 pool.release((source,))
                 return [(source, self.block_ids[index])]
@@ -123,7 +110,7 @@ class SequenceKV:
         if num_kept < len(self.block_ids):
             self._pool.release(reversed(self.block_ids[num_kept:]))
             del self.block_ids[num_kept:]
-            self._num_tabled = min(self._num_tabled, num_kept)
+            del self._table[num_kept:]
 
     def publish(self, token_ids: Sequence[int]) -> None:
         """Full blocks of valid, committed tokens enter the prefix cache; only new ones are hashed.

@@ -55,10 +55,10 @@ class Decider(Protocol):
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> object:
         """What is kept for one sample; it comes back as `state.prepared` of its rows."""
 
-    def decide(self, logits: Floats, rows: Sequence[SampleRows]) -> list[int]:
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> list[int]:
         """A token for each row.
 
         Args:
-            logits: [num_rows, vocab_size] float32, contiguous, not changed; at least one row.
+            logits: [num_rows, vocab_size] float32 on the CPU, contiguous, not changed; at least one row.
             rows: whose they are, in order.
         """

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.sampler_structs import SampleRowsStruct, SamplingStruct
@@ -18,8 +20,6 @@ from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.request import SamplingParams
-
-Floats = npt.NDArray[np.float32]
 
 # Logits up to which a call keeps Python's lock; those of rows with filters count more, as they are
 # passed over more often. Such a call takes about half a millisecond; at worst, a top_k of tens of
@@ -91,13 +91,14 @@ class NativeDecider:
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
         return _Prepared(params, sample, penalties)
 
-    def decide(self, logits: Floats, rows: Sequence[SampleRows]) -> list[int]:
-        assert logits.dtype == np.float32
-        assert logits.flags.c_contiguous
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> list[int]:
+        assert logits.dtype is torch.float32
+        assert logits.is_contiguous()
+        num_rows, vocab_size = logits.shape
         if len(rows) > len(self._rows):
             self._rows = (SampleRowsStruct * len(rows))()
-        if len(logits) > len(self._token_ids):
-            self._token_ids = (ctypes.c_int64 * len(logits))()
+        if num_rows > len(self._token_ids):
+            self._token_ids = (ctypes.c_int64 * num_rows)()
         assumed = array("q")
         weight = 0
         for native, part in zip(self._rows, rows, strict=False):
@@ -112,18 +113,18 @@ class NativeDecider:
                 assumed.extend(part.assumed_token_ids)
                 assumed.extend(part.draft_token_ids)
         library = self._kernels.library
-        is_short = weight * logits.shape[1] < _SHORT_CALL
+        is_short = weight * vocab_size < _SHORT_CALL
         functions = library.functions_holding_lock if is_short else library.functions
         functions.outrider_sample(
             self._sampler,
-            logits.ctypes.data,
-            logits.shape[1],
+            logits.data_ptr(),
+            vocab_size,
             ctypes.addressof(self._rows),
             len(rows),
             assumed.buffer_info()[0],
             ctypes.addressof(self._token_ids),
         )
-        return self._token_ids[: len(logits)]
+        return self._token_ids[:num_rows]
 
     def __del__(self) -> None:
         if sampler := getattr(self, "_sampler", None):

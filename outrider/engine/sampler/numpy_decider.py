@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from outrider.engine.sampler.arrivals import BLOCK_SIZE, ArrivalCache, RaceKey
 from outrider.engine.sampler.decider import Vocabulary
@@ -59,11 +60,12 @@ class NumpyDecider:
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
         """Nothing: rows bring what is needed."""
 
-    def decide(self, logits: Floats, rows: Sequence[SampleRows]) -> list[int]:
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> list[int]:
         token_ids = [0] * len(logits)
-        for group in self._groups(logits, _decisions(rows)):
-            for row, token_id in zip(group.decisions, self._decide(group), strict=True):
-                token_ids[row.index] = token_id
+        with np.errstate(over="ignore", invalid="ignore"):
+            for group in self._groups(logits.numpy(), _decisions(rows)):
+                for row, token_id in zip(group.decisions, self._decide(group), strict=True):
+                    token_ids[row.index] = token_id
         return token_ids
 
     def _groups(self, logits: Floats, decisions: Sequence[_Decision]) -> list[_Group]:

@@ -118,22 +118,25 @@ class Sampler:
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         if num_rows == 0:
             return SampledRows()
-        with torch.inference_mode(), np.errstate(over="ignore", invalid="ignore"):
-            if logits.device.type != "cpu" and all(self._is_plainly_greedy(part) for part in rows):
+        if logits.device.type != "cpu" and all(self._is_plainly_greedy(part) for part in rows):
+            with torch.inference_mode():
                 token_ids = first_of_largest(logits[:, : self._vocabulary.num_ids]).tolist()
-                return SampledRows(token_ids, [None] * num_rows)
-            host = self._to_host(logits)
-            token_ids = self._decider.decide(host, rows)
-            return SampledRows(token_ids, self._logprobs(host, rows, token_ids))
+            return SampledRows(token_ids, [None] * num_rows)
+        host = self._to_host(logits)
+        token_ids = self._decider.decide(host, rows)
+        if all(part.state.logprobs is None for part in rows):
+            return SampledRows(token_ids, [None] * num_rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return SampledRows(token_ids, self._logprobs(host.numpy(), rows, token_ids))
 
-    def _to_host(self, logits: Tensor) -> Floats:
+    def _to_host(self, logits: Tensor) -> Tensor:
         """The logits here, without a copy where they are already: [num_rows, vocab] float32, contiguous."""
+        logits = logits.detach()
         if not self._stages or logits.device.type == "cpu":
-            return logits.detach().to("cpu", torch.float32).contiguous().numpy()
+            return logits.to("cpu", torch.float32).contiguous()
         if len(self._staging) < len(logits):
             self._staging = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
-        staged = self._staging[: len(logits)]
-        return staged.copy_(logits).numpy()
+        return self._staging[: len(logits)].copy_(logits)
 
     def _is_plainly_greedy(self, part: SampleRows) -> bool:
         """Whether its rows are decided by nothing but the largest of their logits."""
