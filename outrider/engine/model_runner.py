@@ -60,7 +60,6 @@ class ModelRunner:
         """The backend's name, or "native"."""
         return self._attention.name if self._native is None else "native"
 
-    @torch.inference_mode()
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
 
@@ -68,11 +67,15 @@ class ModelRunner:
         in the cache, layers rising, from this thread: whoever pushes KV need not wait for
         the whole forward.
 
-        Returns [num_logits, vocab_size] float32, with no rows when none need logits. It is
+        Returns [num_logits, vocab_size] float32, with no rows when none need logits. It may be
         an inference tensor: change it in place only within torch.inference_mode().
         """
         if self._native is not None:
             return self._native.forward(batch, on_layer_done=on_layer_done)
+        return self._forward_of_modules(batch, on_layer_done)
+
+    @torch.inference_mode()
+    def _forward_of_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         arguments: dict[str, Any] = {
             "input_ids": batch.token_ids.to(self._device).unsqueeze(0),  # [1, num_rows]

@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 3;
+constexpr int32_t OUTRIDER_API_VERSION = 4;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -183,3 +183,9 @@ OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspa
 OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
                                              float* logits);
+
+// All layers, then logits: between two calls the team would fall asleep.
+OUTRIDER_API int32_t outrider_decoder_forward(OutriderTeam* team, OutriderWorkspace* workspace,
+                                              const OutriderDecoder* decoder, const OutriderBatch* batch,
+                                              void* const* key_caches, void* const* value_caches, const int64_t* rows,
+                                              int64_t num_logits, float* logits);
