@@ -118,8 +118,8 @@ def main() -> int:
     if arguments.growth:
         return measure_growth(names[0], arguments.rounds, arguments.svg)
     variants = [Variant(name, num_seqs=16, most=CONTEXT + 8) for name in names]
-    memory = MemoryReader(machine.num_cores)
-    times, bandwidths = measure(variants, SHAPES, arguments.rounds, memory)
+    with MemoryReader(machine.num_cores) as memory:
+        times, bandwidths = measure(variants, SHAPES, arguments.rounds, memory)
     print_floor(variants[0], bandwidths)
     print(f"{'':12}" + "".join(f"{variant.name:>20}" for variant in variants))
     for shape in SHAPES:
@@ -135,11 +135,12 @@ def main() -> int:
 def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
     batches = [Shape(num_seqs, 1) for num_seqs in BATCHES]
     variant = Variant(name, num_seqs=BATCHES[-1], most=CONTEXT + 8)
-    memory = MemoryReader(describe_machine().num_cores)
-    by_batch, _ = measure([variant], batches, rounds, memory)
-    variant = Variant(name, num_seqs=1, most=CONTEXTS[-1])
-    by_context, bandwidths = measure([variant], [Shape(1, 1, context) for context in CONTEXTS], rounds, memory)
-    print_floor(variant, bandwidths)
+    with MemoryReader(describe_machine().num_cores) as memory:
+        by_batch, bandwidths = measure([variant], batches, rounds, memory)
+        print_floor(variant, bandwidths)
+        variant = Variant(name, num_seqs=1, most=CONTEXTS[-1])
+        by_context, bandwidths = measure([variant], [Shape(1, 1, context) for context in CONTEXTS], rounds, memory)
+        print_floor(variant, bandwidths)
     points = []
     for title, times in (("sequences", by_batch), ("context", by_context)):
         for (_, shape), seconds in times.items():
@@ -174,7 +175,10 @@ def print_floor(variant: Variant, bandwidths: Sequence[float]) -> None:
     native = variant.loaded.native
     if isinstance(native, NativeDecoder):
         seconds = [native.num_weight_bytes / bandwidth for bandwidth in bandwidths]
-        print(f"floor of {variant.name}: {in_words(seconds)} ms to read {native.num_weight_bytes / 1e6:.0f} MB")
+        print(
+            f"floor of {variant.name}: {in_words(seconds)} ms to read {native.num_weight_bytes / 1e6:.0f} MB "
+            f"at {median(bandwidths) / 1e9:.1f} ({max(bandwidths) / 1e9:.1f}) GB/s"
+        )
 
 
 def in_words(seconds: Sequence[float]) -> str:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -194,16 +194,24 @@ class MemoryReader:
         buffer = np.ones(BANDWIDTH_BYTES // 8, dtype=np.int64)
         parts = np.array_split(buffer, num_threads)
         as_float = torch.from_numpy(buffer).view(torch.float32)
-        self._pool = ThreadPoolExecutor(num_threads)
+        self._pool = pool = ThreadPoolExecutor(num_threads)
 
         def reduce_with(operation: np.ufunc) -> Callable[[], object]:
-            return lambda: list(self._pool.map(operation.reduce, parts))
+            return lambda: list(pool.map(operation.reduce, parts))
 
         self._ways: tuple[Callable[[], object], ...] = (
             reduce_with(np.add),
             reduce_with(np.bitwise_or),
             lambda: torch.sum(as_float),
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives the buffer and the threads back."""
+        self._pool.shutdown()
+        self._ways = ()
 
     def bytes_per_second(self) -> float:
         """The best of the ways, each gone once."""
@@ -212,8 +220,8 @@ class MemoryReader:
 
 def read_bandwidth(num_threads: int) -> float:
     """Bytes a second, the best of several passes."""
-    reader = MemoryReader(num_threads)
-    return max(reader.bytes_per_second() for _ in range(BANDWIDTH_PASSES))
+    with MemoryReader(num_threads) as memory:
+        return max(memory.bytes_per_second() for _ in range(BANDWIDTH_PASSES))
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -15,23 +15,26 @@ from torch import Tensor
 class SequenceRows:
     """What one sequence contributes to a forward: consecutive tokens, known ones first, drafts after them."""
 
-    token_ids: Sequence[int]  # at least one
+    token_ids: Sequence[int]  # at least one; if an array, of int64
     start_position: int  # absolute position of token_ids[0]; KV of everything before is in the cache
-    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); fastest as an array of int32
+    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); if an array, of int32
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchArrays:
-    """An InputBatch as plain memory, for kernels that read it where it lies."""
+    """An InputBatch as plain memory, for kernels that read it where it lies.
 
-    token_ids: array[int] = field(default_factory=lambda: array("q"))  # [num_rows] int64
-    positions: array[int] = field(default_factory=lambda: array("q"))  # [num_rows] int64, absolute
-    slot_mapping: array[int] = field(default_factory=lambda: array("q"))  # [num_rows] int64
-    logits_rows: array[int] = field(default_factory=lambda: array("q"))  # [num_logits] int64, rising
-    query_start_loc: array[int] = field(default_factory=lambda: array("i", (0,)))  # [num_seqs + 1] int32
-    seq_lens: array[int] = field(default_factory=lambda: array("i"))  # [num_seqs] int32
-    block_tables: array[int] = field(default_factory=lambda: array("i"))  # [num_seqs, max_blocks] int32
+    None of them may grow or shrink from here on: tensors and kernels hold addresses.
+    """
+
+    token_ids: array[int]  # [num_rows] int64
+    positions: array[int]  # [num_rows] int64, absolute
+    slot_mapping: array[int]  # [num_rows] int64, block_id * block_size + offset
+    logits_rows: array[int]  # [num_logits] int64, rising
+    query_start_loc: array[int]  # [num_seqs + 1] int32
+    seq_lens: array[int]  # [num_seqs] int32, with this step's rows
+    block_tables: array[int]  # [num_seqs, max_blocks] int32; unused entries repeat a block of the sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +104,13 @@ class InputBatch:
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
     """Lays `rows` end to end.
 
-    Raises ValueError when a sequence has no rows or too few blocks for them; both are
-    bugs of the caller.
+    Raises ValueError when there are none, when a sequence has no rows or too few blocks for
+    them, or wants logits of more rows than it has: bugs of the caller.
     """
     if not rows:
         raise ValueError("a forward needs at least one sequence")
-    batch = BatchArrays()
+    token_ids, positions, slots, logits_rows = array("q"), array("q"), array("q"), array("q")
+    query_start_loc, seq_lens, block_tables = array("i", (0,)), array("i"), array("i")
     num_blocks: list[int] = []
     for index, seq in enumerate(rows):
         num, start, block_ids = len(seq.token_ids), seq.start_position, seq.block_ids
@@ -118,26 +122,34 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
             )
         if not 0 <= seq.num_logits <= num:
             raise ValueError(f"sequence {index}: {seq.num_logits} logits of {num} rows")
-        batch.token_ids.extend(seq.token_ids)
-        batch.positions.extend(range(start, end))
+        token_ids.extend(seq.token_ids)
+        positions.extend(range(start, end))
         for block in range(start // block_size, used):
             first = max(start - block * block_size, 0)
             last = min(end - block * block_size, block_size)
             slot = block_ids[block] * block_size
-            batch.slot_mapping.extend(range(slot + first, slot + last))
-        num_rows = len(batch.token_ids)
-        batch.logits_rows.extend(range(num_rows - seq.num_logits, num_rows))
-        batch.query_start_loc.append(num_rows)
-        batch.seq_lens.append(end)
+            slots.extend(range(slot + first, slot + last))
+        logits_rows.extend(range(len(token_ids) - seq.num_logits, len(token_ids)))
+        query_start_loc.append(len(token_ids))
+        seq_lens.append(end)
         num_blocks.append(used)
     max_blocks = max(num_blocks)
     for seq, used in zip(rows, num_blocks, strict=True):
-        batch.block_tables.extend(seq.block_ids[:used])
-        batch.block_tables.extend([seq.block_ids[0]] * (max_blocks - used))
-    return InputBatch(batch, max_blocks, block_size)
+        block_tables.extend(seq.block_ids[:used])
+        block_tables.extend([seq.block_ids[0]] * (max_blocks - used))
+    arrays = BatchArrays(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slots,
+        logits_rows=logits_rows,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+    )
+    return InputBatch(arrays, max_blocks, block_size)
 
 
 def _tensor(values: array[int]) -> Tensor:
-    """A view. # [len(values)], of the array's type"""
+    """A view, which keeps the array alive but not where it is. # [len(values)], of the array's type"""
     dtype = torch.int64 if values.itemsize == 8 else torch.int32
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from array import array
+
 import pytest
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -27,6 +30,20 @@ def test_rows_of_all_sequences_lie_end_to_end():
 def test_blocks_reserved_beyond_the_rows_are_not_read():
     batch = build_input_batch([SequenceRows([1], 0, [3, 8, 9], 1)], block_size=4)
     assert batch.block_tables.tolist() == [[3]]
+
+
+def test_rows_go_to_the_slots_of_their_positions_wherever_they_begin_and_end():
+    for block_size in (1, 3, 16):
+        block_ids = array("i", random.Random(block_size).sample(range(100), 30))
+        for start in range(2 * block_size + 2):
+            for num in range(1, 3 * block_size + 2):
+                batch = build_input_batch([SequenceRows(range(num), start, block_ids, num)], block_size)
+                positions = range(start, start + num)
+                assert batch.positions.tolist() == list(positions)
+                assert batch.slot_mapping.tolist() == [
+                    block_ids[position // block_size] * block_size + position % block_size for position in positions
+                ]
+                assert batch.block_tables.tolist() == [block_ids[: -(-(start + num) // block_size)].tolist()]
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,7 @@ class NativeStep:
         for layer in range(self._struct.num_layers):
             self._functions.outrider_decoder_layers(*parts, struct, *caches, layer, layer + 1)
             on_layer_done(layer)
-        if num_logits:
-            self._functions.outrider_decoder_logits(*parts, logits_rows, num_logits, logits.data_ptr())
+        self._functions.outrider_decoder_logits(*parts, logits_rows, num_logits, logits.data_ptr())
         return logits
 
     @property
@@ -213,7 +212,7 @@ class NativePhases:
 
 
 def batch_struct(batch: InputBatch) -> BatchStruct:
-    """Points to the batch's memory, which must outlive it."""
+    """Points to the batch's memory, which must outlive it; nothing keeps it alive but the batch."""
     arrays = batch.arrays
     return BatchStruct(
         batch.num_rows,

@@ -46,7 +46,8 @@ class SequenceKV:
         return kv
 
     def block_table(self) -> array[int]:
-        """`block_ids` as int32, for reading, until blocks change.
+        """`block_ids` as int32: [len(block_ids)]. It is the table itself: not to be written to, nor kept while blocks
+        change.
 
         Only what is new since the last call is written: a step's cost must not grow with
         the length of its contexts.

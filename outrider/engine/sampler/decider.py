@@ -59,6 +59,7 @@ class Decider(Protocol):
         """A token for each row.
 
         Args:
-            logits: [num_rows, vocab_size] float32 on the CPU, contiguous, not changed; at least one row.
+            logits: [num_rows, vocab_size] float32 on the CPU, contiguous, without grad, not changed; at least
+                one row.
             rows: whose they are, in order.
         """

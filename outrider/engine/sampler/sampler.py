@@ -134,9 +134,10 @@ class Sampler:
         logits = logits.detach()
         if not self._stages or logits.device.type == "cpu":
             return logits.to("cpu", torch.float32).contiguous()
-        if len(self._staging) < len(logits):
-            self._staging = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
-        return self._staging[: len(logits)].copy_(logits)
+        with torch.inference_mode():  # the buffer stays what it is, whatever mode a caller is in
+            if len(self._staging) < len(logits):
+                self._staging = torch.empty(logits.shape, dtype=torch.float32, pin_memory=True)
+            return self._staging[: len(logits)].copy_(logits)
 
     def _is_plainly_greedy(self, part: SampleRows) -> bool:
         """Whether its rows are decided by nothing but the largest of their logits."""

@@ -251,7 +251,7 @@ def test_block_table_follows_every_change_of_the_blocks():
         for table in tables:
             assert table.block_table().tolist() == table.block_ids
 
-    kv.reserve(600)  # beyond the first table
+    kv.reserve(600)
     check(kv)
     kv.advance(599)
     kv.truncate(42)

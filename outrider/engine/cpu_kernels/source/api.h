@@ -4,7 +4,8 @@
 // (../operators.py); nothing here throws, allocates for longer than a call (but for teams,
 // workspaces and samplers, which have their own free function and are null where there is no
 // memory), or keeps state of its own. What returns an int32_t returns 0 or an errno: ENOMEM
-// where scratch memory cannot be had, and then nothing was computed.
+// where scratch memory cannot be had, and then nothing was computed (a forward may have got as
+// far as its logits).
 #pragma once
 
 #include <stdint.h>
@@ -179,12 +180,13 @@ OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspa
                                              void* const* key_caches, void* const* value_caches, int64_t first,
                                              int64_t last);
 
-// Logits [num_logits, vocab_size] of the given rows after the last layer.
+// Logits [num_logits, vocab_size] of the given rows [num_logits] after the last layer; for none of
+// them nothing is done.
 OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
                                              float* logits);
 
-// All layers, then logits: between two calls the team would fall asleep.
+// All layers, then logits: between two calls the team would fall asleep. Arguments as above.
 OUTRIDER_API int32_t outrider_decoder_forward(OutriderTeam* team, OutriderWorkspace* workspace,
                                               const OutriderDecoder* decoder, const OutriderBatch* batch,
                                               void* const* key_caches, void* const* value_caches, const int64_t* rows,

@@ -258,6 +258,7 @@ int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace
 
 int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
                                 const int64_t* rows, int64_t num_logits, float* logits) {
+  if (num_logits == 0) return 0;
   return call([&] {
     with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {
       using Type = std::remove_pointer_t<decltype(type)>;
@@ -272,6 +273,5 @@ int32_t outrider_decoder_forward(OutriderTeam* team, OutriderWorkspace* workspac
                                  const int64_t* rows, int64_t num_logits, float* logits) {
   const int32_t status =
       outrider_decoder_layers(team, workspace, decoder, batch, key_caches, value_caches, 0, decoder->num_layers);
-  if (status != 0 || num_logits == 0) return status;
-  return outrider_decoder_logits(team, workspace, decoder, rows, num_logits, logits);
+  return status != 0 ? status : outrider_decoder_logits(team, workspace, decoder, rows, num_logits, logits);
 }

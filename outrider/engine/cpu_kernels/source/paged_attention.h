@@ -23,7 +23,7 @@ namespace outrider {
 constexpr int kSpan = 256;
 constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
 constexpr int kRowsWithoutPanel = 3;  // query rows whose sums, of four vectors of columns, fit the registers
-constexpr int kRowsAhead = 32;  // of the one that is read: rows of a cache lie apart, which no processor foresees
+constexpr int kKeysAhead = 32;  // how early a key or value is asked for: they lie apart, which no processor foresees
 constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
 
 // Consecutive rows of one sequence.
@@ -174,7 +174,7 @@ static inline void pack_keys(const KV* const* keys, int64_t head_dim, KV* panel)
   if (depth_words > words) std::memset(to + words * 64, 0, (depth_words - words) * 64);
 }
 
-// The cache lines of `num` values of one row.
+// The cache lines in which `num` values of one row lie, if the first begins one.
 template <class KV>
 static inline void prefetch_row(const KV* row, int64_t num) {
   for (int64_t d = 0; d < num; d += 64 / static_cast<int64_t>(sizeof(KV))) __builtin_prefetch(row + d, 0, 3);
@@ -279,21 +279,22 @@ struct PagedAttention {
       }
     }
 
-    for (int i = 0; i < std::min(kRowsAhead, num_keys); i++) prefetch_row(key_cache + places[i], head_dim);
+    // Keys, then the values that are wanted when all scores are there.
+    const auto ask_for = [&](int i) {
+      if (i < num_keys) {
+        prefetch_row(key_cache + places[i], head_dim);
+      } else if (i < 2 * num_keys) {
+        prefetch_row(value_cache + places[i - num_keys], head_dim);
+      }
+    };
+    for (int i = 0; i < kKeysAhead; i++) ask_for(i);
     alignas(64) float tile_scores[MostRows<KV>::value * kTileColumns];
     for (int first = 0; first < padded_keys; first += kPanel) {
       const int num = std::min(kPanel, num_keys - first);
       const KV* keys[kPanel];
       // Where there are no more, the last one again: `weigh` takes the scores of real keys only.
       for (int i = 0; i < kPanel; i++) keys[i] = key_cache + places[first + std::min(i, num - 1)];
-      for (int i = first; i < first + kPanel; i++) {
-        const int ahead = i + kRowsAhead;
-        if (ahead < num_keys) {
-          prefetch_row(key_cache + places[ahead], head_dim);
-        } else if (ahead < 2 * num_keys) {
-          prefetch_row(value_cache + places[ahead - num_keys], head_dim);
-        }
-      }
+      for (int i = first; i < first + kPanel; i++) ask_for(i + kKeysAhead);
       pack_keys(keys, head_dim, scratch.key_panel);
       for (int64_t row = 0; row < rows;) {
         const int count = rows_of_next_call<KV>(rows - row);
@@ -342,7 +343,7 @@ struct PagedAttention {
   void add_columns(const KV* cache, const int64_t* places, int num_keys, const float* scores, float* values) const {
     Floats sums[Rows][Vectors] = {};
     for (int i = 0; i < num_keys; i++) {
-      prefetch_row(cache + places[std::min(i + kRowsAhead, num_keys - 1)], Vectors * kWidth);
+      prefetch_row(cache + places[std::min(i + kKeysAhead, num_keys - 1)], Vectors * kWidth);
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) {
         const Floats value = load_wide(cache + places[i] + v * kWidth);
@@ -361,7 +362,7 @@ struct PagedAttention {
     alignas(64) float tile_values[MostRows<float>::value * kTileColumns];
     for (int64_t column = 0; column < options.head_dim; column += kPanel) {
       for (int i = 0; i < num_keys; i++) {
-        prefetch_row(cache + places[std::min(i + kRowsAhead, num_keys - 1)] + column, kPanel);
+        prefetch_row(cache + places[std::min(i + kKeysAhead, num_keys - 1)] + column, kPanel);
         for (int v = 0; v < kPanel; v += kWidth)
           store(scratch.value_panel + i * kPanel + v, load_wide(cache + places[i] + column + v));
       }
