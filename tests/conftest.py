@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import signal
 import subprocess
 import time
 
@@ -14,6 +15,11 @@ from outrider.cluster import Cluster, ClusterConfig, Launch
 from outrider.model_hub.config import DEFAULT_MODEL_ID
 
 START_SECONDS = 300.0
+
+
+def pytest_configure():
+    """Shells start what runs in the background with Ctrl-C ignored, and children inherit that; tests send it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class RunningCluster:
