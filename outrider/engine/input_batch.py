@@ -46,7 +46,7 @@ class InputBatch:
 
     Tensors are views of `arrays`, on the CPU (the model runner moves them), and made when they
     are asked for: right after a forward, whose weights have pushed everything else out of the
-    caches, a call into torch or numpy costs ten times what it costs in a loop of its own.
+    caches, a call into torch or numpy costs several times what it costs in a loop of its own.
     """
 
     arrays: BatchArrays

@@ -171,24 +171,31 @@ class NativeStep:
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As ModelRunner.forward: [num_logits, vocab_size] float32."""
         struct = batch_struct(batch)
-        logits_rows, num_logits = _address(batch.arrays.logits_rows), batch.num_logits
-        logits = torch.empty((num_logits, self._struct.vocab_size))
-        parts = (self._team.handle, self._workspace.handle, self._struct)
-        caches = (self._keys, self._values)
         if on_layer_done is None:
-            self._functions.outrider_decoder_forward(
-                *parts, struct, *caches, logits_rows, num_logits, logits.data_ptr()
-            )
-            return logits
-        for layer in range(self._struct.num_layers):
-            self._functions.outrider_decoder_layers(*parts, struct, *caches, layer, layer + 1)
-            on_layer_done(layer)
-        self._functions.outrider_decoder_logits(*parts, logits_rows, num_logits, logits.data_ptr())
+            self._run_layers(struct, 0, self._struct.num_layers)
+        else:
+            for layer in range(self._struct.num_layers):
+                self._run_layers(struct, layer, layer + 1)
+                on_layer_done(layer)
+        logits = torch.empty((batch.num_logits, self._struct.vocab_size))
+        self._functions.outrider_decoder_logits(
+            self._team.handle,
+            self._workspace.handle,
+            self._struct,
+            _address(batch.arrays.logits_rows),
+            batch.num_logits,
+            logits.data_ptr(),
+        )
         return logits
 
     @property
     def phases(self) -> NativePhases:
         return NativePhases(self._workspace)
+
+    def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:
+        self._functions.outrider_decoder_layers(
+            self._team.handle, self._workspace.handle, self._struct, batch, self._keys, self._values, first, last
+        )
 
 
 class NativePhases:

@@ -19,7 +19,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 4
+API_VERSION = 3
 
 
 class ElementType(IntEnum):
@@ -195,20 +195,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             POINTER(c_void_p),
             c_int64,
             c_int64,
-        ),
-    ),
-    "outrider_decoder_forward": (
-        _Status,
-        (
-            c_void_p,
-            c_void_p,
-            POINTER(DecoderStruct),
-            POINTER(BatchStruct),
-            POINTER(c_void_p),
-            POINTER(c_void_p),
-            c_void_p,
-            c_int64,
-            c_void_p,
         ),
     ),
     "outrider_decoder_logits": (

@@ -4,8 +4,7 @@
 // (../operators.py); nothing here throws, allocates for longer than a call (but for teams,
 // workspaces and samplers, which have their own free function and are null where there is no
 // memory), or keeps state of its own. What returns an int32_t returns 0 or an errno: ENOMEM
-// where scratch memory cannot be had, and then nothing was computed (a forward may have got as
-// far as its logits).
+// where scratch memory cannot be had, and then nothing was computed.
 #pragma once
 
 #include <stdint.h>
@@ -18,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 4;
+constexpr int32_t OUTRIDER_API_VERSION = 3;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -185,9 +184,3 @@ OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspa
 OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
                                              float* logits);
-
-// All layers, then logits: between two calls the team would fall asleep. Arguments as above.
-OUTRIDER_API int32_t outrider_decoder_forward(OutriderTeam* team, OutriderWorkspace* workspace,
-                                              const OutriderDecoder* decoder, const OutriderBatch* batch,
-                                              void* const* key_caches, void* const* value_caches, const int64_t* rows,
-                                              int64_t num_logits, float* logits);

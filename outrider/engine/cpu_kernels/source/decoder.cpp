@@ -267,11 +267,3 @@ int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace
     });
   });
 }
-
-int32_t outrider_decoder_forward(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
-                                 const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
-                                 const int64_t* rows, int64_t num_logits, float* logits) {
-  const int32_t status =
-      outrider_decoder_layers(team, workspace, decoder, batch, key_caches, value_caches, 0, decoder->num_layers);
-  return status != 0 ? status : outrider_decoder_logits(team, workspace, decoder, rows, num_logits, logits);
-}

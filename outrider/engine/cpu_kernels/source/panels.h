@@ -49,9 +49,9 @@ static inline int64_t padded_depth(int64_t in_features) {
 
 constexpr int kTileColumns = 2 * kPanel;  // of the tile that one call computes
 
-// Bytes ahead in each panel that are asked for. What lies behind a unit's end is asked for in
-// vain, which one row, bound by memory alone, feels more than it gains from the rest: so it was
-// measured for fused multiply-adds under AVX2. Dot products keep the one for many rows.
+// Bytes ahead in each panel that are asked for: as measured for fused multiply-adds under AVX2.
+// (Why one row wants less is a guess: what lies behind a unit's end is asked for in vain.) Dot
+// products keep the one for many rows.
 constexpr int kPrefetchBytes = 2048;
 constexpr int kPrefetchBytesOfOneRow = 768;
 
