@@ -52,6 +52,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from decode_node.ingest import Ingest
         from decode_node.node import DecodeParts
         from outrider.engine.attention import make_attention_backend
+        from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -62,6 +63,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from outrider.model_hub.load import load_model
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
+        from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_policy import DraftPolicy
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.proposers.isolated import IsolatedProposer
@@ -139,7 +141,12 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
             transfer_timeout_seconds=config.transfer_timeout_seconds,
         )
         profiler = StepProfiler(engine.clock, runner.phases, read_event_loop=event_loop_clock())
-        loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, profiler=profiler, emit=emit)
+        cpu_turns = open_turns(
+            config.turns_file,
+            model.cpu_kernels,
+            on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
+        )
+        loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, profiler=profiler, emit=emit, cpu_turns=cpu_turns)
         return DecodeParts(
             engine=engine,
             loop=loop,
@@ -158,6 +165,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                 "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": info.numerics,
                 "kernels": str(model.kernels),
+                "cpu_turns": cpu_turns.description,
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,
                 "draft_targets": list(config.draft_targets),

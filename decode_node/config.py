@@ -48,3 +48,8 @@ class DecodeNodeConfig:
     max_local_prefill_tokens: int = setting(
         32, at_least=1, help="A prompt remainder up to this length is computed here instead of transferred."
     )
+    turns_file: str = setting(
+        "",
+        help="Nodes that compute on the same processors and name the same file take turns there; empty: at once. "
+        "`outrider up` chooses.",
+    )

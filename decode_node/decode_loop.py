@@ -34,6 +34,7 @@ from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.statistics import StepStats
 from decode_node.verdict import Verdict, judge
+from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampledRows, SampleRows
@@ -44,6 +45,8 @@ from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
 
 IDLE_WAIT_SECONDS = 0.2
+TURN_WAIT_SECONDS = 0.005
+"""Commands are handled so often while other nodes have the processors."""
 
 
 class DecodeLoop:
@@ -61,6 +64,7 @@ class DecodeLoop:
         desk: GroupDesk,
         profiler: StepProfiler,
         emit: Callable[[Sequence[AddressedEvent], StepStats | None], None],
+        cpu_turns: CpuTurns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -69,6 +73,7 @@ class DecodeLoop:
         self._profiler = profiler
         self._time = engine.clock
         self._emit = emit
+        self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
         self._clock = clock
         self._inbox = Inbox()
         self._stopping = threading.Event()
@@ -87,21 +92,37 @@ class DecodeLoop:
     def run(self) -> None:
         """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
         while not self._stopping.is_set():
-            self.turn()
+            self.iterate()
+        self._cpu_turns.give()
         self._profiler.end()
         self._desk.free_all()
 
-    def turn(self) -> None:
+    def iterate(self) -> None:
         """Commands and their answers, then a step if there is work, and what it has to tell.
 
-        A grant does not wait for the step: the prefill that it allows runs beside it.
+        A grant does not wait for the step, nor for this node's turn: the prefill that it
+        allows runs beside it.
         """
-        self._handle_commands(wait=not self._engine.scheduler.has_work)
+        self._attend(wait=not self._engine.scheduler.has_work)
+        if self._engine.scheduler.has_work and self._take_turn():
+            self._emit_events(self.step())
+        self._cpu_turns.give()  # a step has done so already
+
+    def _attend(self, *, wait: bool = False) -> None:
+        """To commands; with `wait` until there is one, for a little while."""
+        self._handle_commands(wait=wait)
         self._desk.tend_transfers()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
-        if self._engine.scheduler.has_work:
-            self._emit_events(self.step())
+
+    def _take_turn(self) -> bool:
+        """Waits for the processors while there is work for them; attends to commands meanwhile. False: none is left."""
+        is_taken = self._cpu_turns.take(0.0)
+        while not is_taken and self._engine.scheduler.has_work and not self._stopping.is_set():
+            is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
+            self._time.mark(Part.CPU_TURN)
+            self._attend()  # with the turn, too: what has come meanwhile is in the step
+        return is_taken and self._engine.scheduler.has_work
 
     def _emit_events(self, stats: StepStats | None) -> None:
         events = self._desk.take_events()
@@ -120,6 +141,7 @@ class DecodeLoop:
         plan = self._engine.scheduler.plan(lambda sequence: len(drafts.of(sequence.key)))
         self._time.mark(Part.SCHEDULE)
         if not plan.scheduled:
+            self._cpu_turns.give()
             self._wait_for_blocks()
             return None
         self.progress.begin(plan.num_rows)
@@ -129,6 +151,7 @@ class DecodeLoop:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
         sampled = self._engine.sampler.sample(logits, [self._sample_rows(item, drafts) for item in verifying])
+        self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, drafts, sampled)
         seconds = self.progress.end()

@@ -23,6 +23,7 @@ class Part(enum.StrEnum):
     """What the engine thread does with its time, in the order of a step. Every nanosecond belongs to one part.
 
     IDLE waits for work. COMMANDS takes sequences in and lets them go, and tends transfers.
+    CPU_TURN waits for nodes that compute on the same processors (see outrider.engine.cpu_turns).
     DRAFT_WAIT waits for draft nodes, within the step's budget; DRAFTING is the rest of
     gathering drafts. SCHEDULE plans, BATCH builds the forward's input, FORWARD runs the
     model. HAND_OFF offers KV to pushes (prefill nodes). SAMPLING decides every row; COMMIT
@@ -34,6 +35,7 @@ class Part(enum.StrEnum):
 
     IDLE = "idle"
     COMMANDS = "commands"
+    CPU_TURN = "cpu_turn"
     DRAFT_WAIT = "draft_wait"
     DRAFTING = "drafting"
     SCHEDULE = "schedule"

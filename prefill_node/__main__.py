@@ -42,6 +42,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.attention import make_attention_backend
+        from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
         from outrider.engine.model_runner import ModelRunner
@@ -52,6 +53,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
         from outrider.model_hub.load import load_model
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
+        from outrider.service.telemetry.logging import get_logger
         from prefill_node.forward import PagedForward
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
@@ -73,6 +75,11 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
             reserve_blocks_per_running=0,  # prompts do not grow
         )
         connector = make_connector(config.kv_transfer, tls=config.server.tls)
+        cpu_turns = open_turns(
+            config.turns_file,
+            model.cpu_kernels,
+            on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
+        )
         clock = StepClock()
         loop = PrefillLoop(
             pool=pool,
@@ -85,6 +92,8 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
             keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
             profiler=StepProfiler(clock, runner.phases, read_event_loop=event_loop_clock()),
             emit=emit,
+            cpu_turns=cpu_turns,
+            turn_seconds=config.turn_seconds,
         )
         return PrefillParts(
             pool=pool,
@@ -103,6 +112,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
                 "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": model.info.numerics,
                 "kernels": str(model.kernels),
+                "cpu_turns": cpu_turns.description,
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,
                 "connector": connector.name,

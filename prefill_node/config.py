@@ -24,3 +24,15 @@ class PrefillNodeConfig:
     max_waiting: int = setting(
         256, at_least=1, at_most=65536, help="Prompts that may wait; more are refused with RESOURCE_EXHAUSTED."
     )
+    turns_file: str = setting(
+        "",
+        help="Nodes that compute on the same processors and name the same file take turns there; empty: at once. "
+        "`outrider up` chooses.",
+    )
+    turn_seconds: float = setting(
+        0.12,
+        at_least=0,
+        at_most=60,
+        help="In turns with decode nodes, the longest they wait for prompts between two steps (to the next layer's "
+        "end). Longer: first tokens come sooner, the others slower.",
+    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence, Scheduled, Scheduler, StepPlan
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from outrider.kv_transfer.base import Connector
 
 STOP_SECONDS = 2.0
+TURN_WAIT_SECONDS = 60.0
 
 log = get_logger("prefill_node")
 
@@ -83,7 +85,10 @@ class PrefillLoop:
         keep_alive_seconds: float,
         profiler: StepProfiler,
         emit: Callable[[Sequence[JobEnded], StepStats | None], None],
+        cpu_turns: CpuTurns | None = None,
+        turn_seconds: float = 0.0,
     ) -> None:
+        """`turn_seconds`: of a turn, where other nodes compute on the same processors (see `cpu_turns`)."""
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._pool = pool
@@ -96,6 +101,8 @@ class PrefillLoop:
         self._profiler = profiler
         self._time = profiler.clock
         self._emit = emit
+        self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
+        self._turn_seconds = turn_seconds
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, _Task] = {}
         self._ended: list[JobEnded] = []
@@ -264,6 +271,7 @@ class PrefillLoop:
         """The forward's seconds; 0 when nothing is planned."""
         if not plan.scheduled:
             return 0.0
+        self._take_turn()
         self.progress.begin(plan.num_rows)
         now = time.monotonic()
         for item in plan.scheduled:
@@ -271,12 +279,27 @@ class PrefillLoop:
             if task.compute_started_at is None:
                 task.compute_started_at = now
         rows = [_rows(item) for item in plan.scheduled]
-        self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._offer(plan, layer))
+        self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
+        self._cpu_turns.give()
         self.prompt_tokens.add_computed(plan.num_rows)
         return self.progress.end()
 
-    def _offer(self, plan: StepPlan, layer: int) -> None:
+    def _layer_done(self, plan: StepPlan, layer: int) -> None:
         """Called within the forward: the chunk's KV of one more layer is in the cache."""
+        self._offer(plan, layer)
+        is_last = layer == self._layers.num_layers - 1
+        if not is_last and self._cpu_turns.is_over(self._turn_seconds):
+            self._time.mark(Part.FORWARD)
+            self._cpu_turns.give()
+            self._profiler.left_forward(self._take_turn())
+
+    def _take_turn(self) -> int:
+        """The nanoseconds that it took."""
+        while not self._cpu_turns.take(TURN_WAIT_SECONDS):
+            log.warning("other nodes keep the processors", seconds=TURN_WAIT_SECONDS)
+        return self._time.mark(Part.CPU_TURN)
+
+    def _offer(self, plan: StepPlan, layer: int) -> None:
         layers = self._layers.ending_at(layer)
         if layers is None:
             return

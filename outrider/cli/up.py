@@ -18,7 +18,7 @@ from outrider.config import CONFIG_FILE_VARIABLE, load_config
 from outrider.errors import PeerLostError
 from outrider.service.server import probe_port
 
-SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus")
+SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

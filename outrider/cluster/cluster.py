@@ -59,6 +59,7 @@ class Cluster:
         given = self.launch.log_directory
         name = f"outrider-{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
+        self._turns_file = self.log_directory / f"cpu-turns-{os.getpid()}"
         self._children = [
             Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self.launch)
         ]
@@ -265,7 +266,9 @@ class Cluster:
             for role in (DRAFT, PREFILL, DECODE)
         }
         bound = {"port": _port(child.address), "metrics_port": _port(child.metrics_address)}
-        command = child_command(child.spec, self.config, self.launch, targets=targets, bound=bound)
+        command = child_command(
+            child.spec, self.config, self.launch, targets=targets, bound=bound, turns_file=self._turns_file
+        )
         try:
             with self._changed:
                 child.spawn(command, self.launch.environ)
@@ -292,6 +295,7 @@ class Cluster:
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
             self._become(child, ChildState.ENDED)
+        self._turns_file.unlink(missing_ok=True)
         if self.launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
             shutil.rmtree(self.log_directory, ignore_errors=True)
 

@@ -18,13 +18,15 @@ class Placement:
 
     cpus: tuple[int, ...]
     num_threads: int
+    is_shared: bool = False  # with all others that compute
 
 
 def place_roles(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, Placement]:
     """By the name of each process that computes ("decode-0", "prefill-0", with a draft model "draft-0").
 
-    On few processors all processes share all of them: a phase of a native step waits for
-    no thread that has lost its core, so sharing costs time but never stalls. On more,
+    On few processors all processes share all of them: prefill and decode nodes in turns
+    (see outrider.engine.cpu_turns), a draft model beside them; a phase of a native step waits
+    for no thread that has lost its core, so that sharing costs time but never stalls. On more,
     decode nodes come first with half of them, since every token waits for a decode step;
     prefill nodes get the rest, so that no chunk holds up a running decode; a draft model
     takes an eighth of all from them; and one processor stays free for router, n-gram
@@ -42,7 +44,7 @@ def place_roles(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, Placeme
     }
     everyone = [name for role in names.values() for name in role]
     if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(everyone)):
-        return dict.fromkeys(everyone, Placement(tuple(cpus), len(cpus)))
+        return dict.fromkeys(everyone, Placement(tuple(cpus), len(cpus), is_shared=len(everyone) > 1))
     free = cpus[1:]
     num_draft = max(len(names["draft"]), len(cpus) // 8) if names["draft"] else 0
     num_decode = max(len(names["decode"]), (len(free) - num_draft + 1) // 2)

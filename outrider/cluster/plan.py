@@ -73,12 +73,17 @@ def child_command(
     *,
     targets: Mapping[str, Sequence[str]],
     bound: Mapping[str, int | None],
+    turns_file: Path,
 ) -> list[str]:
-    """The command line. `targets`: addresses by role. `bound`: "port" and "metrics_port" of an earlier life."""
+    """The command line.
+
+    `targets`: addresses by role. `bound`: "port" and "metrics_port" of an earlier life.
+    `turns_file`: for nodes on the same processors.
+    """
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
         command += ["--config", str(launch.config_file)]
-    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets)
+    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
     settings = [f"{key}={_text(value)}" for key, value in chosen.items() if not launch.sets(key)]
     settings += launch.overrides
     settings += [f"{spec.role}.server.{name}={port}" for name, port in bound.items() if port is not None]
@@ -87,7 +92,9 @@ def child_command(
     return command
 
 
-def _chosen(spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _chosen(
+    spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]], turns_file: Path
+) -> dict[str, Any]:
     """The cluster's own settings for one process."""
     role = spec.role
     chosen: dict[str, Any] = {f"{role}.server.drain_seconds": config.drain_seconds}
@@ -96,6 +103,8 @@ def _chosen(spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequen
     if section is not None and place is not None:
         chosen[f"{section}.cpus"] = place.cpus
         chosen[f"{section}.num_threads"] = place.num_threads
+        if place.is_shared and role in (PREFILL, DECODE):
+            chosen[f"{role}.turns_file"] = turns_file
     if config.metrics:
         chosen[f"{role}.server.metrics_port"] = 0
     if role == ROUTER:

@@ -40,6 +40,40 @@ class FakeClock:
         self._now += seconds
 
 
+class ScriptedTurns:
+    """CpuTurns among others whose part the test plays. `calls` tells what was asked, in order."""
+
+    description = "scripted"
+
+    def __init__(self, *, num_refusals: int = 0, is_over: bool = False) -> None:
+        """`num_refusals`: takes that fail before each one that does not. `is_over`: what `is_over` answers."""
+        self.num_refusals = num_refusals
+        self.on_refusal: Callable[[], None] = lambda: None
+        self.is_held = False
+        self.calls: list[str] = []
+        self._is_over = is_over
+        self._num_refused = 0
+
+    def take(self, timeout_seconds: float) -> bool:
+        if self._num_refused < self.num_refusals:
+            self._num_refused += 1
+            self.on_refusal()
+            return False
+        self._num_refused = 0
+        self.is_held = True
+        self.calls.append("take")
+        return True
+
+    def is_over(self, seconds: float) -> bool:
+        assert self.is_held
+        return self._is_over
+
+    def give(self) -> None:
+        if self.is_held:
+            self.calls.append("give")
+        self.is_held = False
+
+
 class ScriptedModel:
     """A target model that is a hash of its context. Equal contexts have equal logits, in every process.
 

@@ -29,6 +29,7 @@ class RoleConfig:
     draft_targets: tuple[str, ...] = setting(())
     decode_targets: tuple[str, ...] = setting(())
     prefill_targets: tuple[str, ...] = setting(())
+    turns_file: str = setting("")
 
 
 class EchoRouter(router_pb2_grpc.RouterServiceServicer):

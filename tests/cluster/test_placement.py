@@ -5,7 +5,7 @@ from outrider.cluster.placement import Placement, place_roles
 
 
 def test_few_processors_are_shared_by_all():
-    everything = Placement((0, 1), 2)
+    everything = Placement((0, 1), 2, is_shared=True)
     assert place_roles(ClusterConfig(), [0, 1]) == {"decode-0": everything, "prefill-0": everything}
 
 
@@ -30,4 +30,5 @@ def test_everyone_computes_somewhere_and_nobody_elsewhere(num_cpus, draft, count
         assert set(place.cpus) <= set(cpus)
     used = [cpu for place in places.values() for cpu in place.cpus]
     is_shared = all(place.cpus == tuple(cpus) for place in places.values())
+    assert {place.is_shared for place in places.values()} == {is_shared}
     assert is_shared or (len(used) == len(set(used)) and cpus[0] not in used)

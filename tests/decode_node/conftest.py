@@ -91,7 +91,7 @@ class Node:
 
     transfer_timeout_seconds = 60.0
 
-    def __init__(self, *, num_blocks=64, num_speculative_tokens=0):
+    def __init__(self, *, num_blocks=64, num_speculative_tokens=0, cpu_turns=None):
         self.clock = FakeClock()
         self.model = ScriptedModel(vocab_size=64)
         self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks)
@@ -120,6 +120,7 @@ class Node:
             desk=self.desk,
             profiler=StepProfiler(self.engine.clock),
             emit=self._emit,
+            cpu_turns=cpu_turns,
         )
         self.ids = itertools.count(1)
 
@@ -145,21 +146,21 @@ class Node:
         self.loop.submit(GroupCancelled(SESSION, cancel))
 
     def granted(self, group_id):
-        self.turn()
+        self.iterate()
         (granted,) = self.find(Granted, group_id)
         return granted
 
-    def turn(self):
+    def iterate(self):
         if not self.engine.scheduler.has_work and self.loop._inbox.is_empty:
             self.loop.submit(SessionEnded(0))  # so that an idle turn need not wait for one
-        self.loop.turn()
+        self.loop.iterate()
 
     def run(self):
-        self.turn()
+        self.iterate()
         for _ in range(1000):
             if not self.engine.scheduler.has_work:
                 return
-            self.turn()
+            self.iterate()
         raise AssertionError("the loop does not end")
 
     def push(self, group_id, prompt):

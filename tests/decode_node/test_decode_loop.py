@@ -84,11 +84,11 @@ class Node:
     def run(self, *, max_turns=2000):
         """Until nothing is left to do."""
         with torch.inference_mode():
-            self.parts.loop.turn()
+            self.parts.loop.iterate()
             for _ in range(max_turns):
                 if not self.parts.engine.scheduler.has_work:
                     return self
-                self.parts.loop.turn()
+                self.parts.loop.iterate()
         raise AssertionError("the loop does not end")
 
     def tokens(self, group_id, sample=0):
@@ -250,7 +250,7 @@ def test_preempted_sequences_give_the_same_tokens(make_node):
     pool = tight.parts.engine.pool
     groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
     with torch.inference_mode():
-        tight.parts.loop.turn()
+        tight.parts.loop.iterate()
     held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
     tight.run()
     assert sum(stats.num_preempted for stats in tight.stats) > 0
@@ -275,7 +275,7 @@ def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
     node = make_node()
     group_id = node.open(prompt=tuple(range(10, 110)))
     with torch.inference_mode():
-        node.parts.loop.turn()
+        node.parts.loop.iterate()
     (granted,) = node.find(Granted, group_id)
     assert granted.kv_address.startswith("127.0.0.1:")
     assert node.parts.engine.pool.num_free_blocks < 256
@@ -319,7 +319,7 @@ def test_the_end_of_a_session_frees_its_groups_and_no_other(make_node):
     with torch.inference_mode():
         mine = node.open(session=1)
         other = node.open(session=2)
-        node.parts.loop.turn()
+        node.parts.loop.iterate()
         node.submit(SessionEnded(1))
         node.run()
     assert len(node.tokens(other)) == 40
@@ -331,7 +331,7 @@ def test_a_drained_node_takes_nothing_new_and_gives_up_the_rest_at_the_deadline(
     node = make_node()
     running = node.open()
     with torch.inference_mode():
-        node.parts.loop.turn()
+        node.parts.loop.iterate()
     node.submit(DrainStarted())
     refused = node.open()
     node.submit(DrainExpired())
@@ -353,7 +353,7 @@ def test_random_cancels_leave_the_pool_whole(make_node):
                 samples = () if choice.random() < 0.5 else (0,)
                 cancel = CancelSequenceGroup(sequence_group_id=choice.choice(live), samples=samples)
                 node.submit(GroupCancelled(SESSION, cancel))
-            node.parts.loop.turn()
+            node.parts.loop.iterate()
         for group_id in live:
             node.submit(GroupCancelled(SESSION, CancelSequenceGroup(sequence_group_id=group_id)))
         node.run()

@@ -51,7 +51,7 @@ def _soak(make_scripted_node, seed):
         if choice.random() < 0.01:
             node.loop.submit(SessionEnded(2))
         node.desk._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
-        node.turn()
+        node.iterate()
         _push_some(node, opened, choice)
         node.engine.pool.check_integrity(_tables(node))
     node.clock.advance(node.transfer_timeout_seconds)  # pushes that never came

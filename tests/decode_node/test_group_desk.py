@@ -49,16 +49,16 @@ def test_a_grant_whose_kv_never_comes_is_given_up(node):
     node.granted(group_id)
     node.clock.advance(node.transfer_timeout_seconds - 1.0)
     later = node.open(prompt=LONG_PROMPT[::-1])
-    node.turn()
+    node.iterate()
     assert not node.find(SequenceGroupFailed, group_id)
     node.clock.advance(1.0)
-    node.turn()
+    node.iterate()
     (failed,) = node.find(SequenceGroupFailed, group_id)
     assert failed.code == 14
     assert node.desk.num_groups == 1
     assert not node.find(SequenceGroupFailed, later)
     node.clock.advance(node.transfer_timeout_seconds)
-    node.turn()
+    node.iterate()
     node.assert_nothing_is_held()
 
 
@@ -66,7 +66,7 @@ def test_samples_cancelled_before_the_kv_is_there_never_start(node):
     group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
     node.granted(group_id)
     node.cancel(group_id, 0, 2, 7)
-    node.turn()
+    node.iterate()
     node.push(group_id, LONG_PROMPT)
     node.run()
     assert node.tokens(group_id, 1) == node.model.generate(LONG_PROMPT, 5)
@@ -79,7 +79,7 @@ def test_cancelling_every_sample_before_the_kv_is_there_cancels_the_group(node):
     node.granted(group_id)
     node.cancel(group_id, 0)
     node.cancel(group_id, 1)
-    node.turn()
+    node.iterate()
     node.assert_nothing_is_held()
 
 
@@ -110,13 +110,13 @@ def test_a_write_that_does_not_end_holds_its_blocks_but_not_the_steps(node):
 
     too_large_now = node.open(prompt=tuple(range(30, 60)), sampling={"max_tokens": 150})
     held = pool.allocate(pool.num_free_blocks - 4)
-    node.turn()
+    node.iterate()
     assert node.find(Rejected, too_large_now)[0].reason is RejectReason.NO_ROOM
     pool.release(held)
 
     node.ingest.gate.set()
     pushing.join(PATIENCE_SECONDS)
-    node.turn()
+    node.iterate()
     node.assert_nothing_is_held()
 
 
@@ -163,7 +163,7 @@ def test_a_session_that_ends_behind_its_own_commands_leaves_nothing(node):
 def test_a_loop_is_drained_once_the_last_events_are_out(node):
     group_id = node.open()
     node.loop.submit(DrainStarted())
-    node.turn()
+    node.iterate()
     assert not node.loop.is_drained
     node.run()
     assert node.loop.is_drained
@@ -172,7 +172,7 @@ def test_a_loop_is_drained_once_the_last_events_are_out(node):
 
 def test_a_flood_of_commands_does_not_keep_steps_from_running(node):
     group_id = node.open(sampling={"max_tokens": 50})
-    node.turn()
+    node.iterate()
     before = len(node.tokens(group_id))
     find = node.desk.cancel
 
@@ -182,7 +182,7 @@ def test_a_flood_of_commands_does_not_keep_steps_from_running(node):
 
     node.desk.cancel = cancel_and_ask_again
     node.cancel(bytes(16))
-    node.turn()
+    node.iterate()
     assert len(node.tokens(group_id)) == before + 1
 
 

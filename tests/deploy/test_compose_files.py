@@ -49,6 +49,13 @@ def test_a_role_runs_as_little_as_it_can(compose, role):
     assert service["healthcheck"]["test"] == ["CMD", "outrider", "probe"]
 
 
+def test_nodes_take_turns_through_a_volume_that_they_share(compose, config):
+    assert config["prefill_node"].turns_file == config["decode_node"].turns_file
+    folder = config["decode_node"].turns_file.rpartition("/")[0]
+    for role in ("prefill_node", "decode_node"):
+        assert f"models:{folder}" in compose["services"][role]["volumes"]
+
+
 @pytest.mark.parametrize("service", ["router", "prometheus", "grafana"])
 def test_ports_are_published_on_loopback_only(compose, service):
     assert all(port.startswith("127.0.0.1:") for port in compose["services"][service]["ports"])

@@ -46,13 +46,17 @@ def test_tokens_are_the_same_with_and_without_speculation(running, parameters):
 
 
 def test_drafts_are_accepted_where_the_text_repeats(running):
-    _, summary = running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)
-    speculation = summary.metrics.speculation
-    assert speculation.num_accepted_draft_tokens > 20
-    assert speculation.mean_acceptance_length > 1.5
-    assert sum(speculation.acceptance_histogram) == speculation.num_spec_steps
-    accepted = sum(i * count for i, count in enumerate(speculation.acceptance_histogram))
-    assert accepted == speculation.num_accepted_draft_tokens
+    """How many are tried depends on what rows cost at the moment: a node that has just started knows little of that."""
+    answers = [
+        running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)[1].metrics.speculation
+        for _ in range(3)
+    ]
+    assert sum(speculation.num_accepted_draft_tokens for speculation in answers) > 3 * 20
+    for speculation in answers:
+        assert speculation.mean_acceptance_length > 1.5
+        assert sum(speculation.acceptance_histogram) == speculation.num_spec_steps
+        accepted = sum(i * count for i, count in enumerate(speculation.acceptance_histogram))
+        assert accepted == speculation.num_accepted_draft_tokens
 
 
 def test_the_kv_of_a_long_prompt_is_moved_once_and_then_cached(running):

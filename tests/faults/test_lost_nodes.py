@@ -12,6 +12,9 @@ import pytest
 
 from outrider.client import Client
 from outrider.cluster import ChildState
+from outrider.engine.cpu_kernels.library import KernelLibrary
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, SharedTurns
 from outrider.errors import NotFoundError, OutriderError, PeerLostError
 from outrider.service.channels import open_channel
 from outrider.service.node_service import NodeWatcher
@@ -105,6 +108,26 @@ def test_losing_the_decode_node_ends_its_requests_and_the_client_goes_on_elsewhe
     faulty.wait_until_all_serve()
     rest, _ = faulty.generate(PROMPT, generated_token_ids=held, **LONG)
     assert held + rest == undisturbed
+
+
+def test_nodes_go_on_beside_one_that_keeps_the_processors_for_ever(start_cluster, undisturbed, tmp_path):
+    """Turns on shared processors: this process takes one and shows no life in it, as a frozen node would."""
+    from tests.conftest import START_SECONDS, RunningCluster
+
+    library = choose_kernels().library
+    if library is None:
+        pytest.skip("turns need native kernels")
+    turns_file = tmp_path / "turns"
+    settings = (f"{role}.turns_file={turns_file}" for role in ("prefill_node", "decode_node"))
+    with start_cluster(None, *settings) as cluster:
+        cluster.wait_serving(START_SECONDS)
+        in_turns = RunningCluster(cluster)
+        turns = SharedTurns(KernelLibrary(library), turns_file)
+        assert turns.take(10.0)
+        assert in_turns.generate(PROMPT, **LONG)[0] == undisturbed
+        assert turns.is_over(0.0)  # it was taken away
+        logs = "".join(node.log_path.read_text() for node in cluster.nodes)
+    assert logs.count(TAKEN_FROM_ANOTHER) == 1  # and whoever did was not held up again
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -78,7 +78,7 @@ class BlockSink:
 class Rig:
     """A prefill loop on a scripted engine, in its thread, and the decode side that it pushes to."""
 
-    def __init__(self, *, num_blocks=64, max_running=8, max_rows_per_step=8, frame_bytes=4096, connector=None):
+    def __init__(self, *, num_blocks=64, max_running=8, max_rows_per_step=8, frame_bytes=4096, connector=None, **turns):
         self.engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE)
         self.decode = DecodeSide()
         self.ended = {}
@@ -102,6 +102,7 @@ class Rig:
             keep_alive_seconds=0.05,
             profiler=StepProfiler(self.engine.clock),
             emit=self.emit,
+            **turns,
         )
         self._ids = itertools.count(1)
         self.thread = threading.Thread(target=self.loop.run)

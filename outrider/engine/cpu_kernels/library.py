@@ -19,7 +19,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 3
+API_VERSION = 4
 
 
 class ElementType(IntEnum):
@@ -208,6 +208,12 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_arrivals": (_Status, (c_uint64, c_uint32, c_uint32, c_int64, c_void_p)),
     "outrider_logarithms": (_Status, (c_void_p, c_int64, c_void_p)),
     "outrider_masses": (_Status, (c_void_p, c_int64, c_float, c_void_p)),
+    "outrider_turns_size": (c_int64, ()),
+    "outrider_turns_seats": (c_int32, ()),
+    "outrider_turns_take": (c_int32, (c_void_p, c_int32, c_int64, c_int64)),
+    "outrider_turns_keep": (c_int32, (c_void_p, c_int32, c_int64)),
+    "outrider_turns_is_wanted": (c_int32, (c_void_p, c_int32)),
+    "outrider_turns_give": (None, (c_void_p, c_int32)),
 }
 
 

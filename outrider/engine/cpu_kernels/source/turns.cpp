@@ -1,0 +1,156 @@
+#include "turns.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "api.h"
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace outrider {
+
+namespace {
+
+int64_t monotonic() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+}
+
+}  // namespace
+
+Turns::Taken Turns::take(int32_t seat, int64_t lease, int64_t timeout) {
+  const int64_t deadline = monotonic() + timeout;
+  for (;;) {
+    // In this order: who finds the holder as it was, and then sleeps, is woken by any change since.
+    const uint32_t seen = changes_;
+    uint64_t holder = holder_;
+    const int64_t now = monotonic();
+    if (seat_of(holder) == seat) {  // handed over
+      lease_end_ = now + lease;
+      if (holder_ != holder) continue;  // too late: somebody has taken it since
+      tickets_[seat] = 0;
+      return Taken::kYes;
+    }
+    const bool is_free = seat_of(holder) < 0;
+    if (is_free || has_run_out(now)) {
+      // First the lease: a new holder with the old one's end could lose the turn at once. If another is
+      // quicker this is a longer lease for him.
+      lease_end_ = now + lease;
+      if (!holder_.compare_exchange_strong(holder, successor(holder, seat))) continue;
+      tickets_[seat] = 0;
+      announce();  // to the others in line, that there is another end to wait for
+      return is_free ? Taken::kYes : Taken::kFromAnother;
+    }
+    if (tickets_[seat] == 0) {
+      stand_in_line(seat);
+      continue;  // what was given before that was given to nobody
+    }
+    if (now >= deadline) return Taken::kNo;
+    wait(seen, std::min(deadline, int64_t{lease_end_}) - now);
+  }
+}
+
+bool Turns::keep(int32_t seat, int64_t lease) {
+  const uint64_t holder = holder_;
+  if (seat_of(holder) != seat) return false;
+  lease_end_ = monotonic() + lease;
+  return holder_ == holder;
+}
+
+bool Turns::is_wanted(int32_t seat) const {
+  for (int32_t other = 0; other < kSeats; other++) {
+    if (other != seat && tickets_[other] != 0) return true;
+  }
+  return false;
+}
+
+void Turns::give(int32_t seat) {
+  // Somebody may be handing the turn to this seat at this moment: then it is lost until that lease ends.
+  tickets_[seat] = 0;
+  uint64_t holder = holder_;
+  if (seat_of(holder) != seat) return;
+  int32_t next;
+  for (;;) {
+    next = first_in_line();
+    if (next < 0) break;
+    uint32_t ticket = tickets_[next];
+    // Out of the line by who gives: one that was killed there is handed the turn once and never again.
+    if (ticket != 0 && tickets_[next].compare_exchange_strong(ticket, 0)) break;
+  }
+  lease_end_ = monotonic() + kHandedLease;
+  holder_.compare_exchange_strong(holder, successor(holder, next));  // else somebody has taken it
+  announce();
+}
+
+bool Turns::has_run_out(int64_t now) const {
+  const int64_t end = lease_end_;
+  return end <= now || end - now > kLongestLease;  // of another life of this machine, whose clock was ahead
+}
+
+void Turns::stand_in_line(int32_t seat) {
+  uint32_t ticket;
+  do {
+    ticket = last_ticket_.fetch_add(1) + 1;
+  } while (ticket == 0);
+  tickets_[seat] = ticket;
+}
+
+int32_t Turns::first_in_line() const {
+  int32_t first = -1;
+  uint32_t lowest = 0;
+  for (int32_t seat = 0; seat < kSeats; seat++) {
+    const uint32_t ticket = tickets_[seat];
+    if (ticket == 0 || (first >= 0 && static_cast<int32_t>(ticket - lowest) >= 0)) continue;
+    first = seat;
+    lowest = ticket;
+  }
+  return first;
+}
+
+void Turns::announce() {
+  changes_.fetch_add(1);
+#if defined(__linux__)
+  // Not std::atomic::notify_all, which reaches threads of one process.
+  syscall(SYS_futex, &changes_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+void Turns::wait(uint32_t seen, int64_t nanoseconds) const {
+#if defined(__linux__)
+  const timespec limit{static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
+  if (nanoseconds > 0) syscall(SYS_futex, &changes_, FUTEX_WAIT, seen, &limit, nullptr, 0);
+#else
+  constexpr int64_t kLook = 200'000;  // there is nothing to sleep on
+  const timespec limit{0, static_cast<long>(std::clamp(nanoseconds, int64_t{0}, kLook))};
+  if (changes_ == seen) nanosleep(&limit, nullptr);
+#endif
+}
+
+}  // namespace outrider
+
+namespace {
+
+outrider::Turns& turns_at(void* memory) { return *static_cast<outrider::Turns*>(memory); }
+
+}  // namespace
+
+int64_t outrider_turns_size(void) { return sizeof(outrider::Turns); }
+
+int32_t outrider_turns_seats(void) { return outrider::Turns::kSeats; }
+
+int32_t outrider_turns_take(void* turns, int32_t seat, int64_t lease, int64_t timeout) {
+  return static_cast<int32_t>(turns_at(turns).take(seat, lease, timeout));
+}
+
+int32_t outrider_turns_keep(void* turns, int32_t seat, int64_t lease) { return turns_at(turns).keep(seat, lease); }
+
+int32_t outrider_turns_is_wanted(void* turns, int32_t seat) { return turns_at(turns).is_wanted(seat); }
+
+void outrider_turns_give(void* turns, int32_t seat) { turns_at(turns).give(seat); }

@@ -1,0 +1,46 @@
+"""Which processes of a cluster are told to take turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.cluster import ClusterConfig, Launch, plan
+from outrider.cluster.plan import child_command, plan_children
+
+TURNS_FILE = Path("/run/turns")
+
+
+def roles_in_turns(config, *overrides):
+    """By name, the file of everyone whose command line names one."""
+    launch = Launch(overrides=overrides, environ={})
+    found = {}
+    for spec in plan_children(config, launch):
+        command = child_command(spec, config, launch, targets={}, bound={}, turns_file=TURNS_FILE)
+        key = f"{spec.role}.turns_file="
+        found.update((spec.name, part.removeprefix(key)) for part in command if part.startswith(key))
+    return found
+
+
+@pytest.fixture
+def on_processors(monkeypatch):
+    return lambda number: monkeypatch.setattr(plan, "usable_cpus", lambda: list(range(number)))
+
+
+def test_nodes_on_the_same_processors_take_turns_and_nobody_else_does(on_processors):
+    on_processors(2)
+    config = ClusterConfig(decode_nodes=2, draft="draft_model:x")
+    assert roles_in_turns(config) == dict.fromkeys(("prefill-0", "decode-0", "decode-1"), str(TURNS_FILE))
+
+
+def test_nodes_with_processors_of_their_own_take_none(on_processors):
+    on_processors(16)
+    assert roles_in_turns(ClusterConfig()) == {}
+
+
+def test_the_users_own_file_wins(on_processors):
+    on_processors(2)
+    found = roles_in_turns(ClusterConfig(), "prefill_node.turns_file=", "decode_node.turns_file=/elsewhere")
+    assert found["decode-0"] == "/elsewhere"
+    assert str(TURNS_FILE) not in found.values()

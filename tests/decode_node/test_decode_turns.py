@@ -1,0 +1,123 @@
+"""A decode loop that shares its processors: when it has them, and what it does while others do."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from outrider.engine.fakes import ScriptedTurns
+from outrider.profile import Part
+from outrider.session import Granted, SampleTokens
+from tests.decode_node.conftest import PATIENCE_SECONDS, SHORT_PROMPT, Node
+
+LONG_PROMPT = tuple(range(10, 40))
+
+
+@pytest.fixture
+def turns():
+    return ScriptedTurns()
+
+
+@pytest.fixture
+def node(turns):
+    return Node(cpu_turns=turns)
+
+
+def test_each_step_is_a_turn_and_nothing_else_is(node, turns):
+    group = node.open(prompt=SHORT_PROMPT)
+    runner = node.engine.runner
+    forward = runner.forward
+    runner.forward = lambda rows: (turns.calls.append("forward"), forward(rows))[1]
+    emitting_in_turn = []
+    emit = node.loop._emit
+    node.loop._emit = lambda *told: (emitting_in_turn.append(turns.is_held), emit(*told))
+    node.run()
+    assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 5)
+    assert turns.calls == ["take", "forward", "give"] * 5
+    assert not any(emitting_in_turn)  # what follows a step needs no processors for itself
+
+
+def test_an_idle_node_takes_no_turn(node, turns):
+    node.iterate()
+    assert turns.calls == []
+
+
+def test_a_grant_does_not_wait_for_a_turn(node, turns):
+    node.open(prompt=SHORT_PROMPT)
+    turns.num_refusals = 3
+    waiting = []
+    turns.on_refusal = lambda: waiting or waiting.append(node.open(prompt=LONG_PROMPT))
+    granted_before_the_step = []
+
+    def emit(events, stats):
+        node._emit(events, stats)
+        if stats is None and waiting and node.find(Granted, waiting[0]):
+            granted_before_the_step.append(not turns.is_held and "take" not in turns.calls)
+
+    node.loop._emit = emit
+    node.iterate()
+    assert granted_before_the_step[0]
+
+
+def test_what_arrives_while_others_compute_is_in_the_next_step(node, turns):
+    first = node.open(prompt=SHORT_PROMPT)
+    second = node.open(prompt=LONG_PROMPT)
+    turns.num_refusals = 1
+
+    def arrive():
+        turns.on_refusal = lambda: None
+        node.push(second, LONG_PROMPT)
+
+    turns.on_refusal = arrive
+    node.iterate()
+    assert [len(node.find(SampleTokens, group)) for group in (first, second)] == [1, 1]
+
+
+def test_a_turn_that_nothing_is_left_for_is_given_back(node, turns):
+    group = node.open(prompt=SHORT_PROMPT)
+    turns.num_refusals = 1
+    turns.on_refusal = lambda: node.cancel(group)
+    node.iterate()
+    assert not turns.is_held
+    assert node.find(SampleTokens, group) == []
+
+
+def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
+    """Every block is held by a transfer under way: there is work, and nothing can be planned."""
+    group = node.open(prompt=SHORT_PROMPT)
+    plan = node.engine.scheduler.plan
+    node.engine.scheduler.plan = lambda _: plan(lambda _: 0) if node.find(SampleTokens, group) else _nothing()
+    held = []
+    wait = node.loop._wait_for_blocks
+    node.loop._wait_for_blocks = lambda: (held.append(turns.is_held), wait())
+    node.iterate()
+    assert held == [False]
+
+
+def _nothing():
+    from outrider.engine.scheduler import StepPlan
+
+    return StepPlan()
+
+
+def test_time_without_the_processors_is_counted_as_that(node, turns):
+    node.open(prompt=SHORT_PROMPT)
+    turns.num_refusals = 2
+    node.loop._handle_commands(wait=False)
+    node.loop._take_turn()
+    assert node.engine.clock.take()[Part.CPU_TURN] > 0
+
+
+def test_a_node_that_stops_while_others_compute_ends(node, turns):
+    node.open(prompt=SHORT_PROMPT)
+    turns.num_refusals = 10**9
+    refused = threading.Event()
+    turns.on_refusal = refused.set
+    thread = threading.Thread(target=node.loop.run)
+    thread.start()
+    assert refused.wait(PATIENCE_SECONDS)
+    node.loop.stop()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert not turns.is_held

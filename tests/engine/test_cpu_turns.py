@@ -1,0 +1,310 @@
+"""Turns between processes: the line, what killed and stopped ones cost the others, and that it is one at a time."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import KernelLibrary
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.cpu_turns import LEAST_LEASE_SECONDS, NoTurns, SharedTurns, open_turns
+from outrider.errors import ConfigError
+
+PATIENCE_SECONDS = 30.0
+LONG = 20.0  # of a wait that must not run out
+AT_ONCE = LEAST_LEASE_SECONDS / 2  # nobody's lease has run out by then, and no busy machine takes so long
+
+
+@pytest.fixture(scope="module")
+def library_file():
+    choice = choose_kernels()
+    if choice.library is None:
+        pytest.skip(choice.reason)
+    return choice.library
+
+
+@pytest.fixture
+def turns_file(tmp_path):
+    return tmp_path / "turns"
+
+
+@pytest.fixture
+def join(library_file, turns_file):
+    """join() → Party; all are ended after the test."""
+    parties = []
+
+    def start():
+        parties.append(Party(library_file, turns_file))
+        return parties[-1]
+
+    yield start
+    for party in parties:
+        party.kill()
+
+
+class Party:
+    """A process with a seat, told what to do from here. Answers come in the order of the calls."""
+
+    def __init__(self, library_file, turns_file):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_party, args=(other, library_file, turns_file), daemon=True)
+        self._process.start()
+        other.close()
+        assert self.answer() == "joined"
+
+    def ask(self, *call):
+        self._pipe.send(call)
+
+    def answer(self, *, within=PATIENCE_SECONDS):
+        assert self._pipe.poll(within), "no answer"
+        return self._pipe.recv()
+
+    def take(self, seconds=0.0):
+        self.ask("take", seconds)
+        return self.answer()
+
+    def is_over(self, seconds=0.0):
+        self.ask("is_over", seconds)
+        return self.answer()
+
+    def give(self):
+        self.ask("give")
+        assert self.answer() is None
+
+    def num_taken_from_others(self):
+        self.ask("num_taken_from_others")
+        return self.answer()
+
+    def stop(self):
+        """Returns once it stands still."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        _, status = os.waitpid(self._process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def go_on(self):
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self):
+        self._process.kill()
+        self._process.join(PATIENCE_SECONDS)
+        self._pipe.close()
+
+
+def _party(pipe, library_file, turns_file):
+    num_taken = 0
+
+    def count():
+        nonlocal num_taken
+        num_taken += 1
+
+    turns = SharedTurns(KernelLibrary(library_file), turns_file, on_taken_from_another=count)
+    pipe.send("joined")
+    while True:
+        name, *arguments = pipe.recv()
+        pipe.send(num_taken if name == "num_taken_from_others" else getattr(turns, name)(*arguments))
+
+
+def wait_in_line(party, others):
+    """Lets the party ask for a turn that another has, and returns once it stands in line."""
+    party.ask("take", LONG)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not others.is_over():
+        assert time.monotonic() < deadline, "it does not stand in line"
+
+
+def test_who_gives_a_turn_away_gets_the_next_one_after_those_who_wait(join):
+    first, second = join(), join()
+    assert first.take()
+    wait_in_line(second, first)
+    first.give()
+    assert second.answer(within=AT_ONCE) is True
+    assert not first.take()
+    second.give()
+    assert first.take()
+
+
+def test_the_line_is_in_the_order_of_asking(join):
+    holder, first, second, third = (join() for _ in range(4))
+    assert holder.take()
+    for party in (first, second, third):
+        assert not party.take()  # its place in line is kept
+    holder.give()
+    for party, later in ((first, (second, third)), (second, (third,)), (third, ())):
+        assert not any(other.take() for other in later)
+        assert party.take()
+        party.give()
+
+
+def test_who_leaves_the_line_is_passed_over(join):
+    holder, first, second = join(), join(), join()
+    assert holder.take()
+    assert not first.take()
+    assert not second.take()
+    first.give()
+    holder.give()
+    assert second.take()
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_holder_that_is_killed_or_stopped_loses_its_turn(join, end):
+    lost, waiting = join(), join()
+    assert lost.take()
+    getattr(lost, end)()
+    started = time.monotonic()
+    assert waiting.take(LONG)
+    assert time.monotonic() - started < 2 * LEAST_LEASE_SECONDS
+    assert waiting.num_taken_from_others() == 1
+    for _ in range(10):  # from here on it costs nothing
+        waiting.give()
+        assert waiting.take()
+    assert waiting.num_taken_from_others() == 1
+
+
+def test_a_stopped_holder_that_goes_on_finds_its_turn_over_and_takes_nobody_elses(join):
+    lost, other, third = join(), join(), join()
+    assert lost.take()
+    lost.stop()
+    assert other.take(LONG)
+    lost.go_on()
+    assert lost.is_over(LONG)
+    lost.give()
+    assert not third.take()
+    other.give()
+    assert third.take()
+    assert third.num_taken_from_others() == 0
+
+
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_one_that_is_killed_or_stopped_in_line_is_waited_for_once(join, end):
+    holder, lost = join(), join()
+    assert holder.take()
+    wait_in_line(lost, holder)
+    getattr(lost, end)()
+    holder.give()
+    started = time.monotonic()
+    assert holder.take(LONG)
+    assert time.monotonic() - started < 2 * LEAST_LEASE_SECONDS
+    assert not holder.is_over()
+    holder.give()
+    assert holder.take()
+    assert holder.num_taken_from_others() == 1
+
+
+def test_a_process_in_the_seat_of_a_killed_one_gives_back_what_that_held(join):
+    lost, waiting = join(), join()
+    assert lost.take()
+    wait_in_line(waiting, lost)
+    lost.kill()
+    join()
+    assert waiting.answer(within=AT_ONCE) is True
+    assert waiting.num_taken_from_others() == 0
+
+
+def test_a_holder_that_shows_life_keeps_its_turn(join):
+    slow, waiting = join(), join()
+    assert slow.take()
+    waiting.ask("take", 3 * LEAST_LEASE_SECONDS)
+    while not waiting._pipe.poll(LEAST_LEASE_SECONDS / 5):
+        slow.is_over(LONG)
+    assert waiting.answer() is False
+    slow.give()
+    assert waiting.take(LONG)
+    assert waiting.num_taken_from_others() == 0
+
+
+def test_leases_grow_with_what_a_holder_does_at_once(join):
+    slow, waiting = join(), join()
+    assert slow.take()
+    time.sleep(0.8 * LEAST_LEASE_SECONDS)  # the work
+    slow.give()
+    assert slow.take()
+    assert not waiting.take(1.5 * LEAST_LEASE_SECONDS)
+    assert waiting.take(LONG)
+
+
+def test_a_turn_is_over_after_its_time_if_somebody_waits(join):
+    holder, waiting = join(), join()
+    assert holder.take()
+    assert not holder.is_over(0.0)  # nobody waits
+    assert not waiting.take()
+    assert not holder.is_over(LONG)
+    assert holder.is_over(0.0)
+
+
+def test_giving_without_a_turn_changes_nothing(join):
+    holder, other = join(), join()
+    assert holder.take()
+    other.give()
+    other.give()
+    assert not other.take()
+    holder.give()
+    holder.give()
+    assert other.take()
+
+
+def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, turns_file):
+    """Its clock was ahead of ours: by that the lease would never run out."""
+    another_seat = 200
+    turns_file.write_bytes(struct.pack("=Qq", 7 << 16 | another_seat, time.monotonic_ns() + 10**15))
+    assert join().take()
+
+
+@pytest.mark.parametrize("in_turns", [True, False], ids=["in_turns", "negative_control"])
+def test_one_at_a_time(library_file, turns_file, tmp_path, in_turns):
+    """Three processes write who they are and look again: in turns, none ever finds another."""
+    shared = tmp_path / "shared"
+    shared.write_bytes(bytes(4096))
+    context = multiprocessing.get_context("spawn")
+    results, start = context.Queue(), context.Barrier(3)
+    chosen = library_file if in_turns else None
+    processes = [
+        context.Process(target=_look_twice, args=(number, chosen, turns_file, shared, start, results))
+        for number in (1, 2, 3)
+    ]
+    for process in processes:
+        process.start()
+    num_met = sum(results.get(timeout=PATIENCE_SECONDS) for _ in processes)
+    for process in processes:
+        process.join(PATIENCE_SECONDS)
+    assert (num_met == 0) is in_turns
+
+
+def _look_twice(number, library_file, turns_file, shared, start, results):
+    turns = NoTurns() if library_file is None else SharedTurns(KernelLibrary(library_file), turns_file)
+    num_met = 0
+    with shared.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as memory:
+        start.wait(PATIENCE_SECONDS)
+        for _ in range(1000):
+            assert turns.take(LONG)
+            memory[0] = number
+            time.sleep(1e-5)  # so that others run meanwhile
+            num_met += memory[0] != number
+            turns.give()
+    results.put(num_met)
+
+
+def test_a_file_that_cannot_be_had_is_an_error_of_the_settings(library_file, tmp_path):
+    with pytest.raises(ConfigError, match=r"turns cannot be taken in .*/missing/turns: "):
+        SharedTurns(KernelLibrary(library_file), tmp_path / "missing" / "turns")
+
+
+def test_without_a_file_or_native_kernels_it_is_always_ones_turn(library_file, turns_file):
+    kernels = CpuKernels(KernelLibrary(library_file), team=None)
+    nobody, torch_only = open_turns("", kernels), open_turns(str(turns_file), None)
+    assert (nobody.description, torch_only.description) == ("none", "none: they need native kernels")
+    assert not turns_file.exists()
+    for turns in (nobody, torch_only):
+        assert turns.take(0.0)
+        assert not turns.is_over(0.0)
+        turns.give()
+    assert open_turns(str(turns_file), kernels).description == str(turns_file)
+    assert Path(turns_file).exists()
