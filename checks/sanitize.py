@@ -17,6 +17,7 @@ from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "engine" / "cpu_kernels"
+TURNS = TESTS.parent / "test_cpu_turns.py"
 NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # they run compilers, or have their own
 MISTAKES = {
     "heap-buffer-overflow": "int outrider_mistake(int n) { int* p = new int[n]; int x = p[n]; delete[] p; return x; }",
@@ -39,7 +40,17 @@ def main() -> int:
                 return 1
         build(folder, compiler, extra_flags=SANITIZER_FLAGS)
         ignored = [f"--ignore={TESTS / test}" for test in NOT_OVER_LIBRARIES]
-        command = [sys.executable, "-m", "pytest", str(TESTS), *ignored, "-p", "no:cacheprovider", *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(TESTS),
+            str(TURNS),
+            *ignored,
+            "-p",
+            "no:cacheprovider",
+            *sys.argv[1:],
+        ]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

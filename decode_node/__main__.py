@@ -144,6 +144,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         cpu_turns = open_turns(
             config.turns_file,
             model.cpu_kernels,
+            cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
         )
         loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, profiler=profiler, emit=emit, cpu_turns=cpu_turns)

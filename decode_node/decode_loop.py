@@ -46,7 +46,7 @@ from outrider.session import SampleDone, SampleTokens
 
 IDLE_WAIT_SECONDS = 0.2
 TURN_WAIT_SECONDS = 0.005
-"""Commands are handled so often while other nodes have the processors."""
+"""So often commands are handled while other nodes have the processors."""
 
 
 class DecodeLoop:
@@ -145,6 +145,7 @@ class DecodeLoop:
             self._wait_for_blocks()
             return None
         self.progress.begin(plan.num_rows)
+        self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
         verifying = [item for item in plan.scheduled if item.reaches_end]
         logits = self._engine.forward(plan.block_copies, [_rows(item, drafts) for item in plan.scheduled])
         for item in plan.scheduled:

@@ -10,7 +10,7 @@ from decode_node.commands import Command, GroupCancelled, GroupOpened
 from outrider.errors import CapacityError
 
 MAX_COMMANDS = 4096
-"""Of one router, between two turns of the engine thread: many times what a router's queue holds."""
+"""Of one router, between two iterations of the engine thread: many times what a router's queue holds."""
 
 MAX_TOKENS = 1 << 20
 """In the prompts of those; a single one may have more."""
@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 20
 class Inbox:
     """Any thread puts, the engine thread takes.
 
-    A turn may take long, and a router may open groups as fast as it can write: what waits
+    An iteration may take long, and a router may open groups as fast as it can write: what waits
     here is bounded for each session, so that one that floods is refused, and no other.
     What this node says to itself (transfers, ends of sessions, drains) is never refused.
     """

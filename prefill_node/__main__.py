@@ -78,6 +78,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
         cpu_turns = open_turns(
             config.turns_file,
             model.cpu_kernels,
+            cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
         )
         clock = StepClock()

@@ -33,6 +33,6 @@ class PrefillNodeConfig:
         0.12,
         at_least=0,
         at_most=60,
-        help="In turns with decode nodes, the longest they wait for prompts between two steps (to the next layer's "
-        "end). Longer: first tokens come sooner, the others slower.",
+        help="In turns with decode nodes, how long they wait for this one between two steps (and for a layer to end). "
+        "Longer: first tokens come sooner, the others slower.",
     )

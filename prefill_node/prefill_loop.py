@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from outrider.kv_transfer.base import Connector
 
 STOP_SECONDS = 2.0
-TURN_WAIT_SECONDS = 60.0
+TURN_WAIT_SECONDS = 0.1
+"""So often a node that waits for its turn looks whether it is to stop."""
 
 log = get_logger("prefill_node")
 
@@ -106,12 +107,15 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, _Task] = {}
         self._ended: list[JobEnded] = []
+        self._is_stopping = False  # a Stop is in the inbox; set by any thread
         self._is_stopped = False
 
     def submit(self, command: Command) -> None:
         """From any thread."""
         if isinstance(command, PrefillJob):
             self.prompt_tokens.set_outstanding(command.job_id, len(command.token_ids))
+        if isinstance(command, Stop):
+            self._is_stopping = True
         self._inbox.put(command)
 
     @torch.inference_mode()
@@ -287,16 +291,26 @@ class PrefillLoop:
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
         """Called within the forward: the chunk's KV of one more layer is in the cache."""
         self._offer(plan, layer)
-        is_last = layer == self._layers.num_layers - 1
-        if not is_last and self._cpu_turns.is_over(self._turn_seconds):
-            self._time.mark(Part.FORWARD)
-            self._cpu_turns.give()
-            self._profiler.left_forward(self._take_turn())
+        self._share_processors(layer)
+
+    def _share_processors(self, layer: int) -> None:
+        """Gives way to nodes that wait, when it is time, and goes on when it is this node's turn again."""
+        num_layers = self._layers.num_layers
+        if layer == num_layers - 1:
+            return  # the turn ends with the forward
+        keeps = self._cpu_turns.keep(self.progress.at_hand.expected_seconds / num_layers)
+        if keeps and not self._cpu_turns.is_over(self._turn_seconds):
+            return
+        self._time.mark(Part.FORWARD)
+        self.progress.pause()
+        self._cpu_turns.give()
+        self._profiler.left_forward(self._take_turn())
+        self.progress.resume()
 
     def _take_turn(self) -> int:
-        """The nanoseconds that it took."""
-        while not self._cpu_turns.take(TURN_WAIT_SECONDS):
-            log.warning("other nodes keep the processors", seconds=TURN_WAIT_SECONDS)
+        """The nanoseconds that it took. A node that stops waits for nobody: it goes on without."""
+        while not self._is_stopping and not self._cpu_turns.take(TURN_WAIT_SECONDS):
+            pass
         return self._time.mark(Part.CPU_TURN)
 
     def _offer(self, plan: StepPlan, layer: int) -> None:

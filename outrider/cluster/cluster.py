@@ -59,7 +59,7 @@ class Cluster:
         given = self.launch.log_directory
         name = f"outrider-{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
-        self._turns_file = self.log_directory / f"cpu-turns-{os.getpid()}"
+        self._turns_file = _memory_directory() / f"outrider-turns-{os.getpid()}-{secrets.token_hex(4)}"
         self._children = [
             Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self.launch)
         ]
@@ -295,7 +295,8 @@ class Cluster:
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
             self._become(child, ChildState.ENDED)
-        self._turns_file.unlink(missing_ok=True)
+        for file in self._turns_file.parent.glob(f"{self._turns_file.name}*"):
+            file.unlink(missing_ok=True)
         if self.launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
@@ -345,6 +346,12 @@ class Cluster:
 def describe_status(status: int) -> str:
     """For people: that it ended "with status 1", or "by SIGKILL"."""
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+
+
+def _memory_directory() -> Path:
+    """For small files that processes map: on a disk, writing them back would hold a process up now and then."""
+    shared = Path("/dev/shm")  # noqa: S108 names there are random
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _port(address: str | None) -> int | None:

@@ -14,8 +14,7 @@ import fcntl
 import mmap
 import os
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +23,8 @@ from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.errors import ConfigError
 
 LEAST_LEASE_SECONDS = 0.5
-MOST_LEASE_SECONDS = 10.0
-LEASE_FACTOR = 3.0  # of the longest of the last stretches between two signs of life
-NUM_STRETCHES = 16
+LEASE_FACTOR = 3.0
+"""A holder may take so many times as long as it expected, which another program on its processors may well cause."""
 
 TAKEN_FROM_ANOTHER = "a node on the same processors showed no life in its turn; this one goes on"
 """What to say in `on_taken_from_another`."""
@@ -44,11 +42,11 @@ class CpuTurns(Protocol):
     def take(self, timeout_seconds: float) -> bool:
         """Waits for this node's turn, in line; False: not in that time, and the place in line is kept."""
 
-    def is_over(self, seconds: float) -> bool:
-        """In a turn, between pieces of work: whether to give it back, after so long and if others wait for it.
+    def keep(self, expected_seconds: float) -> bool:
+        """In a turn: there will be another sign of life in about that time. False: the turn is lost already."""
 
-        It is a sign of life, too: who gives none for long loses the turn, and then it is over.
-        """
+    def is_over(self, seconds: float) -> bool:
+        """In a turn: whether it has lasted for so long, and others wait for it."""
 
     def give(self) -> None:
         """The turn is the next one's; leaves the line where there was none. Idempotent."""
@@ -63,6 +61,9 @@ class NoTurns:
     def take(self, timeout_seconds: float) -> bool:
         return True
 
+    def keep(self, expected_seconds: float) -> bool:
+        return True
+
     def is_over(self, seconds: float) -> bool:
         return False
 
@@ -71,74 +72,76 @@ class NoTurns:
 
 
 class SharedTurns:
-    """Turns in a file that all nodes on the same processors map."""
+    """Turns in a file that all nodes on the same processors map. One in a process: seats are the process's."""
 
     def __init__(
-        self, library: KernelLibrary, path: Path, *, on_taken_from_another: Callable[[], None] = lambda: None
+        self,
+        library: KernelLibrary,
+        path: Path,
+        *,
+        least_lease_seconds: float = LEAST_LEASE_SECONDS,
+        on_taken_from_another: Callable[[], None] = lambda: None,
     ) -> None:
         """Takes a seat among the nodes that have the file open; those that have ended leave theirs.
 
         `on_taken_from_another` is called when a turn was not given but had run out: its
-        holder has ended, stands still, or was much slower than usual.
+        holder has ended, stands still, or was much slower than it expected.
 
-        Raises: ConfigError when the file cannot be had, or no seat is left.
+        Raises: ConfigError when the file cannot be had or is something else, or no seat is left.
         """
         self.description = str(path)
         self._on_taken_from_another = on_taken_from_another
+        self._least_lease_seconds = least_lease_seconds
         self._calls = library.functions
         self._short_calls = library.functions_holding_lock
         size = self._calls.outrider_turns_size()
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._descriptor, size)  # zeros, where it is new
+            if os.fstat(self._descriptor).st_size not in (0, size):
+                raise OSError("it is not a file of turns")
+            _allocate(self._descriptor, size)
             self._seat = _take_seat(self._descriptor, self._calls.outrider_turns_seats())
             self._memory = mmap.mmap(self._descriptor, size)
         except OSError as error:
             raise ConfigError(f"turns cannot be taken in {path}: {error}") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._stretches: deque[float] = deque([0.0], maxlen=NUM_STRETCHES)
-        self._taken_at = self._alive_at = 0.0
-        self._holds = False
-        self._short_calls.outrider_turns_give(self._address, self._seat)  # what the seat's last holder left behind
+        self._taken_at = 0.0
+        self.give()  # what the seat's last holder left behind
 
     def take(self, timeout_seconds: float) -> bool:
         calls = self._calls if timeout_seconds > 0 else self._short_calls
-        taken = calls.outrider_turns_take(self._address, self._seat, self._lease(), round(timeout_seconds * 1e9))
+        taken = calls.outrider_turns_take(self._address, self._seat, self._lease(0.0), round(timeout_seconds * 1e9))
         if taken == _TAKEN_FROM_ANOTHER:
             self._on_taken_from_another()
-        self._holds = taken != _NOT_TAKEN
-        self._taken_at = self._alive_at = time.monotonic()
-        return self._holds
+        self._taken_at = time.monotonic()
+        return bool(taken != _NOT_TAKEN)
+
+    def keep(self, expected_seconds: float) -> bool:
+        return bool(self._short_calls.outrider_turns_keep(self._address, self._seat, self._lease(expected_seconds)))
 
     def is_over(self, seconds: float) -> bool:
-        self._learn_stretch()
-        if not self._short_calls.outrider_turns_keep(self._address, self._seat, self._lease()):
-            return True
-        return self._alive_at - self._taken_at >= seconds and bool(
-            self._short_calls.outrider_turns_is_wanted(self._address, self._seat)
-        )
+        has_lasted = time.monotonic() - self._taken_at >= seconds
+        return has_lasted and bool(self._short_calls.outrider_turns_is_wanted(self._address, self._seat))
 
     def give(self) -> None:
-        if self._holds:
-            self._learn_stretch()
-            self._holds = False
-        self._short_calls.outrider_turns_give(self._address, self._seat)
+        self._short_calls.outrider_turns_give(self._address, self._seat, self._lease(0.0))
 
-    def _learn_stretch(self) -> None:
-        now = time.monotonic()
-        self._stretches.append(now - self._alive_at)
-        self._alive_at = now
-
-    def _lease(self) -> int:
-        """Nanoseconds."""
-        seconds = LEASE_FACTOR * max(self._stretches)
-        return round(min(max(seconds, LEAST_LEASE_SECONDS), MOST_LEASE_SECONDS) * 1e9)
+    def _lease(self, expected_seconds: float) -> int:
+        """Nanoseconds; the library limits them."""
+        return round(max(LEASE_FACTOR * expected_seconds, self._least_lease_seconds) * 1e9)
 
 
 def open_turns(
-    path: str, kernels: CpuKernels | None, *, on_taken_from_another: Callable[[], None] = lambda: None
+    path: str,
+    kernels: CpuKernels | None,
+    *,
+    cpus: Sequence[int],
+    on_taken_from_another: Callable[[], None] = lambda: None,
 ) -> CpuTurns:
-    """Of the nodes that name the same file; none for an empty path, or where no native kernels compute.
+    """Of the nodes that name the same path and compute on the same `cpus`.
+
+    None for an empty path, where no native kernels compute, and for a node that would leave
+    some of its processors idle in its turn.
 
     Raises: ConfigError.
     """
@@ -146,7 +149,29 @@ def open_turns(
         return NoTurns()
     if kernels is None:
         return NoTurns("none: they need native kernels")
-    return SharedTurns(kernels.library, Path(path), on_taken_from_another=on_taken_from_another)
+    if kernels.team.num_threads < len(cpus):
+        return NoTurns("none: fewer threads than processors")
+    file = Path(f"{path}-{_ranges(cpus)}")
+    return SharedTurns(kernels.library, file, on_taken_from_another=on_taken_from_another)
+
+
+def _ranges(cpus: Sequence[int]) -> str:
+    """Rising numbers as a file's name can hold them: "0-3,8"."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Zeros, where the file is new. Raises: OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)  # a full disk is an error now, not a signal later
+    else:
+        os.ftruncate(descriptor, size)
 
 
 def _take_seat(descriptor: int, num_seats: int) -> int:

@@ -64,6 +64,10 @@ class ScriptedTurns:
         self.calls.append("take")
         return True
 
+    def keep(self, expected_seconds: float) -> bool:
+        assert self.is_held
+        return True
+
     def is_over(self, seconds: float) -> bool:
         assert self.is_held
         return self._is_over

@@ -15,7 +15,7 @@ OUTLIER_FACTOR = 3.0  # a step of more than so many times the expected counts as
 class StepAtHand:
     """A snapshot that any thread may read."""
 
-    step: int = 0  # begun since the start
+    step: int = 0  # begun, or gone on with, since the start
     expected_seconds: float = 0.0  # 0: idle
     started: float | None = None  # monotonic; None: idle
 
@@ -32,14 +32,25 @@ class StepProgress:
         self._clock = clock
         self._seconds_by_bucket: dict[int, float] = {}
         self._bucket = 0
+        self._age_at_pause = 0.0
         self.at_hand = StepAtHand()
 
     def begin(self, num_rows: int) -> None:
         self._bucket = num_rows.bit_length()
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self._clock())
 
+    def pause(self) -> None:
+        """The step at hand waits for others: nothing is expected of this node until `resume`."""
+        self._age_at_pause = self.age_seconds()
+        self.at_hand = StepAtHand(self.at_hand.step)
+
+    def resume(self) -> None:
+        """It goes on. The pause is no part of it; a new number tells that it is not one long step."""
+        started = self._clock() - self._age_at_pause
+        self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), started)
+
     def end(self) -> float:
-        """The step's seconds."""
+        """The step's seconds, without pauses."""
         at_hand = self.at_hand
         assert at_hand.started is not None, "begin comes first"
         seconds = self._clock() - at_hand.started

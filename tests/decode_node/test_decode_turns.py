@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from outrider.engine.fakes import ScriptedTurns
+from outrider.engine.fakes import FakeClock, ScriptedTurns
+from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
 from outrider.session import Granted, SampleTokens
 from tests.decode_node.conftest import PATIENCE_SECONDS, SHORT_PROMPT, Node
@@ -101,12 +102,34 @@ def _nothing():
     return StepPlan()
 
 
-def test_time_without_the_processors_is_counted_as_that(node, turns):
+def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(node, turns):
+    now = 0
+
+    def pass_time():
+        nonlocal now
+        now += 7
+
     node.open(prompt=SHORT_PROMPT)
-    turns.num_refusals = 2
     node.loop._handle_commands(wait=False)
-    node.loop._take_turn()
-    assert node.engine.clock.take()[Part.CPU_TURN] > 0
+    node.engine.clock._now = lambda: now
+    node.engine.clock.restart()
+    turns.num_refusals, turns.on_refusal = 3, pass_time
+    assert node.loop._take_turn()
+    spent = node.engine.clock.take()
+    assert spent.pop(Part.CPU_TURN) == 3 * 7
+    assert not any(spent.values())
+
+
+def test_drafts_are_chosen_by_what_a_step_costs_without_the_wait(node, turns):
+    clock, seconds = FakeClock(), []
+    node.loop.progress = StepProgress(clock)
+    node.loop._drafts.observe_step = lambda **observed: seconds.append(observed["seconds"])
+    forward = node.engine.runner.forward
+    node.engine.runner.forward = lambda rows: (clock.advance(0.25), forward(rows))[1]
+    turns.num_refusals, turns.on_refusal = 2, lambda: clock.advance(5.0)
+    node.open(prompt=SHORT_PROMPT)
+    node.run()
+    assert seconds == [0.25] * 5
 
 
 def test_a_node_that_stops_while_others_compute_ends(node, turns):

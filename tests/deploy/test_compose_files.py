@@ -53,7 +53,8 @@ def test_nodes_take_turns_through_a_volume_that_they_share(compose, config):
     assert config["prefill_node"].turns_file == config["decode_node"].turns_file
     folder = config["decode_node"].turns_file.rpartition("/")[0]
     for role in ("prefill_node", "decode_node"):
-        assert f"models:{folder}" in compose["services"][role]["volumes"]
+        assert f"turns:{folder}" in compose["services"][role]["volumes"]
+    assert compose["volumes"]["turns"]["driver_opts"]["type"] == "tmpfs"
 
 
 @pytest.mark.parametrize("service", ["router", "prometheus", "grafana"])

@@ -8,19 +8,19 @@ import os
 import signal
 import struct
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.cpu_turns import LEAST_LEASE_SECONDS, NoTurns, SharedTurns, open_turns
+from outrider.engine.cpu_turns import NoTurns, SharedTurns, open_turns
 from outrider.errors import ConfigError
 
-PATIENCE_SECONDS = 30.0
-LONG = 20.0  # of a wait that must not run out
-AT_ONCE = LEAST_LEASE_SECONDS / 2  # nobody's lease has run out by then, and no busy machine takes so long
+PATIENCE_SECONDS = 60.0
+LONG = 30.0  # of a wait, or a lease, that must not run out
+SHORT = 0.5  # of a lease that must
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def turns_file(tmp_path):
 
 @pytest.fixture
 def join(library_file, turns_file):
-    """join() → Party; all are ended after the test."""
+    """join() → Party, whose leases last unless it is told otherwise; all are ended after the test."""
     parties = []
 
-    def start():
-        parties.append(Party(library_file, turns_file))
+    def start(least_lease_seconds=LONG):
+        parties.append(Party(library_file, turns_file, least_lease_seconds))
         return parties[-1]
 
     yield start
@@ -53,10 +53,12 @@ def join(library_file, turns_file):
 class Party:
     """A process with a seat, told what to do from here. Answers come in the order of the calls."""
 
-    def __init__(self, library_file, turns_file):
+    def __init__(self, library_file, turns_file, least_lease_seconds):
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_party, args=(other, library_file, turns_file), daemon=True)
+        self._process = context.Process(
+            target=_party, args=(other, library_file, turns_file, least_lease_seconds), daemon=True
+        )
         self._process.start()
         other.close()
         assert self.answer() == "joined"
@@ -64,12 +66,19 @@ class Party:
     def ask(self, *call):
         self._pipe.send(call)
 
-    def answer(self, *, within=PATIENCE_SECONDS):
-        assert self._pipe.poll(within), "no answer"
+    def answer(self):
+        assert self._pipe.poll(PATIENCE_SECONDS), "no answer"
         return self._pipe.recv()
+
+    def has_answered(self, *, within):
+        return self._pipe.poll(within)
 
     def take(self, seconds=0.0):
         self.ask("take", seconds)
+        return self.answer()
+
+    def keep(self, seconds=0.0):
+        self.ask("keep", seconds)
         return self.answer()
 
     def is_over(self, seconds=0.0):
@@ -99,26 +108,30 @@ class Party:
         self._pipe.close()
 
 
-def _party(pipe, library_file, turns_file):
+def _party(pipe, library_file, turns_file, least_lease_seconds):
     num_taken = 0
 
     def count():
         nonlocal num_taken
         num_taken += 1
 
-    turns = SharedTurns(KernelLibrary(library_file), turns_file, on_taken_from_another=count)
+    turns = SharedTurns(
+        KernelLibrary(library_file),
+        turns_file,
+        least_lease_seconds=least_lease_seconds,
+        on_taken_from_another=count,
+    )
     pipe.send("joined")
     while True:
         name, *arguments = pipe.recv()
         pipe.send(num_taken if name == "num_taken_from_others" else getattr(turns, name)(*arguments))
 
 
-def wait_in_line(party, others):
-    """Lets the party ask for a turn that another has, and returns once it stands in line."""
+def wait_in_line(party, holder):
+    """Lets the party ask for the turn that the holder has, and returns once it stands in line."""
+    assert not party.take()
+    assert holder.is_over()
     party.ask("take", LONG)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not others.is_over():
-        assert time.monotonic() < deadline, "it does not stand in line"
 
 
 def test_who_gives_a_turn_away_gets_the_next_one_after_those_who_wait(join):
@@ -126,42 +139,42 @@ def test_who_gives_a_turn_away_gets_the_next_one_after_those_who_wait(join):
     assert first.take()
     wait_in_line(second, first)
     first.give()
-    assert second.answer(within=AT_ONCE) is True
+    assert second.answer() is True
     assert not first.take()
     second.give()
     assert first.take()
+    assert first.num_taken_from_others() == second.num_taken_from_others() == 0
 
 
 def test_the_line_is_in_the_order_of_asking(join):
     holder, first, second, third = (join() for _ in range(4))
     assert holder.take()
     for party in (first, second, third):
-        assert not party.take()  # its place in line is kept
+        wait_in_line(party, holder)
     holder.give()
     for party, later in ((first, (second, third)), (second, (third,)), (third, ())):
-        assert not any(other.take() for other in later)
-        assert party.take()
+        assert party.answer() is True
+        assert not any(other.has_answered(within=0.05) for other in later)
         party.give()
 
 
 def test_who_leaves_the_line_is_passed_over(join):
     holder, first, second = join(), join(), join()
     assert holder.take()
-    assert not first.take()
+    assert not first.take()  # its place in line is kept
     assert not second.take()
     first.give()
     holder.give()
     assert second.take()
+    assert second.num_taken_from_others() == 0
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_a_holder_that_is_killed_or_stopped_loses_its_turn(join, end):
-    lost, waiting = join(), join()
+    lost, waiting = join(SHORT), join()
     assert lost.take()
     getattr(lost, end)()
-    started = time.monotonic()
     assert waiting.take(LONG)
-    assert time.monotonic() - started < 2 * LEAST_LEASE_SECONDS
     assert waiting.num_taken_from_others() == 1
     for _ in range(10):  # from here on it costs nothing
         waiting.give()
@@ -169,13 +182,13 @@ def test_a_holder_that_is_killed_or_stopped_loses_its_turn(join, end):
     assert waiting.num_taken_from_others() == 1
 
 
-def test_a_stopped_holder_that_goes_on_finds_its_turn_over_and_takes_nobody_elses(join):
-    lost, other, third = join(), join(), join()
+def test_a_stopped_holder_that_goes_on_finds_its_turn_lost_and_takes_nobody_elses(join):
+    lost, other, third = join(SHORT), join(), join()
     assert lost.take()
     lost.stop()
     assert other.take(LONG)
     lost.go_on()
-    assert lost.is_over(LONG)
+    assert not lost.keep()
     lost.give()
     assert not third.take()
     other.give()
@@ -185,14 +198,13 @@ def test_a_stopped_holder_that_goes_on_finds_its_turn_over_and_takes_nobody_else
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_one_that_is_killed_or_stopped_in_line_is_waited_for_once(join, end):
-    holder, lost = join(), join()
+    holder, lost = join(SHORT), join()
     assert holder.take()
+    assert holder.keep(LONG)
     wait_in_line(lost, holder)
     getattr(lost, end)()
-    holder.give()
-    started = time.monotonic()
+    holder.give()  # leases it to the other for a short while
     assert holder.take(LONG)
-    assert time.monotonic() - started < 2 * LEAST_LEASE_SECONDS
     assert not holder.is_over()
     holder.give()
     assert holder.take()
@@ -205,30 +217,18 @@ def test_a_process_in_the_seat_of_a_killed_one_gives_back_what_that_held(join):
     wait_in_line(waiting, lost)
     lost.kill()
     join()
-    assert waiting.answer(within=AT_ONCE) is True
+    assert waiting.answer() is True
     assert waiting.num_taken_from_others() == 0
 
 
-def test_a_holder_that_shows_life_keeps_its_turn(join):
-    slow, waiting = join(), join()
+def test_a_lease_that_is_renewed_does_not_run_out(join):
+    slow, waiting = join(SHORT), join()
     assert slow.take()
-    waiting.ask("take", 3 * LEAST_LEASE_SECONDS)
-    while not waiting._pipe.poll(LEAST_LEASE_SECONDS / 5):
-        slow.is_over(LONG)
-    assert waiting.answer() is False
+    assert slow.keep(LONG)  # what it expects to take
+    assert not waiting.take(2 * SHORT)
     slow.give()
     assert waiting.take(LONG)
     assert waiting.num_taken_from_others() == 0
-
-
-def test_leases_grow_with_what_a_holder_does_at_once(join):
-    slow, waiting = join(), join()
-    assert slow.take()
-    time.sleep(0.8 * LEAST_LEASE_SECONDS)  # the work
-    slow.give()
-    assert slow.take()
-    assert not waiting.take(1.5 * LEAST_LEASE_SECONDS)
-    assert waiting.take(LONG)
 
 
 def test_a_turn_is_over_after_its_time_if_somebody_waits(join):
@@ -251,11 +251,17 @@ def test_giving_without_a_turn_changes_nothing(join):
     assert other.take()
 
 
-def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, turns_file):
-    """Its clock was ahead of ours: by that the lease would never run out."""
+@pytest.mark.parametrize("seconds_ahead", [11, 10**6])
+def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, turns_file, library_file, seconds_ahead):
+    """Its clock was ahead of ours: by that the lease would last."""
     another_seat = 200
-    turns_file.write_bytes(struct.pack("=Qq", 7 << 16 | another_seat, time.monotonic_ns() + 10**15))
-    assert join().take()
+    memory = bytearray(KernelLibrary(library_file).functions.outrider_turns_size())
+    struct.pack_into("=Q", memory, 0, 7 << 16 | another_seat + 1)
+    struct.pack_into("=q", memory, 16 + 8 * another_seat, time.monotonic_ns() + seconds_ahead * 10**9)
+    turns_file.write_bytes(memory)
+    party = join()
+    assert party.take()
+    assert party.num_taken_from_others() == 1
 
 
 @pytest.mark.parametrize("in_turns", [True, False], ids=["in_turns", "negative_control"])
@@ -279,7 +285,9 @@ def test_one_at_a_time(library_file, turns_file, tmp_path, in_turns):
 
 
 def _look_twice(number, library_file, turns_file, shared, start, results):
-    turns = NoTurns() if library_file is None else SharedTurns(KernelLibrary(library_file), turns_file)
+    turns = NoTurns()
+    if library_file is not None:
+        turns = SharedTurns(KernelLibrary(library_file), turns_file, least_lease_seconds=LONG)
     num_met = 0
     with shared.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as memory:
         start.wait(PATIENCE_SECONDS)
@@ -293,18 +301,31 @@ def _look_twice(number, library_file, turns_file, shared, start, results):
 
 
 def test_a_file_that_cannot_be_had_is_an_error_of_the_settings(library_file, tmp_path):
+    library = KernelLibrary(library_file)
     with pytest.raises(ConfigError, match=r"turns cannot be taken in .*/missing/turns: "):
-        SharedTurns(KernelLibrary(library_file), tmp_path / "missing" / "turns")
+        SharedTurns(library, tmp_path / "missing" / "turns")
+    other = tmp_path / "other"
+    other.write_text("somebody's")
+    with pytest.raises(ConfigError, match="it is not a file of turns"):
+        SharedTurns(library, other)
+    assert other.read_text() == "somebody's"
 
 
-def test_without_a_file_or_native_kernels_it_is_always_ones_turn(library_file, turns_file):
-    kernels = CpuKernels(KernelLibrary(library_file), team=None)
-    nobody, torch_only = open_turns("", kernels), open_turns(str(turns_file), None)
-    assert (nobody.description, torch_only.description) == ("none", "none: they need native kernels")
-    assert not turns_file.exists()
-    for turns in (nobody, torch_only):
+def test_a_node_that_shares_no_processors_takes_no_turns(library_file, turns_file):
+    def opened(path, *, num_threads=2, cpus=(0, 1), is_native=True):
+        kernels = CpuKernels(KernelLibrary(library_file), SimpleNamespace(num_threads=num_threads))
+        return open_turns(path, kernels if is_native else None, cpus=cpus)
+
+    path = str(turns_file)
+    nobody, torchs, few = opened(""), opened(path, is_native=False), opened(path, num_threads=1)
+    assert nobody.description == "none"
+    assert torchs.description == "none: they need native kernels"
+    assert few.description == "none: fewer threads than processors"
+    for turns in (nobody, torchs, few):
         assert turns.take(0.0)
+        assert turns.keep(0.0)
         assert not turns.is_over(0.0)
         turns.give()
-    assert open_turns(str(turns_file), kernels).description == str(turns_file)
-    assert Path(turns_file).exists()
+    assert list(turns_file.parent.iterdir()) == []
+    assert opened(path).description == f"{path}-0-1"
+    assert opened(path, num_threads=4, cpus=(0, 1, 2, 5)).description == f"{path}-0-2,5"

@@ -19,6 +19,17 @@ def expected_seconds(progress, num_rows):
     return progress.at_hand.expected_seconds
 
 
+def report_of(progress):
+    at_hand = progress.at_hand
+    return NodeReport(
+        state=NodeState.SERVING,
+        incarnation=bytes(16),
+        step=at_hand.step,
+        expected_step_seconds=at_hand.expected_seconds,
+        step_age_seconds=progress.age_seconds(),
+    )
+
+
 def test_a_step_is_expected_to_take_as_long_as_those_of_about_as_many_rows():
     clock = FakeClock()
     progress = StepProgress(clock)
@@ -61,14 +72,37 @@ def test_a_long_first_chunk_on_a_busy_machine_is_not_a_death():
     progress.begin(256)
     for _ in range(50):  # ten seconds
         clock.advance(0.2)
-        at_hand = progress.at_hand
-        watcher.feed(
-            NodeReport(
-                state=NodeState.SERVING,
-                incarnation=bytes(16),
-                step=at_hand.step,
-                expected_step_seconds=at_hand.expected_seconds,
-                step_age_seconds=progress.age_seconds(),
-            )
-        )
+        watcher.feed(report_of(progress))
+        assert not watcher.is_lost()
+
+
+def test_a_pause_is_no_part_of_a_step():
+    clock = FakeClock()
+    progress = StepProgress(clock)
+    progress.begin(4)
+    clock.advance(0.25)
+    progress.pause()
+    assert (progress.at_hand.expected_seconds, progress.age_seconds()) == (0.0, 0.0)
+    clock.advance(100.0)
+    progress.resume()
+    assert progress.age_seconds() == 0.25
+    assert progress.at_hand.expected_seconds == FIRST_STEP_SECONDS
+    clock.advance(0.5)
+    assert progress.end() == 0.75
+
+
+def test_a_step_that_others_hold_up_for_long_is_no_death():
+    clock = FakeClock()
+    progress, watcher = StepProgress(clock), ProgressDeadline(clock=clock)
+    for _ in range(3):
+        run_step(progress, clock, num_rows=4, seconds=0.1)
+    progress.begin(4)
+    for _ in range(10):
+        progress.pause()
+        for _ in range(4):
+            clock.advance(0.5)
+            watcher.feed(report_of(progress))
+        progress.resume()
+        watcher.feed(report_of(progress))
+        clock.advance(0.05)
         assert not watcher.is_lost()

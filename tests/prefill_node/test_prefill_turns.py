@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from outrider.engine.fakes import ScriptedTurns
@@ -32,14 +34,50 @@ def test_it_waits_for_as_long_as_it_takes(make_rig):
     assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
 
 
-def test_time_without_the_processors_is_counted_as_that(make_rig):
-    turns = ScriptedTurns(is_over=True)
+def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make_rig):
+    now, spent = 0, []
+
+    def pass_time(nanoseconds):
+        nonlocal now
+        now += nanoseconds
+
+    turns = ScriptedTurns(num_refusals=1, is_over=True)
+    turns.on_refusal = lambda: pass_time(1000)
     rig = make_rig(cpu_turns=turns)
-    spent = []
+    rig.before_layer = lambda layer: pass_time(1)
+    rig.engine.clock._now = lambda: now
+    rig.engine.clock.restart()
     tell = rig.loop._emit
     rig.loop._emit = lambda ended, stats: (stats and spent.append(stats.nanoseconds), tell(ended, stats))
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()
-    assert all(parts[Part.CPU_TURN] > 0 for parts in spent)
-    assert len(spent) == 3
+    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward, and within it
+    # The scripted forward marks nothing itself: what follows its last mark is whatever comes next.
+    assert [sum(parts.values()) for parts in spent] == [2 * 1000 + NUM_LAYERS] * 3
+
+
+def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
+    turns = ScriptedTurns(num_refusals=1, is_over=True)
+    rig = make_rig(cpu_turns=turns)
+    at_hand = []
+    rig.before_layer = lambda layer: at_hand.append(rig.loop.progress.at_hand)
+    turns.on_refusal = lambda: at_hand.append(rig.loop.progress.at_hand)
+    rig.start()
+    rig.prefill(PROMPT)
+    rig.wait_until_idle()
+    waiting, computing = at_hand[0::2], at_hand[1::2]
+    assert len(waiting) == len(computing) == 3 * NUM_LAYERS
+    assert all(snapshot.expected_seconds == 0.0 and snapshot.started is None for snapshot in waiting)
+    assert all(snapshot.expected_seconds > 0.0 for snapshot in computing)
+    assert len({snapshot.step for snapshot in computing}) == len(computing)  # it moves
+
+
+def test_a_node_that_stops_waits_for_nobody(make_rig):
+    turns = ScriptedTurns(num_refusals=10**9)
+    refused = threading.Event()
+    turns.on_refusal = refused.set
+    rig = make_rig(cpu_turns=turns).start()
+    rig.submit(PROMPT)
+    assert refused.wait(10)
+    rig.stop()

@@ -213,7 +213,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_turns_take": (c_int32, (c_void_p, c_int32, c_int64, c_int64)),
     "outrider_turns_keep": (c_int32, (c_void_p, c_int32, c_int64)),
     "outrider_turns_is_wanted": (c_int32, (c_void_p, c_int32)),
-    "outrider_turns_give": (None, (c_void_p, c_int32)),
+    "outrider_turns_give": (None, (c_void_p, c_int32, c_int64)),
 }
 
 

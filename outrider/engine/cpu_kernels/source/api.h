@@ -195,11 +195,11 @@ OUTRIDER_API int32_t outrider_turns_seats(void);
 // that was taken from a holder whose lease had run out.
 OUTRIDER_API int32_t outrider_turns_take(void* turns, int32_t seat, int64_t lease, int64_t timeout);
 
-// Renews the lease. Returns 0 when the turn is another's by now.
+// Leases the turn for so long from now on. Returns 0 when it is another's by now.
 OUTRIDER_API int32_t outrider_turns_keep(void* turns, int32_t seat, int64_t lease);
 
 // Returns 1 when others stand in line.
 OUTRIDER_API int32_t outrider_turns_is_wanted(void* turns, int32_t seat);
 
-// Hands the turn to the next, and leaves the line.
-OUTRIDER_API void outrider_turns_give(void* turns, int32_t seat);
+// Hands the turn to the next, who has `lease` to wake up and take it, and leaves the line.
+OUTRIDER_API void outrider_turns_give(void* turns, int32_t seat, int64_t lease);

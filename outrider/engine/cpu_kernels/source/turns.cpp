@@ -25,7 +25,7 @@ int64_t monotonic() {
 
 }  // namespace
 
-Turns::Taken Turns::take(int32_t seat, int64_t lease, int64_t timeout) {
+Turns::Taken Turns::take(int32_t seat, int64_t length, int64_t timeout) {
   const int64_t deadline = monotonic() + timeout;
   for (;;) {
     // In this order: who finds the holder as it was, and then sleeps, is woken by any change since.
@@ -33,16 +33,14 @@ Turns::Taken Turns::take(int32_t seat, int64_t lease, int64_t timeout) {
     uint64_t holder = holder_;
     const int64_t now = monotonic();
     if (seat_of(holder) == seat) {  // handed over
-      lease_end_ = now + lease;
+      lease(seat, now, length);
       if (holder_ != holder) continue;  // too late: somebody has taken it since
       tickets_[seat] = 0;
       return Taken::kYes;
     }
     const bool is_free = seat_of(holder) < 0;
-    if (is_free || has_run_out(now)) {
-      // First the lease: a new holder with the old one's end could lose the turn at once. If another is
-      // quicker this is a longer lease for him.
-      lease_end_ = now + lease;
+    if (is_free || has_run_out(holder, now)) {
+      lease(seat, now, length);  // before it is ours, or it could be taken away at once
       if (!holder_.compare_exchange_strong(holder, successor(holder, seat))) continue;
       tickets_[seat] = 0;
       announce();  // to the others in line, that there is another end to wait for
@@ -53,14 +51,14 @@ Turns::Taken Turns::take(int32_t seat, int64_t lease, int64_t timeout) {
       continue;  // what was given before that was given to nobody
     }
     if (now >= deadline) return Taken::kNo;
-    wait(seen, std::min(deadline, int64_t{lease_end_}) - now);
+    wait(seen, std::min({deadline, lease_ends_[seat_of(holder)].load(), now + kLongestSleep}) - now);
   }
 }
 
-bool Turns::keep(int32_t seat, int64_t lease) {
+bool Turns::keep(int32_t seat, int64_t length) {
   const uint64_t holder = holder_;
   if (seat_of(holder) != seat) return false;
-  lease_end_ = monotonic() + lease;
+  lease(seat, monotonic(), length);
   return holder_ == holder;
 }
 
@@ -71,7 +69,7 @@ bool Turns::is_wanted(int32_t seat) const {
   return false;
 }
 
-void Turns::give(int32_t seat) {
+void Turns::give(int32_t seat, int64_t length) {
   // Somebody may be handing the turn to this seat at this moment: then it is lost until that lease ends.
   tickets_[seat] = 0;
   uint64_t holder = holder_;
@@ -84,13 +82,17 @@ void Turns::give(int32_t seat) {
     // Out of the line by who gives: one that was killed there is handed the turn once and never again.
     if (ticket != 0 && tickets_[next].compare_exchange_strong(ticket, 0)) break;
   }
-  lease_end_ = monotonic() + kHandedLease;
+  if (next >= 0) lease(next, monotonic(), length);
   holder_.compare_exchange_strong(holder, successor(holder, next));  // else somebody has taken it
   announce();
 }
 
-bool Turns::has_run_out(int64_t now) const {
-  const int64_t end = lease_end_;
+void Turns::lease(int32_t seat, int64_t now, int64_t nanoseconds) {
+  lease_ends_[seat] = now + std::min(nanoseconds, kLongestLease);
+}
+
+bool Turns::has_run_out(uint64_t holder, int64_t now) const {
+  const int64_t end = lease_ends_[seat_of(holder)];
   return end <= now || end - now > kLongestLease;  // of another life of this machine, whose clock was ahead
 }
 
@@ -153,4 +155,4 @@ int32_t outrider_turns_keep(void* turns, int32_t seat, int64_t lease) { return t
 
 int32_t outrider_turns_is_wanted(void* turns, int32_t seat) { return turns_at(turns).is_wanted(seat); }
 
-void outrider_turns_give(void* turns, int32_t seat) { turns_at(turns).give(seat); }
+void outrider_turns_give(void* turns, int32_t seat, int64_t lease) { turns_at(turns).give(seat, lease); }

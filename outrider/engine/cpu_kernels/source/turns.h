@@ -26,34 +26,40 @@ class Turns {
   // there. The turn is leased for `lease` ns. kFromAnother: its holder's lease had run out.
   Taken take(int32_t seat, int64_t lease, int64_t timeout);
 
-  // Renews the lease. False: the turn is not this seat's any more.
+  // Leases the turn for `lease` ns from now on. False: it is not this seat's any more.
   bool keep(int32_t seat, int64_t lease);
 
   // Whether others stand in line.
   bool is_wanted(int32_t seat) const;
 
-  // Hands the turn to who stands first, or to nobody, and leaves the line.
-  void give(int32_t seat);
+  // Hands the turn to who stands first, or to nobody, and leaves the line. The next one has
+  // `lease` ns to wake up and lease it himself.
+  void give(int32_t seat, int64_t lease);
 
  private:
-  static constexpr int64_t kHandedLease = 500'000'000;  // of who was handed it, to wake up and renew it
-  static constexpr int64_t kLongestLease = 60'000'000'000;
+  static constexpr int64_t kLongestLease = 10'000'000'000;
+  static constexpr int64_t kLongestSleep = 500'000'000;  // should whoever gave the turn have died before waking us
 
-  static int32_t seat_of(uint64_t holder) { return static_cast<int32_t>(holder & 0xffff) - 1; }
+  // Or -1: nobody's. No seat at all, in a file that is not ours, is nobody's too.
+  static int32_t seat_of(uint64_t holder) {
+    const auto seat = static_cast<int32_t>(holder & 0xffff) - 1;
+    return seat < kSeats ? seat : -1;
+  }
   static uint64_t successor(uint64_t holder, int32_t seat) {
     return ((holder >> 16) + 1) << 16 | static_cast<uint64_t>(seat + 1);
   }
-  bool has_run_out(int64_t now) const;
+  void lease(int32_t seat, int64_t now, int64_t nanoseconds);
+  bool has_run_out(uint64_t holder, int64_t now) const;
   void stand_in_line(int32_t seat);
   int32_t first_in_line() const;
   void announce();
   void wait(uint32_t seen, int64_t nanoseconds) const;
 
-  std::atomic<uint64_t> holder_;    // how often it changed, then the holder's seat + 1, 16 bits; 0: nobody
-  std::atomic<int64_t> lease_end_;  // CLOCK_MONOTONIC, ns
-  std::atomic<uint32_t> changes_;   // of the holder; those in line sleep on it
+  std::atomic<uint64_t> holder_;   // how often it changed, then the holder's seat + 1, 16 bits; 0: nobody
+  std::atomic<uint32_t> changes_;  // of the holder; those in line sleep on it
   std::atomic<uint32_t> last_ticket_;
-  std::atomic<uint32_t> tickets_[kSeats];  // 0: not in line
+  std::atomic<int64_t> lease_ends_[kSeats];  // of the turns of each: CLOCK_MONOTONIC, ns
+  std::atomic<uint32_t> tickets_[kSeats];    // 0: not in line
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free &&
