@@ -39,7 +39,7 @@ Turns::Taken Turns::take(int32_t seat, int64_t length, int64_t timeout) {
       return Taken::kYes;
     }
     const bool is_free = seat_of(holder) < 0;
-    if (is_free || has_run_out(holder, now)) {
+    if (is_free || has_run_out(holder)) {
       lease(seat, now, length);  // before it is ours, or it could be taken away at once
       if (!holder_.compare_exchange_strong(holder, successor(holder, seat))) continue;
       tickets_[seat] = 0;
@@ -91,8 +91,9 @@ void Turns::lease(int32_t seat, int64_t now, int64_t nanoseconds) {
   lease_ends_[seat] = now + std::min(nanoseconds, kLongestLease);
 }
 
-bool Turns::has_run_out(uint64_t holder, int64_t now) const {
+bool Turns::has_run_out(uint64_t holder) const {
   const int64_t end = lease_ends_[seat_of(holder)];
+  const int64_t now = monotonic();  // after the end was read: an earlier time would make a fresh lease too long
   return end <= now || end - now > kLongestLease;  // of another life of this machine, whose clock was ahead
 }
 

@@ -49,7 +49,7 @@ class Turns {
     return ((holder >> 16) + 1) << 16 | static_cast<uint64_t>(seat + 1);
   }
   void lease(int32_t seat, int64_t now, int64_t nanoseconds);
-  bool has_run_out(uint64_t holder, int64_t now) const;
+  bool has_run_out(uint64_t holder) const;
   void stand_in_line(int32_t seat);
   int32_t first_in_line() const;
   void announce();
