@@ -77,6 +77,17 @@ def test_a_container_is_healthy_unprivileged_and_reads_only(up, role):
     up.exec(role, "sh", "-c", "echo > /tmp/x && rm /tmp/x")
 
 
+def test_nodes_take_turns_in_memory_that_they_share(up):
+    look = "stat -c '%n %s %d:%i' /run/outrider/*; grep -l /run/outrider/ /proc/[0-9]*/maps"
+    found = {
+        role: up.exec(role, "sh", "-c", f"{{ {look}; }} 2>/dev/null").stdout for role in ("prefill_node", "decode_node")
+    }
+    files = {role: text.splitlines()[0] for role, text in found.items()}
+    assert files["prefill_node"] == files["decode_node"]
+    assert files["decode_node"].startswith("/run/outrider/turns-")
+    assert all("/maps" in text for text in found.values())
+
+
 def test_a_request_is_answered_from_outside_as_soon_as_up_returns(up):
     result = answer(up, unseen())
     assert result.text
