@@ -91,9 +91,11 @@ class DecodeLoop:
 
     def run(self) -> None:
         """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
-        while not self._stopping.is_set():
-            self.iterate()
-        self._cpu_turns.give()
+        try:
+            while not self._stopping.is_set():
+                self.iterate()
+        finally:
+            self._cpu_turns.give()
         self._profiler.end()
         self._desk.free_all()
 

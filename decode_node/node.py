@@ -208,7 +208,7 @@ class DecodeNode:
             report,
             step=at_hand.step,
             expected_step_seconds=at_hand.expected_seconds,
-            step_age_seconds=progress.age_seconds(),
+            step_age_seconds=progress.age_seconds(at_hand),
             load=self._load(),
         )
 

@@ -34,5 +34,5 @@ class PrefillNodeConfig:
         at_least=0,
         at_most=60,
         help="In turns with decode nodes, how long they wait for this one between two steps (and for a layer to end). "
-        "Longer: first tokens come sooner, the others slower.",
+        "Shorter: running answers go on faster, first tokens come later.",
     )

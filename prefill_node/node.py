@@ -210,7 +210,7 @@ class PrefillNode:
             incarnation=self._incarnation,
             step=at_hand.step,
             expected_step_seconds=at_hand.expected_seconds,
-            step_age_seconds=progress.age_seconds(),
+            step_age_seconds=progress.age_seconds(at_hand),
             load=self._load(),
         )
 

@@ -121,8 +121,11 @@ class PrefillLoop:
     @torch.inference_mode()
     def run(self) -> None:
         """Until `Stop`. What it raises is a bug of ours."""
-        while not self._is_stopped:
-            self.step()
+        try:
+            while not self._is_stopped:
+                self.step()
+        finally:
+            self._cpu_turns.give()
         self._profiler.end()
 
     def step(self) -> None:
@@ -277,6 +280,7 @@ class PrefillLoop:
             return 0.0
         self._take_turn()
         self.progress.begin(plan.num_rows)
+        self._keep_turn()
         now = time.monotonic()
         for item in plan.scheduled:
             task = self._tasks[item.sequence.key]
@@ -295,17 +299,20 @@ class PrefillLoop:
 
     def _share_processors(self, layer: int) -> None:
         """Gives way to nodes that wait, when it is time, and goes on when it is this node's turn again."""
-        num_layers = self._layers.num_layers
-        if layer == num_layers - 1:
+        if layer == self._layers.num_layers - 1:
             return  # the turn ends with the forward
-        keeps = self._cpu_turns.keep(self.progress.at_hand.expected_seconds / num_layers)
-        if keeps and not self._cpu_turns.is_over(self._turn_seconds):
+        if self._keep_turn() and not self._cpu_turns.is_over(self._turn_seconds):
             return
         self._time.mark(Part.FORWARD)
         self.progress.pause()
         self._cpu_turns.give()
         self._profiler.left_forward(self._take_turn())
         self.progress.resume()
+        self._keep_turn()
+
+    def _keep_turn(self) -> bool:
+        """For the next layer."""
+        return self._cpu_turns.keep(self.progress.at_hand.expected_seconds / self._layers.num_layers)
 
     def _take_turn(self) -> int:
         """The nanoseconds that it took. A node that stops waits for nobody: it goes on without."""

@@ -83,7 +83,7 @@ def child_command(
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
         command += ["--config", str(launch.config_file)]
-    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, launch, targets, turns_file)
+    chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
     settings = [f"{key}={_text(value)}" for key, value in chosen.items() if not launch.sets(key)]
     settings += launch.overrides
     settings += [f"{spec.role}.server.{name}={port}" for name, port in bound.items() if port is not None]
@@ -93,7 +93,7 @@ def child_command(
 
 
 def _chosen(
-    spec: ChildSpec, config: ClusterConfig, launch: Launch, targets: Mapping[str, Sequence[str]], turns_file: Path
+    spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]], turns_file: Path
 ) -> dict[str, Any]:
     """The cluster's own settings for one process."""
     role = spec.role
@@ -103,8 +103,7 @@ def _chosen(
     if section is not None and place is not None:
         chosen[f"{section}.cpus"] = place.cpus
         chosen[f"{section}.num_threads"] = place.num_threads
-        has_own_place = launch.sets(f"{section}.cpus") or launch.sets(f"{section}.num_threads")
-        if place.is_shared and role in (PREFILL, DECODE) and not has_own_place:
+        if place.is_shared and role in (PREFILL, DECODE):
             chosen[f"{role}.turns_file"] = turns_file
     if config.metrics:
         chosen[f"{role}.server.metrics_port"] = 0

@@ -51,6 +51,7 @@ class ScriptedTurns:
         self.on_refusal: Callable[[], None] = lambda: None
         self.is_held = False
         self.calls: list[str] = []
+        self.kept_for: list[float] = []
         self._is_over = is_over
         self._num_refused = 0
 
@@ -65,6 +66,7 @@ class ScriptedTurns:
         return True
 
     def keep(self, expected_seconds: float) -> bool:
+        self.kept_for.append(expected_seconds)
         return self.is_held
 
     def is_over(self, seconds: float) -> bool:

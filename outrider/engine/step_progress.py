@@ -59,8 +59,9 @@ class StepProgress:
         self.at_hand = StepAtHand(at_hand.step)
         return seconds
 
-    def age_seconds(self) -> float:
-        started = self.at_hand.started
+    def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
+        """Of a snapshot, by default the present one: whoever tells of one must tell the age of the same."""
+        started = (at_hand or self.at_hand).started
         return 0.0 if started is None else max(0.0, self._clock() - started)
 
     def _expected_seconds(self) -> float:

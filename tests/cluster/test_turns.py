@@ -39,12 +39,6 @@ def test_nodes_with_processors_of_their_own_take_none(on_processors):
     assert roles_in_turns(ClusterConfig()) == {}
 
 
-@pytest.mark.parametrize("setting", ["model.num_threads=1", "model.cpus=0"])
-def test_who_chooses_threads_or_processors_chooses_turns_as_well(on_processors, setting):
-    on_processors(2)
-    assert roles_in_turns(ClusterConfig(), setting) == {}
-
-
 def test_the_users_own_file_wins(on_processors):
     on_processors(2)
     found = roles_in_turns(ClusterConfig(), "prefill_node.turns_file=", "decode_node.turns_file=/elsewhere")

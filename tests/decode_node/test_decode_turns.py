@@ -144,3 +144,15 @@ def test_a_node_that_stops_while_others_compute_ends(node, turns):
     thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
     assert not turns.is_held
+
+
+def test_a_node_that_fails_keeps_nobody_waiting(node, turns):
+    node.open(prompt=SHORT_PROMPT)
+
+    def fail(rows):
+        raise ZeroDivisionError
+
+    node.engine.runner.forward = fail
+    with pytest.raises(ZeroDivisionError):
+        node.loop.run()
+    assert turns.calls == ["take", "give"]

@@ -121,7 +121,8 @@ def test_nodes_go_on_beside_one_that_keeps_the_processors_for_ever(start_cluster
         pytest.skip("turns need native kernels")
     turns_file = tmp_path / "turns"
     settings = [f"{role}.turns_file={turns_file}" for role in ("prefill_node", "decode_node")]
-    with start_cluster(None, *settings, f"model.num_threads={len(usable_cpus())}") as cluster:
+    settings += [f"model.num_threads={len(usable_cpus())}", f"model.cpus={','.join(map(str, usable_cpus()))}"]
+    with start_cluster(None, *settings) as cluster:
         cluster.wait_serving(START_SECONDS)
         (shared,) = {node.description["cpu_turns"] for node in cluster.nodes if "cpu_turns" in node.description}
         turns = SharedTurns(KernelLibrary(library), Path(shared))

@@ -27,6 +27,20 @@ def test_every_forward_is_in_turns_that_end_between_layers(make_rig, is_over):
     assert turns.calls == ["take", "layer 0", *give_way, "layer 1", "give"] * 3
 
 
+def test_each_layer_is_leased_for_as_long_as_it_is_expected_to_take(make_rig):
+    turns = ScriptedTurns(is_over=True)
+    rig = make_rig(cpu_turns=turns)
+    at_layers = []
+    rig.before_layer = lambda layer: at_layers.append(
+        (turns.kept_for[-1], rig.loop.progress.at_hand.expected_seconds / NUM_LAYERS)
+    )
+    rig.start()
+    rig.prefill(PROMPT)
+    rig.wait_until_idle()
+    assert len(at_layers) == 3 * NUM_LAYERS
+    assert all(leased == expected > 0.0 for leased, expected in at_layers)
+
+
 def test_it_waits_for_as_long_as_it_takes(make_rig):
     turns = ScriptedTurns(num_refusals=3)
     rig = make_rig(cpu_turns=turns).start()
