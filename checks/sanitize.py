@@ -39,18 +39,8 @@ def main() -> int:
                 print(f"sanitize: a mistake of kind {kind!r} was not caught, so this run would show nothing")
                 return 1
         build(folder, compiler, extra_flags=SANITIZER_FLAGS)
-        ignored = [f"--ignore={TESTS / test}" for test in NOT_OVER_LIBRARIES]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(TESTS),
-            str(TURNS),
-            *ignored,
-            "-p",
-            "no:cacheprovider",
-            *sys.argv[1:],
-        ]
+        tests = [str(TESTS), str(TURNS), *(f"--ignore={TESTS / test}" for test in NOT_OVER_LIBRARIES)]
+        command = [sys.executable, "-m", "pytest", *tests, "-p", "no:cacheprovider", *sys.argv[1:]]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

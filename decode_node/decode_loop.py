@@ -91,11 +91,8 @@ class DecodeLoop:
 
     def run(self) -> None:
         """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
-        try:
-            while not self._stopping.is_set():
-                self.iterate()
-        finally:
-            self._cpu_turns.give()
+        while not self._stopping.is_set():
+            self.iterate()
         self._profiler.end()
         self._desk.free_all()
 
@@ -106,9 +103,11 @@ class DecodeLoop:
         allows runs beside it.
         """
         self._attend(wait=not self._engine.scheduler.has_work)
-        if self._engine.scheduler.has_work and self._take_turn():
-            self._emit_events(self.step())
-        self._cpu_turns.give()  # a step has done so already
+        try:
+            if self._engine.scheduler.has_work and self._take_turn():
+                self._emit_events(self.step())
+        finally:
+            self._cpu_turns.give()  # a step has done so already, if it came so far
 
     def _attend(self, *, wait: bool = False) -> None:
         """To commands; with `wait` until there is one, for a little while."""

@@ -37,12 +37,11 @@ from prefill_node.jobs import (
     PushOutcome,
     Stop,
 )
-from prefill_node.push import KvPush, ReadableCache, slots_of
+from prefill_node.push import KvPush, LayerGroups, ReadableCache, slots_of
 from prefill_node.statistics import PromptTokens, StepStats
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.block_pool import BlockPool
-    from outrider.engine.kv_cache.planes import PlaneSpec
     from outrider.kv_transfer.base import Connector
 
 STOP_SECONDS = 2.0
@@ -121,11 +120,8 @@ class PrefillLoop:
     @torch.inference_mode()
     def run(self) -> None:
         """Until `Stop`. What it raises is a bug of ours."""
-        try:
-            while not self._is_stopped:
-                self.step()
-        finally:
-            self._cpu_turns.give()
+        while not self._is_stopped:
+            self.step()
         self._profiler.end()
 
     def step(self) -> None:
@@ -287,8 +283,10 @@ class PrefillLoop:
             if task.compute_started_at is None:
                 task.compute_started_at = now
         rows = [_rows(item) for item in plan.scheduled]
-        self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
-        self._cpu_turns.give()
+        try:
+            self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
+        finally:
+            self._cpu_turns.give()
         self.prompt_tokens.add_computed(plan.num_rows)
         return self.progress.end()
 
@@ -374,29 +372,6 @@ class PrefillLoop:
             task.pinned.free()
         del self._tasks[task.job.job_id]
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroups:
-    """Which layers of a chunk are pushed together: as many as fill a frame."""
-
-    num_layers: int
-    group_size: int
-
-    @classmethod
-    def of(cls, planes: Sequence[PlaneSpec], *, num_tokens: int, frame_bytes: int) -> LayerGroups:
-        """Groups for chunks of `num_tokens` tokens. All planes have the same layers."""
-        num_layers = planes[0].num_layers
-        assert all(plane.num_layers == num_layers for plane in planes)
-        largest = max(plane.bytes_per_token_per_layer for plane in planes)
-        return cls(num_layers, min(max(frame_bytes // (largest * num_tokens), 1), num_layers))
-
-    def ending_at(self, layer: int) -> range | None:
-        """The group that is complete with this layer; None within one."""
-        is_last = layer == self.num_layers - 1
-        if (layer + 1) % self.group_size and not is_last:
-            return None
-        return range(layer - layer % self.group_size, layer + 1)
 
 
 def _rows(item: Scheduled) -> SequenceRows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -177,6 +177,29 @@ class KvPush:
                 return
             self._has_ended = True
         self._on_ended(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Which layers of a chunk are pushed together: as many as fill a frame."""
+
+    num_layers: int
+    group_size: int
+
+    @classmethod
+    def of(cls, planes: Sequence[PlaneSpec], *, num_tokens: int, frame_bytes: int) -> LayerGroups:
+        """Groups for chunks of `num_tokens` tokens. All planes have the same layers."""
+        num_layers = planes[0].num_layers
+        assert all(plane.num_layers == num_layers for plane in planes)
+        largest = max(plane.bytes_per_token_per_layer for plane in planes)
+        return cls(num_layers, min(max(frame_bytes // (largest * num_tokens), 1), num_layers))
+
+    def ending_at(self, layer: int) -> range | None:
+        """The group that is complete with this layer; None within one."""
+        is_last = layer == self.num_layers - 1
+        if (layer + 1) % self.group_size and not is_last:
+            return None
+        return range(layer - layer % self.group_size, layer + 1)
 
 
 def cut_frames(

@@ -8,8 +8,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, PeerLostError
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from prefill_node.jobs import CancelJob, PrefillResult
-from prefill_node.prefill_loop import LayerGroups
-from prefill_node.push import cut_frames
+from prefill_node.push import LayerGroups, cut_frames
 
 
 def prompt(length, *, first=100):

@@ -95,3 +95,19 @@ def test_a_node_that_stops_waits_for_nobody(make_rig):
     rig.submit(PROMPT)
     assert refused.wait(10)
     rig.stop()
+
+
+def test_a_node_that_fails_keeps_nobody_waiting(make_rig):
+    turns = ScriptedTurns()
+    rig = make_rig(cpu_turns=turns)
+
+    def fail(layer):
+        raise ZeroDivisionError
+
+    rig.before_layer = fail
+    rig.submit(PROMPT)
+    with pytest.raises(ZeroDivisionError):
+        rig.loop.step()
+    assert turns.calls == ["take", "give"]
+    rig.before_layer = lambda layer: None
+    rig.start().wait_until_idle()  # ends the push that has begun
