@@ -8,7 +8,7 @@ from outrider.config import parse_role_arguments
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
 from router.config import RouterConfig
-from router.service import RouterService
+from router.router import Router
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
         if not getattr(config, name):
             sys.stderr.write(f"router: router.{name} is empty; name at least one host:port\n")
             return 2
-    return run_service(RouterService(config), server=config.server, telemetry=telemetry, role="router")
+    return run_service(Router(config), server=config.server, telemetry=telemetry, role="router")
 
 
 if __name__ == "__main__":

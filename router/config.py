@@ -32,6 +32,9 @@ class RouterConfig:
     liveness_timeout_seconds: float = setting(
         2.0, at_least=1.0, at_most=600.0, help="A node whose progress stops for this long is lost."
     )
+    open_timeout_seconds: float = setting(
+        10.0, at_least=1.0, at_most=600.0, help="How long a decode node may take to grant or reject a request."
+    )
     kv_ready_timeout_seconds: float = setting(
         10.0,
         at_least=1.0,

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import xxhash
 
 from outrider.request import Request
-from router.cluster_view import ClusterView
+from router.node_directory import NodeDirectory
 from router.node_link import DecodeLink, NodeLink, PrefillLink
 
 Link = TypeVar("Link")
@@ -93,13 +93,13 @@ class Placement:
 
     def __init__(
         self,
-        cluster: ClusterView,
+        nodes: NodeDirectory,
         *,
         prefill_outstanding_tokens: int,
         on_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cluster = cluster
+        self._nodes = nodes
         self._limit = prefill_outstanding_tokens
         self._on_room = on_room
         self._clock = clock
@@ -113,7 +113,7 @@ class Placement:
 
     @property
     def has_nodes(self) -> bool:
-        return bool(self._cluster.decode_nodes and self._cluster.prefill_nodes)
+        return bool(self._nodes.decode_nodes and self._nodes.prefill_nodes)
 
     @property
     def num_placed(self) -> int:
@@ -148,7 +148,7 @@ class Placement:
 
     def can_fit_elsewhere(self, excluded: frozenset[bytes]) -> bool:
         """Whether a decode node is left that has not called the request too large."""
-        return any(_incarnation(link) not in excluded for link in self._cluster.decode_nodes)
+        return any(_incarnation(link) not in excluded for link in self._nodes.decode_nodes)
 
     def release_prefill(self, prefill: PrefillLink, num_tokens: int) -> None:
         left = self._outstanding[prefill] - num_tokens
@@ -169,7 +169,7 @@ class Placement:
         now = self._clock()
         candidates = [
             link
-            for link in self._cluster.decode_nodes
+            for link in self._nodes.decode_nodes
             if self._full_until.get(link, 0.0) <= now and _incarnation(link) not in excluded
         ]
         return min(candidates, key=lambda link: self._decode_cost(link, hashes), default=None)
@@ -188,7 +188,7 @@ class Placement:
     def _choose_prefill(self, hashes: Sequence[int], num_tokens: int) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there) with the least work ahead, this prompt included; None without room."""
         best: tuple[int, int, str, PrefillLink, int] | None = None
-        for link in self._cluster.prefill_nodes:
+        for link in self._nodes.prefill_nodes:
             held = self._held_by_prefill.num_held_tokens(hashes, _incarnation(link))
             num_uncached = max(num_tokens - 1 - held, 1)
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0

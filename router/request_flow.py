@@ -19,10 +19,10 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Granted, Rejected, RejectReason
 from router.admission import Admission, Waiting
 from router.attempt import Attempt
-from router.cluster_view import ServedModel
 from router.config import RouterConfig
 from router.detokenizer import NoText
 from router.journal import EndRules, Journal, JournalBudget, journal_bytes
+from router.node_directory import ServedModel
 from router.placement import Placement
 from router.request_record import RequestRecord
 from router.stop_strings import StopStringMatcher
@@ -139,7 +139,7 @@ class RequestFlow:
                 self._record.use_node(place.decode.name, place.decode.numerics)
                 answer = await self._attempt.open(
                     stop_token_ids=self._stop_token_ids,
-                    timeout_seconds=self._services.config.kv_ready_timeout_seconds,
+                    timeout_seconds=self._services.config.open_timeout_seconds,
                 )
             except AbortedError:
                 if self._journal.is_finished:  # by `abort`

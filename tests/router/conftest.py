@@ -20,7 +20,7 @@ from outrider.service.config import ServerConfig
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
-from router.service import RouterService
+from router.router import Router
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float = 5.0, what: str = "") -> None:
@@ -105,7 +105,7 @@ class Cluster:
         self.decode = FakeDecodeNode()
         self.prefill = FakePrefillNode([self.decode])
         self.nodes: list[FakeNode] = [self.decode, self.prefill]
-        self.service: RouterService
+        self.service: Router
         self.stub: router_pb2_grpc.RouterServiceStub
         self.stack = contextlib.AsyncExitStack()
         self.registry = CollectorRegistry()
@@ -126,7 +126,7 @@ class Cluster:
             "liveness_timeout_seconds": 1.0,
         }
         extra = {} if resolver is None else {"resolver": resolver}
-        self.service = RouterService(RouterConfig(**values | config), registry=self.registry, **extra)
+        self.service = Router(RouterConfig(**values | config), registry=self.registry, **extra)
         self.server = server = grpc.aio.server(options=server_options(ServerConfig()))
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -194,10 +194,10 @@ class Cluster:
         assert services.placement.num_outstanding_tokens == 0
         assert services.admission.num_waiting == services.admission.num_waiting_tokens == 0
         assert services.journals.reserved_bytes == 0
-        for link in self.service.cluster.decode_nodes:
+        for link in self.service.nodes.decode_nodes:
             assert link.session is not None
             assert link.session.num_groups == 0
-        for link in self.service.cluster.prefill_nodes:
+        for link in self.service.nodes.prefill_nodes:
             assert not link._listeners
 
 

@@ -173,7 +173,7 @@ async def test_a_running_request_id_already_exists_and_is_free_again_afterwards(
 
 async def test_a_text_that_is_far_too_long_is_not_even_encoded(serving):
     encoded = []
-    serving.service.cluster.served.tokenizer._encode = lambda *args, **_: encoded.append(args)
+    serving.service.nodes.served.tokenizer._encode = lambda *args, **_: encoded.append(args)
     failure = await serving.fail(serving.request(text="x" * 1_000_000))
     assert (failure.code, failure.field, failure.reason) == (INVALID, "text", "PROMPT_TOO_LONG")
     assert encoded == []

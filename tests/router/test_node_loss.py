@@ -81,7 +81,7 @@ async def test_a_frozen_decode_node_is_lost_when_its_progress_stops(cluster):
     assert failure.code is UNAVAILABLE
     assert "progress" in failure.message
     cluster.decode.thaw()
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 1)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
     await cluster.is_empty()
 
@@ -130,6 +130,15 @@ async def test_kv_that_never_arrives_is_unavailable(cluster):
     await cluster.is_empty()
 
 
+async def test_a_decode_node_that_does_not_answer_an_open_is_unavailable(cluster):
+    cluster.decode.answers_opens = False
+    await cluster.serve(open_timeout_seconds=1.0)
+    failure = await asyncio.wait_for(await failing_stream(cluster), 5)
+    assert failure.code is UNAVAILABLE
+    assert "does not answer" in failure.message
+    await cluster.is_empty()
+
+
 async def test_a_broken_session_is_dialled_again(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
@@ -137,7 +146,7 @@ async def test_a_broken_session_is_dialled_again(cluster):
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     await cluster.decode.break_sessions()
     assert (await asyncio.wait_for(streaming, 2)).code is UNAVAILABLE
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 1)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
     await cluster.is_empty()
 
@@ -179,10 +188,10 @@ async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(clu
     cluster.nodes.append(other)
     await cluster.serve()
     other.state = NodeState.SERVING
-    links = cluster.service.cluster._links
+    links = cluster.service.nodes._links
     await cluster.eventually(lambda: any(link.refusal for link in links()))
     refused = next(link for link in links() if link.refusal)
-    served_by = cluster.service.cluster.served.node
+    served_by = cluster.service.nodes.served.node
     for part in ("stranger", "0" * 64, served_by, "f" * 64):
         assert part in refused.refusal
     for _ in range(4):
@@ -194,7 +203,7 @@ async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(clu
 async def test_a_session_refused_by_the_node_names_both(cluster):
     await cluster.serve()
     cluster.decode.model = fake_model_info(fingerprint="9" * 64)
-    link = cluster.service.cluster.decode_nodes[0]
+    link = cluster.service.nodes.decode_nodes[0]
     await cluster.decode.break_sessions()
     await cluster.eventually(lambda: bool(link.refusal))
     assert "9" * 64 in link.refusal
@@ -206,7 +215,7 @@ async def test_draft_nodes_are_watched_and_name_the_proposer(cluster):
     model = fake_model_info(fingerprint="d" * 64, proposer="draft_model:tiny", num_speculative_tokens=6)
     cluster.nodes.append(FakeNode(NodeRole.DRAFT, name="draft-0", model=model))
     await cluster.serve()
-    await cluster.eventually(lambda: cluster.service.cluster.proposer()[0] == "draft_model:tiny")
+    await cluster.eventually(lambda: cluster.service.nodes.proposer()[0] == "draft_model:tiny")
     model = await cluster.stub.GetModel(router_pb2.GetModelRequest())
     assert (model.proposer, model.num_speculative_tokens) == ("draft_model:tiny", 4)
     assert (await status_of(cluster, "draft-0")).role == router_pb2.NODE_ROLE_DRAFT
@@ -216,7 +225,7 @@ async def test_a_draft_node_of_another_vocabulary_is_refused(cluster):
     model = fake_model_info(vocabulary_fingerprint="b" * 64)
     cluster.nodes.append(FakeNode(NodeRole.DRAFT, name="draft-0", model=model))
     await cluster.serve()
-    links = cluster.service.cluster._links
+    links = cluster.service.nodes._links
     await cluster.eventually(lambda: any("b" * 64 in link.refusal and "a" * 64 in link.refusal for link in links()))
 
 
@@ -224,7 +233,7 @@ async def test_the_router_waits_until_nodes_serve(cluster):
     cluster.decode.state = NodeState.STARTING
     await cluster.start()
     starting = asyncio.ensure_future(cluster.service.start(cluster.address))
-    await cluster.eventually(lambda: len(cluster.service.cluster.prefill_nodes) == 1)
+    await cluster.eventually(lambda: len(cluster.service.nodes.prefill_nodes) == 1)
     assert not starting.done()
     failure = await cluster.fail(sampling=cluster.sampling())
     assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE")
@@ -237,7 +246,7 @@ async def test_the_router_waits_until_nodes_serve(cluster):
 async def test_without_nodes_waiting_requests_are_unavailable_after_a_while(cluster):
     await cluster.serve(no_node_timeout_seconds=0.2)
     await cluster.prefill.stop()
-    await cluster.eventually(lambda: not cluster.service.cluster.prefill_nodes)
+    await cluster.eventually(lambda: not cluster.service.nodes.prefill_nodes)
     failure = await cluster.fail(sampling=cluster.sampling())
     assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE")
     assert failure.retry_seconds > 0
@@ -250,12 +259,12 @@ async def test_a_draining_node_gets_no_new_request_and_finishes_its_own(cluster)
     for node in (cluster.decode, second):
         node.step_seconds = 0.005
     await cluster.serve()
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 2)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
     running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=100)))
     await cluster.eventually(lambda: cluster.decode.groups or second.groups)
     busy, free = (cluster.decode, second) if cluster.decode.groups else (second, cluster.decode)
     busy.state = NodeState.DRAINING
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 1)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
     for _ in range(3):
         await cluster.generate(sampling=cluster.sampling(max_tokens=2))
     assert (len(busy.opened), len(free.opened)) == (1, 3)
@@ -275,15 +284,15 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_fo
     cluster.stack.push_async_callback(second.stop)
     addresses["decode.test:1"] = [cluster.decode.address]
     await cluster.serve(resolver=resolve, decode_targets=("decode.test:1",), resolve_interval_seconds=0.1)
-    assert len(cluster.service.cluster.decode_nodes) == 1
+    assert len(cluster.service.nodes.decode_nodes) == 1
     addresses["decode.test:1"] = [cluster.decode.address, second.address]
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 2)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
     await asyncio.gather(*(cluster.generate(text=f"{i}", sampling=cluster.sampling(max_tokens=20)) for i in range(8)))
     assert cluster.decode.opened
     assert second.opened
     await second.stop()
     addresses["decode.test:1"] = [cluster.decode.address]
-    await cluster.eventually(lambda: len(cluster.service.cluster.statuses()) == 2)
+    await cluster.eventually(lambda: len(cluster.service.nodes.statuses()) == 2)
 
 
 async def test_a_node_that_drains_and_is_gone_from_dns_finishes_its_requests_and_is_then_forgotten(cluster):
@@ -307,12 +316,12 @@ async def test_a_node_that_drains_and_is_gone_from_dns_finishes_its_requests_and
     assert len((await running).token_ids()) == 50
     await cluster.decode.stop()
     await cluster.eventually(
-        lambda: [status.name for status in cluster.service.cluster.statuses()] == ["prefill-0", "decode-1"]
+        lambda: [status.name for status in cluster.service.nodes.statuses()] == ["prefill-0", "decode-1"]
     )
 
 
 async def test_a_name_that_is_not_known_is_a_node_that_is_not_there_and_the_router_says_so(cluster, monkeypatch):
-    monkeypatch.setattr("router.cluster_view.WAITING_LOG_SECONDS", 0.05)
+    monkeypatch.setattr("router.node_directory.WAITING_LOG_SECONDS", 0.05)
     await cluster.prefill.start()
     resolver = FakeResolver({cluster.prefill.address: [cluster.prefill.address]})
     with structlog.testing.capture_logs() as log:
@@ -337,12 +346,12 @@ async def test_one_node_under_two_names_is_one_node(cluster):
     await cluster.decode.start()
     targets = (cluster.decode.address, "alias:1")
     await cluster.serve(resolver=resolve, decode_targets=targets)
-    links = cluster.service.cluster._links
+    links = cluster.service.nodes._links
     await cluster.eventually(
         lambda: [link.is_alias for link in links() if link.role is NodeRole.DECODE].count(True) == 1
     )
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
-    assert [status.name for status in cluster.service.cluster.statuses()] == ["prefill-0", "decode-0"]
+    assert [status.name for status in cluster.service.nodes.statuses()] == ["prefill-0", "decode-0"]
     assert cluster.decode.num_sessions == 1
 
 
@@ -352,7 +361,7 @@ async def test_nodes_that_are_equal_take_turns(cluster):
     prefills = [cluster.prefill, FakePrefillNode(decodes, name="prefill-1")]
     cluster.nodes += [decodes[1], prefills[1]]
     await cluster.serve()
-    view = cluster.service.cluster
+    view = cluster.service.nodes
     await cluster.eventually(lambda: len(view.decode_nodes) == len(view.prefill_nodes) == 2)
     used = []
     for index in range(8):
@@ -368,7 +377,7 @@ async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(cluster):
     cluster.nodes.append(second)
     cluster.prefill._decode_nodes = (cluster.decode, second)
     await cluster.serve()
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 2)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
     prompt = "a long common beginning " * 10
     for index in range(6):
         await cluster.generate(text=prompt + str(index), sampling=cluster.sampling(max_tokens=2))

@@ -58,7 +58,7 @@ async def test_a_third_kind_is_warned_of_again_and_the_same_kind_not(cluster, wa
         FakeDecodeNode(name="decode-2", model=fake_model_info(numerics=str(torch_numerics("float32", "cpu")))),
     ]
     await cluster.serve()
-    await cluster.eventually(lambda: len(cluster.service.cluster.decode_nodes) == 3)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 3)
     assert [len(warning["numerics"]) for warning in warnings()] == [2, 3]
 
 

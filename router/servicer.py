@@ -25,8 +25,8 @@ from outrider.wire.router import (
     num_samples,
     skips_special_tokens,
 )
-from router.cluster_view import ClusterView
 from router.intake import encode_prompt, read_request
+from router.node_directory import NodeDirectory
 from router.request_flow import FlowServices, RequestFlow
 from router.request_record import RequestRecord
 from router.running_requests import RunningRequests
@@ -43,8 +43,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """`services` gives what requests use; it raises PeerLostError until the router serves."""
 
-    def __init__(self, cluster: ClusterView, services: Callable[[], FlowServices]) -> None:
-        self._cluster = cluster
+    def __init__(self, nodes: NodeDirectory, services: Callable[[], FlowServices]) -> None:
+        self._nodes = nodes
         self._services = services
         self.running = RunningRequests()
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
@@ -89,7 +89,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 raise InvalidRequestError("one of text and chat is needed", field="input")
             if kind == "chat":
                 check_chat(request.chat)
-            response.token_ids.extend(await encode_prompt(request, self._cluster.model().tokenizer))
+            response.token_ids.extend(await encode_prompt(request, self._nodes.model().tokenizer))
         return response
 
     async def Detokenize(  # noqa: N802
@@ -97,7 +97,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.DetokenizeResponse:
         response = router_pb2.DetokenizeResponse()
         async with rpc_errors(context):
-            served = self._cluster.model()
+            served = self._nodes.model()
             check_token_ids(request.token_ids, served.info, field="token_ids")
             response.text = await served.tokenizer.decode(
                 request.token_ids, skip_special_tokens=skips_special_tokens(request)
@@ -106,9 +106,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
-            proposer, num_speculative_tokens = self._cluster.proposer()
+            proposer, num_speculative_tokens = self._nodes.proposer()
             return model_to_proto(
-                self._cluster.model().info,
+                self._nodes.model().info,
                 proposer=proposer,
                 num_speculative_tokens=num_speculative_tokens,
                 version=__version__,
@@ -140,7 +140,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         context.set_trailing_metadata(NOTHING_GENERATED)
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
-        services, served = self._services(), self._cluster.model()
+        services, served = self._services(), self._nodes.model()
         check_request(proto, served.info)
         with self.running.enter(request_id) as running:
             request = await read_request(proto, served, request_id=request_id)
@@ -157,7 +157,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 node_status_to_proto(
                     name=status.name, role=status.role, state=status.state, target=status.target, report=status.report
                 )
-                for status in self._cluster.statuses()
+                for status in self._nodes.statuses()
             ]
         )
         try:

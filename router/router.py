@@ -1,4 +1,4 @@
-"""The router as a service: builds its parts, waits for nodes, drains."""
+"""The router: builds its parts, waits for nodes, drains."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.admission import Admission
-from router.cluster_view import ClusterView
 from router.config import RouterConfig
 from router.journal import JournalBudget
+from router.node_directory import NodeDirectory
 from router.placement import Placement
 from router.request_flow import FlowServices
-from router.server import SERVICE_NAME, RouterServicer
+from router.servicer import SERVICE_NAME, RouterServicer
 from router.sessions import RouterIdentity
 
 TELL_SECONDS = 0.5
@@ -33,7 +33,7 @@ _INCARNATION_BYTES = 16
 _log = get_logger("router")
 
 
-class RouterService:
+class Router:
     """Implements `outrider.service.server.Service`. SERVING once a prefill and a decode node serve."""
 
     service_names: tuple[str, ...] = (SERVICE_NAME,)
@@ -50,20 +50,20 @@ class RouterService:
         identity = RouterIdentity(
             name=config.server.name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES)
         )
-        self.cluster = ClusterView(config, identity, resolver=resolver, on_lost=self._on_lost)
+        self.nodes = NodeDirectory(config, identity, resolver=resolver, on_lost=self._on_lost)
         self.services: FlowServices | None = None  # None: no node has served yet
-        self.servicer = RouterServicer(self.cluster, self._services_now)
+        self.servicer = RouterServicer(self.nodes, self._services_now)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
 
     async def start(self, address: str) -> None:
         """Waits for the nodes."""
-        self.cluster.start()
-        await self.cluster.wait_until_serving()
-        served = self.cluster.model()
+        self.nodes.start()
+        await self.nodes.wait_until_serving()
+        served = self.nodes.model()
         config = self._config
-        placement = Placement(self.cluster, prefill_outstanding_tokens=config.prefill_outstanding_tokens)
+        placement = Placement(self.nodes, prefill_outstanding_tokens=config.prefill_outstanding_tokens)
         admission = Admission(
             placement,
             max_waiting=config.max_waiting,
@@ -79,7 +79,7 @@ class RouterService:
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
             router_address=address,
         )
-        self.cluster.on_change(_pump_and_count(self.services))
+        self.nodes.on_change(_pump_and_count(self.services))
 
     async def drain(self, deadline_seconds: float) -> None:
         """No new request; running ones end, or are told at the deadline, the queue included."""
@@ -93,11 +93,11 @@ class RouterService:
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
-        await self.cluster.stop()
+        await self.nodes.stop()
 
     def describe(self) -> Mapping[str, Any]:
-        info = self.cluster.model().info
-        proposer, num_speculative_tokens = self.cluster.proposer()
+        info = self.nodes.model().info
+        proposer, num_speculative_tokens = self.nodes.proposer()
         return {
             "model": info.name,
             "fingerprint": info.fingerprint,
@@ -105,7 +105,7 @@ class RouterService:
             "max_model_len": info.max_model_len,
             "proposer": proposer,
             "num_speculative_tokens": num_speculative_tokens,
-            "nodes": [status.name for status in self.cluster.statuses()],
+            "nodes": [status.name for status in self.nodes.statuses()],
         }
 
     def _services_now(self) -> FlowServices:

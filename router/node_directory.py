@@ -20,7 +20,7 @@ from router.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
 
-_log = get_logger("cluster")
+_log = get_logger("nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class NodeStatus:
     report: NodeReport | None
 
 
-class ClusterView:
+class NodeDirectory:
     """A link to each node behind the targets, and what they serve. Owned by the event loop.
 
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node
