@@ -25,9 +25,3 @@ def test_the_readme_client_runs(cluster, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "mean acceptance length" in result.stdout
-
-
-def test_the_readme_names_files_that_exist():
-    names = re.findall(r"\]\(([^)#:]+)\)", README.read_text(encoding="utf-8"))
-    assert names
-    assert [name for name in names if not (README.parent / name).exists()] == []
