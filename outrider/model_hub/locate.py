@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.engine.cpu_kernels.build import user_cache_directory
 from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, ensure_default_model
@@ -28,10 +28,7 @@ class ModelLocation:
 
 def cache_directory(config: ModelConfig) -> Path:
     """Where converted models are kept: the setting, $OUTRIDER_CACHE_DIR, or the user's cache."""
-    chosen = config.cache_dir or os.environ.get("OUTRIDER_CACHE_DIR", "")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_directory()
 
 
 def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> ModelLocation:

@@ -1,5 +1,9 @@
 """Compiles the kernels: one shared library for each instruction path, and a manifest that says how.
 
+A library is compiled once on a machine: it is kept in the user's cache by the hash of
+everything it is made of, and every folder that wants it (a checkout's, a wheel's, that of a
+check or a test) gets a copy.
+
 setup.py runs this while the package is being built, where neither the package nor torch
 can be imported: the standard library is all it needs. By hand, after a change or once
 there is a compiler:
@@ -10,6 +14,7 @@ there is a compiler:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -19,11 +24,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 SOURCE = Path(__file__).resolve().parent / "source"
 LIBRARIES = Path(__file__).resolve().parent / "libraries"
@@ -52,11 +58,22 @@ LINK_FLAGS = ("-shared", "-pthread")
 # A library that brings its own C++ runtime and shows nothing of it cannot meet another one in torch's process.
 EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
-WARNING_FLAGS = ("-Wall", "-Wextra", "-Werror")
+WARNING_FLAGS = (
+    "-Wall",
+    "-Wextra",
+)  # what they find is kept with the library: errors for developers, nothing for users
 # GCC 12 takes its own _mm512_undefined for a mistake wherever an intrinsic is inlined (GCC bug 105593), and tells
 # of an ABI that no caller sees.
 GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi")
 SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
+
+CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
+"""The directory in place of the user's cache."""
+
+CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
+KEPT_SECONDS = 30 * 24 * 3600
+"""How long a library that nobody asks for stays in the cache."""
+LOCK_SECONDS, LOCK_POLL_SECONDS = 3600.0, 0.1
 
 NO_COMPILER = "no C++ compiler was found at install time"
 PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); }\n"  # what needs C++20 of the library
@@ -76,6 +93,7 @@ class Manifest:
     extra_flags: list[str] = field(default_factory=list)
     built: dict[str, list[str]] = field(default_factory=dict)  # by path: its flags
     left_out: dict[str, str] = field(default_factory=dict)  # by path: the reason
+    warnings: str = ""  # what the compiler said besides
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +109,6 @@ class Compiler:
 
     @property
     def warning_flags(self) -> tuple[str, ...]:
-        """For developers: warnings are errors."""
         return (*WARNING_FLAGS, *(() if "clang" in self.version else GCC_WARNING_FLAGS))
 
     def knows(self, flags: Sequence[str]) -> str:
@@ -100,12 +117,13 @@ class Compiler:
         result = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
         return "" if result.returncode == 0 else f"{self.version}: {first_error(result.stderr)}"
 
-    def run(self, arguments: Sequence[str]) -> None:
-        """In the folder of the sources. Raises CompileError."""
+    def run(self, arguments: Sequence[str]) -> str:
+        """Runs in the folder of the sources; returns the warnings. Raises CompileError."""
         command = [*self.command, *arguments]
         result = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise CompileError(f"{shlex.join(command)}\n{result.stderr}")
+        return result.stderr
 
 
 def find_compiler() -> Compiler | None:
@@ -128,11 +146,24 @@ def path_flags() -> Mapping[str, tuple[str, ...]]:
 
 def source_hash() -> str:
     """SHA-256 in hexadecimal over everything that the libraries are made of: sources and flags."""
-    digest = hashlib.sha256(repr((COMPILE_FLAGS, LINK_FLAGS, LINUX_LINK_FLAGS, sorted(path_flags().items()))).encode())
-    for path in sorted(path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES):
-        content = path.read_bytes()
-        digest.update(f"{path.name}:{len(content)}:".encode() + content)
+    flags = (
+        COMPILE_FLAGS,
+        LINK_FLAGS,
+        LINUX_LINK_FLAGS,
+        WARNING_FLAGS,
+        GCC_WARNING_FLAGS,
+        sorted(path_flags().items()),
+    )
+    digest = hashlib.sha256(repr(flags).encode())
+    _add_files(digest, [path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES])
     return digest.hexdigest()
+
+
+def user_cache_directory() -> Path:
+    """What may be made again is kept here: $OUTRIDER_CACHE_DIR, else `outrider` in the user's own cache."""
+    if chosen := os.environ.get(CACHE_VARIABLE, ""):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -153,48 +184,34 @@ def build(
     *,
     extra_flags: Sequence[str] = (),
     paths: Mapping[str, tuple[str, ...]] | None = None,
+    inputs: Sequence[Path] = (),
 ) -> Manifest:
-    """Compiles every path that the compiler knows into `folder`; the others are named in the manifest, with the reason.
+    """Puts every path that the compiler knows into `folder`; the others are named in the manifest, with the reason.
 
-    `paths` are those of this kind of machine; tests bring others, by name the flags that each adds.
+    Compiles what the user's cache does not hold. `paths` are those of this kind of machine;
+    tests bring others, by name the flags that each adds, and as `inputs` the files that those
+    flags name.
 
     What lies there from earlier is replaced file by file, so that a process that has it
     loaded is not disturbed. Raises CompileError when a source is refused.
     """
-    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    built: dict[str, list[str]] = {}
+    paths = path_flags() if paths is None else paths
+    built = {path: [*COMPILE_FLAGS, *flags] for path, flags in paths.items()}
+    keys = {path: library_key(compiler, [*flags, *extra_flags], inputs) for path, flags in built.items()}
     left_out: dict[str, str] = {}
-    for path, flags in (path_flags() if paths is None else paths).items():
-        reason = compiler.knows(flags)
-        if reason:
-            left_out[path] = reason
-        else:
-            built[path] = [*COMPILE_FLAGS, *flags]
-    sources = sorted(SOURCE.glob("*.cpp"))
-    with (
-        tempfile.TemporaryDirectory(dir=folder, prefix="objects-") as objects,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
-        jobs = [
-            pool.submit(
-                compiler.run,
-                [*flags, *extra_flags, "-c", source.name, "-o", str(Path(objects) / f"{path}-{source.stem}.o")],
-            )
-            for path, flags in built.items()
-            for source in sources
-        ]
-        try:
-            for job in as_completed(jobs):
-                job.result()
-        except CompileError:
-            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would be for nothing
-            raise
-        link_flags = (*LINK_FLAGS, *(LINUX_LINK_FLAGS if sys.platform == "linux" else ()), *extra_flags)
+    with locked_cache() as cache:
+        entries = {path: entry for path, key in keys.items() if (entry := _read_entry(cache / key)) is not None}
+        for path in [path for path in built if path not in entries]:
+            if reason := compiler.knows(paths[path]):
+                left_out[path] = reason
+                del built[path]
+        if missing := {path: flags for path, flags in built.items() if path not in entries}:
+            _remove_unused(cache)
+            entries |= _compile(compiler, missing, extra_flags, {path: cache / keys[path] for path in missing})
         for path in built:
-            unfinished = Path(objects) / f"{path}.so"
-            parts = [str(Path(objects) / f"{path}-{source.stem}.o") for source in sources]
-            compiler.run([*parts, *link_flags, "-o", str(unfinished)])
+            unfinished = folder / f"{path}.so.{os.getpid()}"
+            shutil.copyfile(cache / keys[path] / CACHED_LIBRARY, unfinished)
             unfinished.replace(library_path(folder, path))
     for path in left_out:
         library_path(folder, path).unlink(missing_ok=True)
@@ -204,9 +221,115 @@ def build(
         extra_flags=list(extra_flags),
         built=built,
         left_out=left_out,
+        warnings="".join(dict.fromkeys(entries[path]["warnings"] for path in built)),
     )
     manifest.write(folder)
     return manifest
+
+
+def library_key(compiler: Compiler, flags: Sequence[str], inputs: Sequence[Path] = ()) -> str:
+    """What a library is known by in the cache: a hash of sources, flags, compiler and kind of machine."""
+    parts = (source_hash(), compiler.command, compiler.version, list(flags), platform.machine(), platform.libc_ver())
+    digest = hashlib.sha256(repr(parts).encode())
+    _add_files(digest, inputs)
+    return digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def locked_cache() -> Iterator[Path]:
+    """The cache's folder, for this process alone; a temporary one, and a line that says so, where it cannot be used.
+
+    The system releases the lock of a process that dies. Raises CompileError when another one holds it for an hour.
+    """
+    folder = (user_cache_directory() / "kernels").resolve()
+    deadline = time.monotonic() + LOCK_SECONDS
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / "lock").open("ab"))
+            while not _try_lock(lock):
+                if time.monotonic() > deadline:
+                    raise CompileError(f"another process has been compiling kernels into {folder} for an hour")
+                time.sleep(LOCK_POLL_SECONDS)
+        except OSError as error:
+            print(f"compiled kernels are not kept, {folder} cannot be used: {error.strerror}", file=sys.stderr)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-kernels-")))
+        yield folder
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    import fcntl  # not on Windows, where clients are installed and nothing is compiled
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _compile(
+    compiler: Compiler, wanted: Mapping[str, list[str]], extra_flags: Sequence[str], entries: Mapping[str, Path]
+) -> dict[str, dict[str, str]]:
+    """Compiles `wanted`, by path its flags, into its folders `entries`; returns what _read_entry does for each."""
+    sources = sorted(SOURCE.glob("*.cpp"))
+    more = (*extra_flags, *compiler.warning_flags)
+    done: dict[str, dict[str, str]] = {}
+    with (
+        tempfile.TemporaryDirectory(dir=next(iter(entries.values())).parent, prefix="objects-") as name,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        jobs = {
+            path: [
+                pool.submit(compiler.run, [*flags, *more, "-c", source.name, "-o", f"{name}/{path}-{source.stem}.o"])
+                for source in sources
+            ]
+            for path, flags in wanted.items()
+        }
+        try:
+            for job in as_completed([job for path in jobs for job in jobs[path]]):
+                job.result()
+        except CompileError:
+            pool.shutdown(wait=False, cancel_futures=True)  # what has not begun would be for nothing
+            raise
+        link_flags = (*LINK_FLAGS, *(LINUX_LINK_FLAGS if sys.platform == "linux" else ()), *extra_flags)
+        for path, entry in entries.items():
+            unfinished = Path(name, path)
+            unfinished.mkdir()
+            library = unfinished / CACHED_LIBRARY
+            parts = [f"{name}/{path}-{source.stem}.o" for source in sources]
+            linking = compiler.run([*parts, *link_flags, "-o", str(library)])
+            warnings = "".join([*(job.result() for job in jobs[path]), linking])
+            done[path] = {"sha256": hashlib.sha256(library.read_bytes()).hexdigest(), "warnings": warnings}
+            (unfinished / CACHED_ENTRY).write_text(json.dumps(done[path], indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(entry, ignore_errors=True)  # a damaged one
+            unfinished.rename(entry)
+    return done
+
+
+def _read_entry(folder: Path) -> dict[str, str] | None:
+    """SHA-256 and warnings of a cached library; None where there is none, or one that is damaged."""
+    try:
+        entry: dict[str, str] = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))
+        if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != entry["sha256"]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    folder.touch()  # somebody wants it
+    return entry
+
+
+def _remove_unused(cache: Path) -> None:
+    """Old libraries, and what processes that were killed left behind. Call it with the lock held."""
+    oldest = time.time() - KEPT_SECONDS
+    for folder in cache.iterdir():
+        if folder.is_dir() and (folder.name.startswith("objects-") or folder.stat().st_mtime < oldest):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _add_files(digest: Any, files: Sequence[Path]) -> None:
+    for path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{path.name}:{len(content)}:".encode() + content)
 
 
 def record_absence(folder: Path, reason: str) -> Manifest:
@@ -229,10 +352,10 @@ def is_current(manifest: Manifest, folder: Path, compiler: Compiler, extra_flags
     )
 
 
-def ensure_built(folder: Path, *, warnings: bool = False, sanitize: bool = False) -> Manifest:
+def ensure_built(folder: Path, *, sanitize: bool = False) -> Manifest:
     """Builds what is not current; without a compiler keeps what is, or records why there is nothing.
 
-    `warnings` are errors then. Raises CompileError when a source is refused.
+    Raises CompileError when a source is refused.
     """
     manifest = read_manifest(folder)
     compiler = find_compiler()
@@ -241,7 +364,7 @@ def ensure_built(folder: Path, *, warnings: bool = False, sanitize: bool = False
             return manifest
         chosen = os.environ.get("CXX", "")
         return record_absence(folder, f"{NO_COMPILER} (CXX={chosen})" if chosen else NO_COMPILER)
-    extra_flags = (*(compiler.warning_flags if warnings else ()), *(SANITIZER_FLAGS if sanitize else ()))
+    extra_flags = SANITIZER_FLAGS if sanitize else ()
     if manifest is not None and is_current(manifest, folder, compiler, extra_flags):
         (folder / MANIFEST_NAME).touch()  # make compares times
         return manifest
@@ -256,14 +379,16 @@ def describe(manifest: Manifest) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 also without a compiler, 1 when a source does not compile."""
+    """Returns the exit status: 0 also without a compiler, 1 when a source does not compile or, if asked, warns."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--into", type=Path, default=LIBRARIES, help="the folder (default: beside this file)")
     parser.add_argument("--warnings", action="store_true", help="warnings are errors; for developers")
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour sanitizers")
     arguments: Any = parser.parse_args(argv)
     try:
-        manifest = ensure_built(arguments.into, warnings=arguments.warnings, sanitize=arguments.sanitize)
+        manifest = ensure_built(arguments.into, sanitize=arguments.sanitize)
+        if arguments.warnings and manifest.warnings:
+            raise CompileError(manifest.warnings)
     except CompileError as error:
         print(error, file=sys.stderr)
         return 1

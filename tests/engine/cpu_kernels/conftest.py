@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -41,10 +41,9 @@ def rule_breaking_library(made_libraries):
 
 
 @pytest.fixture(scope="session")
-def made_libraries(request, tmp_path_factory) -> Callable[[str], KernelLibrary]:
-    """made_libraries(name); compiled on first use, and kept for the next run where pytest keeps anything."""
-    cache = getattr(request.config, "cache", None)
-    return partial(made_library, tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels"))
+def made_libraries(tmp_path_factory) -> Callable[[str], KernelLibrary]:
+    """made_libraries(name); compiled on first use."""
+    return cache(partial(made_library, tmp_path_factory.mktemp("kernels")))
 
 
 @pytest.fixture(scope="session")

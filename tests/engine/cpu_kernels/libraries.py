@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from outrider.engine.cpu_kernels.build import (
     LIBRARIES,
@@ -21,21 +19,21 @@ from outrider.engine.cpu_kernels.build import (
     find_compiler,
     library_path,
     read_manifest,
-    source_hash,
 )
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE, PREFERENCE
 
 SIMULATED = Path(__file__).parent / "simulated"
+_FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # where the compiler runs: the same flags in every checkout
 MADE_FOR_TESTS = {
     "generic": (),  # portable C++ without AVX2, as other processors run it
-    "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", str(SIMULATED / "avx512_bf16.h")),
-    "simulated_amx": ("-march=x86-64-v3", "-include", str(SIMULATED / "amx.h")),
+    "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/avx512_bf16.h"),
+    "simulated_amx": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/amx.h"),
 }
 BREAKS_THE_RULE = "breaks_the_rule"
 _FLAGS = {
     **MADE_FOR_TESTS,
-    BREAKS_THE_RULE: ("-march=x86-64-v3", f"-I{SOURCE}", "-include", str(SIMULATED / "breaks_the_rule.h")),
+    BREAKS_THE_RULE: ("-march=x86-64-v3", "-I.", "-include", f"{_FROM_SOURCE}/breaks_the_rule.h"),
 }
 _QUICKLY = ("-O1", "-Wno-psabi")  # compiled quickly, not computing quickly
 BUILD_SECONDS = 600
@@ -61,24 +59,17 @@ def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
     ]
 
 
-def made_library(parent: Path, name: str) -> KernelLibrary:
-    """Compiles below `parent` unless that was done before with the same sources, flags and compiler."""
+def made_library(folder: Path, name: str) -> KernelLibrary:
+    """Puts a library into `folder`, compiled unless the user's cache holds it."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
-    extra_flags = (*_QUICKLY, *_sanitizer_flags())
-    parts = [source_hash(), compiler, _FLAGS[name], extra_flags]
-    parts += [path.read_bytes() for path in sorted(SIMULATED.iterdir())]
-    folder = parent / f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
-    with FileLock(parent / f"{name}.lock", timeout=BUILD_SECONDS), _without_preloaded_sanitizer():
-        if read_manifest(folder) is None:
-            for old in parent.glob(f"{name}-*"):
-                _remove(old)
-            build(folder, compiler, extra_flags=extra_flags, paths={name: _FLAGS[name]})
-    left_out = read_manifest(folder).left_out
-    if name in left_out:
-        assert platform.machine() not in X86_64, left_out[name]
-        pytest.skip(left_out[name])
+    with _without_preloaded_sanitizer():
+        flags, inputs = (*_QUICKLY, *_sanitizer_flags()), sorted(SIMULATED.iterdir())
+        manifest = build(folder, compiler, extra_flags=flags, paths={name: _FLAGS[name]}, inputs=inputs)
+    if name in manifest.left_out:
+        assert platform.machine() not in X86_64, manifest.left_out[name]
+        pytest.skip(manifest.left_out[name])
     return KernelLibrary(library_path(folder, name))
 
 
@@ -97,9 +88,3 @@ def _without_preloaded_sanitizer() -> Iterator[None]:
     finally:
         if preloaded is not None:
             os.environ["LD_PRELOAD"] = preloaded
-
-
-def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def small_sources(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setattr(build, "PROBE", "")
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     return source
 
 
@@ -44,15 +46,17 @@ def one_path(monkeypatch):
 
 
 @pytest.fixture
-def counted_builds(monkeypatch):
-    original, calls = build.build, []
+def compiled(monkeypatch):
+    """The sources that were compiled, in order."""
+    original, sources = Compiler.run, []
 
-    def count(folder, compiler, **options):
-        calls.append(folder)
-        return original(folder, compiler, **options)
+    def run(compiler, arguments):
+        if "-c" in arguments:
+            sources.append(arguments[arguments.index("-c") + 1])
+        return original(compiler, arguments)
 
-    monkeypatch.setattr(build, "build", count)
-    return calls
+    monkeypatch.setattr(Compiler, "run", run)
+    return sources
 
 
 @pytest.fixture
@@ -84,19 +88,89 @@ def test_every_path_is_built_and_shows_our_functions_only(small_sources, tmp_pat
 
 
 @needs_compiler
-def test_nothing_is_built_twice_until_something_changes(small_sources, one_path, tmp_path, counted_builds):
-    folder = tmp_path / "libraries"
-    ensure_built(folder)
-    ensure_built(folder)
-    assert len(counted_builds) == 1
+def test_a_library_is_compiled_once_for_all_folders_until_something_changes(
+    small_sources, one_path, tmp_path, compiled, monkeypatch
+):
+    for folder in ("a", "a", "b"):
+        manifest = ensure_built(tmp_path / folder)
+        assert ctypes.CDLL(str(tmp_path / folder / "portable.so")).outrider_one() == 1
+        assert (manifest.built, compiled) == ({"portable": list(build.COMPILE_FLAGS)}, ["one.cpp"])
+    (tmp_path / "a" / "portable.so").unlink()
+    ensure_built(tmp_path / "a")
+    assert (tmp_path / "a" / "portable.so").is_file()
+    assert len(compiled) == 1
     (small_sources / "one.cpp").open("a").write("// changed\n")
-    ensure_built(folder)
-    assert len(counted_builds) == 2
-    (folder / "portable.so").unlink()
-    ensure_built(folder)
-    assert len(counted_builds) == 3
-    ensure_built(folder, warnings=True)
-    assert len(counted_builds) == 4
+    ensure_built(tmp_path / "a")
+    assert len(compiled) == 2
+    monkeypatch.setenv("CXX", f"env {find_compiler().command[0]}")
+    (tmp_path / "a" / build.MANIFEST_NAME).unlink()
+    ensure_built(tmp_path / "a")
+    assert len(compiled) == 3
+    header = tmp_path / "header.h"
+    for text in ("", "", "// changed"):
+        header.write_text(text)
+        build.build(tmp_path / "c", find_compiler(), paths={"made": ("-include", str(header))}, inputs=[header])
+    assert len(compiled) == 5
+
+
+@needs_compiler
+def test_two_builders_at_once_compile_once(small_sources, one_path, tmp_path, compiled):
+    with ThreadPoolExecutor(2) as pool:  # a lock on a file is held against another opening of it, also in one process
+        manifests = list(pool.map(ensure_built, [tmp_path / "a", tmp_path / "b"]))
+    assert manifests[0] == manifests[1]
+    assert compiled == ["one.cpp"]
+
+
+@needs_compiler
+def test_a_damaged_library_in_the_cache_is_compiled_again(small_sources, one_path, tmp_path, compiled):
+    ensure_built(tmp_path / "a")
+    (cached,) = (tmp_path / "cache" / "kernels").glob(f"*/{build.CACHED_LIBRARY}")
+    cached.write_bytes(cached.read_bytes()[:-1])
+    ensure_built(tmp_path / "b")
+    assert len(compiled) == 2
+    assert ctypes.CDLL(str(tmp_path / "b" / "portable.so")).outrider_one() == 1
+
+
+@needs_compiler
+def test_what_nobody_asked_for_in_a_while_leaves_the_cache(small_sources, one_path, tmp_path, compiled):
+    kept = tmp_path / "cache" / "kernels"
+    ensure_built(tmp_path / "a")
+    (first,) = (path for path in kept.iterdir() if path.is_dir())
+    (kept / "objects-of-a-killed-process").mkdir()
+    os.utime(first, (0, 0))
+    ensure_built(tmp_path / "b")  # which is asking for it
+    (small_sources / "one.cpp").open("a").write("// changed\n")
+    ensure_built(tmp_path / "b")
+    assert first.is_dir()
+    assert not list(kept.glob("objects-*"))
+    os.utime(first, (0, 0))
+    (small_sources / "one.cpp").open("a").write("// changed again\n")
+    ensure_built(tmp_path / "b")
+    assert not first.exists()
+    assert len(compiled) == 3
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_used_costs_the_time_to_compile(
+    small_sources, one_path, tmp_path, compiled, monkeypatch, capsys
+):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "file"))
+    for folder in ("a", "b"):
+        ensure_built(tmp_path / folder)
+        assert ctypes.CDLL(str(tmp_path / folder / "portable.so")).outrider_one() == 1
+    assert len(compiled) == 2
+    assert f"compiled kernels are not kept, {tmp_path / 'file' / 'kernels'} cannot be used" in capsys.readouterr().err
+
+
+def test_the_cache_is_the_users_unless_a_variable_names_another(monkeypatch):
+    monkeypatch.delenv(build.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert build.user_cache_directory() == Path.home() / ".cache" / "outrider"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert build.user_cache_directory() == Path("/somewhere/outrider")
+    monkeypatch.setenv(build.CACHE_VARIABLE, "~/models")
+    assert build.user_cache_directory() == Path.home() / "models"
 
 
 @needs_compiler
@@ -114,10 +188,16 @@ def test_a_source_that_does_not_compile_is_an_error_and_leaves_what_was_there(
 
 
 @needs_compiler
-def test_warnings_are_errors_only_when_asked_for(small_sources, one_path, tmp_path):
+def test_warnings_are_kept_with_the_library_and_errors_only_when_asked_for(
+    small_sources, one_path, tmp_path, compiled, capsys
+):
     (small_sources / "one.cpp").open("a").write("static int unused() { return 0; }\n")
     assert build.main(["--into", str(tmp_path / "a")]) == 0
-    assert build.main(["--into", str(tmp_path / "b"), "--warnings"]) == 1
+    assert "unused" not in capsys.readouterr().err
+    for folder in ("a", "b"):
+        assert build.main(["--into", str(tmp_path / folder), "--warnings"]) == 1
+        assert "unused" in capsys.readouterr().err
+    assert len(compiled) == 1
 
 
 def test_without_a_compiler_the_reason_is_recorded(tmp_path, monkeypatch, capsys):

@@ -34,6 +34,7 @@ def run_setup(checkout, hook, monkeypatch, *, compiler=None):
     if compiler is not None:
         monkeypatch.setenv("CXX", compiler)
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(checkout / "cache"))
     script = f"from setuptools.build_meta import build_wheel, build_editable, build_sdist\nprint({hook}('dist'))\n"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, check=False, cwd=checkout, capture_output=True, text=True, timeout=100)
