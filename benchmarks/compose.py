@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="warm starts, and passes of --throughput; default 3")
     parser.add_argument("--concurrency", default="1,4,16", help="of --throughput; default 1,4,16")
     parser.add_argument("--limit", type=int, default=16, help="prompts of a pass of --throughput; default 16")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"machine": vars_of(describe_machine()), "command": sys.argv}
     with tempfile.TemporaryDirectory() as work:

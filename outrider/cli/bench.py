@@ -1,4 +1,4 @@
-"""`outrider bench`: load on a running cluster, or on one of its own, and what came of it."""
+"""`outrider bench`: a load test of a running cluster or of one that it starts."""
 
 from __future__ import annotations
 
@@ -38,50 +38,53 @@ COMPARED_SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("where")
+    where = parser.add_argument_group("target")
     where.add_argument("--target", metavar="HOST:PORT", help=f"a running router; default {DEFAULT_TARGET}")
     where.add_argument("--spawn", action="store_true", help="start a cluster for this run instead")
     load = parser.add_argument_group("load")
-    load.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL; default: our own")
+    load.add_argument("--prompts", type=Path, metavar="FILE", help="JSONL file; default: the built-in prompts")
     load.add_argument("--limit", type=_count, metavar="N", help="only the first N prompts")
-    load.add_argument("--concurrency", type=_counts, metavar="N,N", help="closed loop: so many clients at a time")
-    load.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: so many requests a second, Poisson")
-    load.add_argument("--rounds", type=_count, default=1, metavar="N", help="times over all prompts; default 1")
-    load.add_argument("--no-speculation", action="store_true", help="plain decoding only")
+    load.add_argument("--concurrency", type=_counts, metavar="N,N", help="closed loop: numbers of clients")
+    load.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: requests a second, Poisson arrivals")
+    load.add_argument("--rounds", type=_count, default=1, metavar="N", help="passes over all prompts; default 1")
+    load.add_argument("--no-speculation", action="store_true", help="without speculation only")
     load.add_argument("--compare", action="store_true", help="with and without speculation, interleaved")
     load.add_argument(
         "--same-prompts",
         action="store_true",
-        help="with --compare: the same prompts both ways, so that answers are compared; the second way finds them "
-        "cached (--spawn turns prefix caches off and does this anyway)",
+        help="with --compare: the same prompts in both modes, so that answers can be compared; the second mode finds "
+        "them cached (--spawn always does this, with prefix caches off)",
     )
-    ghz = parser.add_argument_group("the load of a ghz config", "instead of --prompts and the flags of answers")
+    ghz = parser.add_argument_group("load from a ghz config", "instead of --prompts and the flags of answers")
     ghz.add_argument(
-        "--ghz", type=Path, metavar="CONFIG", help="send what ghz --config CONFIG sends; a call of Complete is streamed"
+        "--ghz", type=Path, metavar="CONFIG", help="send what ghz --config CONFIG sends; calls of Complete are streamed"
     )
     ghz.add_argument(
-        "--ghz-report", type=Path, metavar="FILE", help="what ghz --format json wrote of its run: one table of both"
+        "--ghz-report",
+        type=Path,
+        metavar="FILE",
+        help="the output of ghz --format json, to show both runs in one table",
     )
-    # Without defaults here, so that a flag that --ghz would not heed can be refused.
+    # No defaults here, so that flags which --ghz ignores can be refused.
     answers = parser.add_argument_group("answers", argument_default=argparse.SUPPRESS)
     answers.add_argument("--max-tokens", type=_count, metavar="N", help="default 128")
     answers.add_argument("--temperature", type=float, metavar="T", help="default 0")
     answers.add_argument("--top-p", type=float, metavar="P")
     answers.add_argument("--top-k", type=int, metavar="K")
-    answers.add_argument("--seed", type=int, metavar="S", help="prompt i is drawn with S + i; default 0")
-    answers.add_argument("--ignore-eos", action="store_true", help="every answer has --max-tokens tokens")
+    answers.add_argument("--seed", type=int, metavar="S", help="prompt i uses seed S + i; default 0")
+    answers.add_argument("--ignore-eos", action="store_true", help="generate --max-tokens tokens in every answer")
     answers.add_argument(
-        "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="of one answer; default 600"
+        "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     add_connection_arguments(parser)
     add_cluster_arguments(parser)  # for --spawn
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 when an answer failed."""
+    """Returns 1 if an answer failed."""
     if arguments.ghz_report and not arguments.ghz:
-        raise InvalidRequestError("--ghz-report goes with --ghz", field="ghz_report")
+        raise InvalidRequestError("--ghz-report needs --ghz", field="ghz_report")
     ghz_config = load_ghz_config(arguments.ghz) if arguments.ghz else None
     ghz_report = load_ghz_report(arguments.ghz_report) if arguments.ghz_report else None
     plan = make_plan(arguments, ghz_config)
@@ -115,13 +118,11 @@ def _connection(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> 
     tls, token = read_tls(arguments), read_token(arguments)
     if arguments.spawn:
         if tls is not None:
-            raise InvalidRequestError(
-                "--spawn starts a cluster that speaks plaintext: leave the flags of TLS out", field="tls"
-            )
+            raise InvalidRequestError("--spawn starts a cluster without TLS: omit the TLS flags", field="tls")
         return Connection()
     if ghz_config is not None:
         if tls is not None:
-            raise InvalidRequestError("--ghz takes TLS from its config: leave the flags of TLS out", field="tls")
+            raise InvalidRequestError("--ghz takes TLS from its config: omit the TLS flags", field="tls")
         tls = ghz_config.tls
     return Connection(tls, token)
 
@@ -129,11 +130,11 @@ def _connection(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> 
 def make_plan(arguments: argparse.Namespace, ghz_config: GhzConfig | None) -> BenchPlan:
     """Raises: InvalidRequestError for flags that do not go together, or prompts that cannot be read."""
     if arguments.compare and arguments.no_speculation:
-        raise InvalidRequestError("--compare runs both ways: leave --no-speculation out", field="compare")
+        raise InvalidRequestError("--compare runs both modes: omit --no-speculation", field="compare")
     if arguments.same_prompts and not arguments.compare:
-        raise InvalidRequestError("--same-prompts goes with --compare", field="same_prompts")
+        raise InvalidRequestError("--same-prompts needs --compare", field="same_prompts")
     if arguments.spawn and arguments.target:
-        raise InvalidRequestError("--spawn starts a router of its own: leave --target out", field="spawn")
+        raise InvalidRequestError("--spawn starts a router: omit --target", field="spawn")
     modes = (False, True) if arguments.compare else (not arguments.no_speculation,)
     if ghz_config is not None:
         return _make_ghz_plan(arguments, ghz_config, modes)
@@ -161,7 +162,7 @@ def _make_ghz_plan(arguments: argparse.Namespace, ghz_config: GhzConfig, modes: 
     if options or others:
         name = [*others, *options][0].replace("_seconds", "")
         raise InvalidRequestError(
-            f"--ghz takes requests and load from the config: leave --{name.replace('_', '-')} out", field=name
+            f"--ghz takes requests and load from the config: omit --{name.replace('_', '-')}", field=name
         )
     concurrencies = arguments.concurrency or (ghz_config.concurrency,)
     return BenchPlan(
@@ -234,7 +235,7 @@ async def _bench(
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value
 
 
@@ -245,5 +246,5 @@ def _counts(text: str) -> tuple[int, ...]:
 def _rates(text: str) -> tuple[float, ...]:
     rates = tuple(float(part) for part in text.split(","))
     if not all(0 < rate < float("inf") for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text}: rates are above 0")
+        raise argparse.ArgumentTypeError(f"{text}: rates must be above 0")
     return rates

@@ -11,12 +11,12 @@ from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client
 from outrider.errors import OutriderError
 
-HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--stats", action="store_true", help="tokens, times and acceptance after each answer")
+    parser.add_argument("--stats", action="store_true", help="print tokens, times and acceptance after each answer")
     add_sampling_arguments(parser)
     add_connection_arguments(parser)
 

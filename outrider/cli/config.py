@@ -1,4 +1,4 @@
-"""`outrider config`: the configuration in force, as YAML that can be used again."""
+"""`outrider config`: the settings in force, as YAML that can be used as a configuration file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--role", choices=ROLES, help="only what this role reads; default: everything")
+    parser.add_argument("--role", choices=ROLES, help="only the settings of this service; default: all")
     parser.add_argument("--config", metavar="FILE", type=Path, help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sections_of(role: str | None) -> dict[str, type]:
-    """The sections that a role reads; without a role, all.
+    """The sections that a service reads; without a role, all.
 
     The services' own classes are looked up by name (`decode_node.config.DecodeNodeConfig`):
     the shared package never imports a service.

@@ -1,4 +1,4 @@
-"""The flags of a connection that is not plaintext, for every command that calls a running service."""
+"""The TLS flags of every command that calls a running service."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser, *, with_token: bool = True) -> None:
-    connection = parser.add_argument_group("TLS", "without any of these flags: plaintext")
-    connection.add_argument("--tls", action="store_true", help="the system's authorities vouch for the other side")
-    connection.add_argument("--authority", type=Path, metavar="FILE", help="these do instead (PEM)")
-    connection.add_argument("--certificate", type=Path, metavar="FILE", help="ours, where it is asked for (PEM)")
-    connection.add_argument("--private-key", type=Path, metavar="FILE", help="its key (PEM)")
+    connection = parser.add_argument_group("TLS", "without any of these flags the connection is plaintext")
+    connection.add_argument("--tls", action="store_true", help="trust the system's certificate authorities")
+    connection.add_argument("--authority", type=Path, metavar="FILE", help="trust these authorities instead (PEM)")
+    connection.add_argument("--certificate", type=Path, metavar="FILE", help="our certificate, for mutual TLS (PEM)")
+    connection.add_argument("--private-key", type=Path, metavar="FILE", help="the certificate's key (PEM)")
     if with_token:
         connection.add_argument(
-            "--token-file", type=Path, metavar="FILE", help="sent with each call as a bearer token; needs TLS"
+            "--token-file", type=Path, metavar="FILE", help="a bearer token to send with each call; needs TLS"
         )
 
 
@@ -29,16 +29,16 @@ def read_tls(arguments: argparse.Namespace) -> TlsConfig | None:
     files = {name: getattr(arguments, name) for name in ("authority", "certificate", "private_key")}
     if not arguments.tls and not any(files.values()):
         return None
-    from outrider.service.config import TlsConfig  # brings yaml along, which a plaintext probe can do without
+    from outrider.service.config import TlsConfig  # imports yaml, which a plaintext probe does not need
 
     try:
         return TlsConfig(**files)
     except ValueError as error:
-        raise ConfigError("--certificate and --private-key go together") from error
+        raise ConfigError("--certificate and --private-key must be given together") from error
 
 
 def read_token(arguments: argparse.Namespace) -> str | None:
-    """Raises: ConfigError for a file that cannot be read, or has no token in it."""
+    """Raises: ConfigError for a file that cannot be read or does not contain one token."""
     if arguments.token_file is None:
         return None
     try:
@@ -48,5 +48,5 @@ def read_token(arguments: argparse.Namespace) -> str | None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--token-file: {arguments.token_file} is not ASCII text") from error
     if not token or len(token.split()) != 1:
-        raise ConfigError(f"--token-file: {arguments.token_file} is not one token")
+        raise ConfigError(f"--token-file: {arguments.token_file} must contain exactly one token")
     return token

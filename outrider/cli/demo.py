@@ -1,4 +1,4 @@
-"""`outrider demo`: a cluster, three prompts, each with speculation and without, and what came of it."""
+"""`outrider demo`: starts a cluster, answers three prompts with and without speculation, and compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.cluster import ClusterEvent, EventKind
 STOP_LIMIT_SECONDS = 5.0
 DEFAULT_MAX_TOKENS = 128
 DEMO_SETTINGS = (
-    # Both runs of a prompt do the same work, hand-off included.
+    # Both runs of a prompt do the same work, including the KV transfer.
     "prefill_node.kv_cache.prefix_cache=false",
     "decode_node.kv_cache.prefix_cache=false",
 )
@@ -143,7 +143,7 @@ def _options(prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> G
 
 
 def _describe_parting(client: Client, fast: DemoAnswer, plain: DemoAnswer) -> str:
-    """Where two answers part, and how close the two best tokens were there; empty when they are identical."""
+    """Where two answers first differ, and how close the two best tokens were there; empty if they are identical."""
     index = first_difference(fast.token_ids, plain.token_ids)
     if index is None:
         return ""
@@ -154,7 +154,10 @@ def _describe_parting(client: Client, fast: DemoAnswer, plain: DemoAnswer) -> st
     if index < len(completion.logprobs) and len(completion.logprobs[index].top) == 2:
         (_, best), (_, second) = completion.logprobs[index].top
         gap = f"{best - second:.2e}"
-    return f"{plain.prompt.name}: parts at generated token {index}; gap between the two best logprobs there: {gap}"
+    return (
+        f"{plain.prompt.name}: answers differ from generated token {index} on; "
+        f"gap between the two best logprobs there: {gap}"
+    )
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -1,6 +1,6 @@
-"""`outrider fetch`: has the models on disk before anything needs them, and finds what is wrong with the settings.
+"""`outrider fetch`: downloads and verifies the models before anything needs them, and validates all settings.
 
-In a cluster of containers it runs once, before the nodes: one download, in sight.
+In a cluster of containers it runs once, before the nodes: one download with visible progress.
 """
 
 from __future__ import annotations

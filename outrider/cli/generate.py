@@ -16,13 +16,15 @@ from outrider.client import ChatMessage, Client, GenerateStream, Prompt
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
     parser.add_argument(
-        "--chat", action="store_true", help="the prompt is a user's message, in the model's chat template"
+        "--chat", action="store_true", help="send the prompt as a user message in the model's chat template"
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message before it; implies --chat")
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
-    parser.add_argument("--n", type=int, metavar="N", help="samples, printed one after the other")
-    parser.add_argument("--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and K others")
-    parser.add_argument("--stats", action="store_true", help="tokens, times and acceptance on standard error")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt; implies --chat")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
+    parser.add_argument("--n", type=int, metavar="N", help="number of samples, printed one after the other")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and of the K most likely"
+    )
+    parser.add_argument("--stats", action="store_true", help="print tokens, times and acceptance on standard error")
     add_sampling_arguments(parser)
     add_connection_arguments(parser)
 

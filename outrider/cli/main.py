@@ -14,19 +14,19 @@ from outrider.errors import OutriderError
 COMMANDS = {
     "up": "start a local cluster: router, prefill, decode and draft nodes",
     "generate": "stream the continuation of a prompt",
-    "chat": "talk with the model",
-    "config": "print the configuration in force, with the source of each setting",
-    "demo": "start a cluster and stream three prompts with and without speculation",
-    "bench": "measure a running cluster under load",
+    "chat": "chat with the model",
+    "config": "print all settings in force, with the source of each",
+    "demo": "start a cluster and stream three prompts, with and without speculation",
+    "bench": "run a load test",
     "profile": "show where the time of a running node's steps goes",
-    "fetch": "have the models on disk, whole and checked; also checks every setting",
-    "probe": "ask a service for its health; status 0 when it serves",
+    "fetch": "download and verify the models; also validates every setting",
+    "probe": "check a service's health; exit status 0 if it serves",
 }
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error (one line on stderr), 2 for a wrong command line, 130 for Ctrl-C."""
+    """Returns the exit status: 0; 1 for an error (one line on stderr), 2 for an wrong command line, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
     try:
@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except ModuleNotFoundError as error:
         # The client and the router install without what nodes need.
-        sys.stderr.write(f"outrider {chosen}: {error.name} is not installed; pip install 'outrider[node]' brings it\n")
+        sys.stderr.write(f"outrider {chosen}: {error.name} is not installed; run pip install 'outrider[node]'\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left; the interpreter must not complain at its end.
+        # The reader of our output is gone; the interpreter must not complain when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

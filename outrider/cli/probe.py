@@ -1,6 +1,6 @@
 """`outrider probe`: a service's health as an exit status, for container health checks and scripts.
 
-It runs again and again beside the service that it asks, so it imports little.
+It runs frequently beside the service that it checks, so it imports little.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ DEFAULT_TIMEOUT_SECONDS = 3.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=f"any role's port; default {DEFAULT_TARGET}"
+        "--target",
+        default=DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help=f"the address of any service; default {DEFAULT_TARGET}",
     )
     parser.add_argument(
-        "--service", default="", metavar="NAME", help="such as outrider.v1.RouterService; default: the whole process"
+        "--service",
+        default="",
+        metavar="NAME",
+        help="for example outrider.v1.RouterService; default: the whole process",
     )
     parser.add_argument(
         "--timeout",
@@ -38,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default {DEFAULT_TIMEOUT_SECONDS:g}",
     )
     parser.add_argument(
-        "--server-name", default="", metavar="NAME", help="what its certificate is for, if not for the address"
+        "--server-name", default="", metavar="NAME", help="the name in its certificate, if not the address"
     )
     add_connection_arguments(parser, with_token=False)
 
@@ -66,15 +72,14 @@ def check_health(
 ) -> str:
     """The name of grpc.health.v1's ServingStatus.
 
-    Raises: PeerLostError when nobody answers, NotFoundError when the process has no such
-    service, InvalidRequestError for a timeout that is none, ConfigError for a file that
-    cannot be read.
+    Raises: PeerLostError without an answer, NotFoundError if the process has no such service,
+    InvalidRequestError for an invalid timeout, ConfigError for a file that cannot be read.
     """
     if not timeout_seconds > 0:
         raise InvalidRequestError(f"--timeout {timeout_seconds:g} is not above 0", field="timeout")
     credentials = None
     if tls is not None:
-        from outrider.client.credentials import make_credentials  # brings the whole client along
+        from outrider.client.credentials import make_credentials  # imports the whole client
 
         credentials = make_credentials(tls, None)
     with open_sync_channel(target, credentials=credentials, server_name=server_name) as channel:
@@ -91,12 +96,12 @@ def check_health(
 
 
 def _explained(error: grpc.RpcError, *, target: str, service: str, timeout_seconds: float) -> OutriderError:
-    # Not outrider.service.status: it brings the server's telemetry along.
+    # Not outrider.service.status, which imports the server's telemetry.
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.NOT_FOUND:
         return NotFoundError(f"{target} has no service {service}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return NotFoundError(f"{target} has no health service: it is not a role of Outrider")
+        return NotFoundError(f"{target} has no health service: it is not an Outrider service")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return PeerLostError(f"{target} does not answer within {timeout_seconds:g} s")
     return PeerLostError(f"{target} cannot be reached: {details}")

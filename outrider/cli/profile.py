@@ -34,24 +34,34 @@ ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--target", metavar="HOST:PORT", help="the node itself")
-    where.add_argument("--role", choices=sorted(ROLES), help="the first such node that the router knows")
-    parser.add_argument("--router", metavar="HOST:PORT", default=DEFAULT_TARGET, help="for --role; default %(default)s")
-    parser.add_argument("--steps", type=int, default=DEFAULT_NUM_STEPS, metavar="N", help="default %(default)s")
+    where.add_argument("--target", metavar="HOST:PORT", help="the node's address")
+    where.add_argument("--role", choices=sorted(ROLES), help="the first node of this role that the router knows")
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write a trace of N more steps there (Chrome trace, .json.gz)"
+        "--router", metavar="HOST:PORT", default=DEFAULT_TARGET, help="the router, for --role; default %(default)s"
     )
     parser.add_argument(
-        "--traced-steps", type=int, metavar="N", help=f"with --output; default: as many, {MOST_TRACED_STEPS} at most"
+        "--steps", type=int, default=DEFAULT_NUM_STEPS, metavar="N", help="number of steps; default %(default)s"
     )
     parser.add_argument(
-        "--timeout", type=float, default=DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help="default %(default)g"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of N more steps to this file (Chrome trace, .json.gz)",
+    )
+    parser.add_argument(
+        "--traced-steps",
+        type=int,
+        metavar="N",
+        help=f"steps in the trace; default: --steps, at most {MOST_TRACED_STEPS}",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help="limit; default %(default)g"
     )
     add_connection_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 when nothing was captured."""
+    """Returns 1 if nothing was captured."""
     options = make_options(arguments)
     if arguments.output:
         _check_writable(arguments.output)
@@ -67,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     if profile.timed_out:
         sys.stdout.flush()
         sys.stderr.write(
-            f"outrider profile: no more steps in {arguments.timeout:g} s, of {arguments.steps} asked for; "
-            "profile a node while it has requests to serve\n"
+            f"outrider profile: fewer than {arguments.steps} steps in {arguments.timeout:g} s; "
+            "profile a node while it serves requests\n"
         )
     return 0 if profile.steps else 1
 
@@ -76,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def make_options(arguments: argparse.Namespace) -> ProfileOptions:
     """Raises: InvalidRequestError."""
     if arguments.traced_steps is not None and not arguments.output:
-        raise InvalidRequestError("--traced-steps goes with --output", field="traced_steps")
+        raise InvalidRequestError("--traced-steps needs --output", field="traced_steps")
     num_traced = min(arguments.steps, MOST_TRACED_STEPS) if arguments.traced_steps is None else arguments.traced_steps
     return ProfileOptions(
         num_steps=arguments.steps,

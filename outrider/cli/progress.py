@@ -1,4 +1,4 @@
-"""A cluster's events as lines for people."""
+"""Prints a cluster's events as human-readable lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from outrider.cluster import ClusterEvent, EventKind
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 2.0
-"""How often a stage that goes on is told where nothing can be redrawn, as in a container's log."""
+"""How often progress within a stage is printed where nothing can be redrawn, as in a container's log."""
 
 
 class EventPrinter:
-    """One line for each change; while weights load, on a terminal a bar that moves in place, elsewhere a line now and
-    then. Thread-safe.
+    """Prints one line for each change. While weights load, a terminal shows a bar; elsewhere a line is printed every
+    two seconds. Thread-safe.
     """
 
     def __init__(self, stream: TextIO) -> None:

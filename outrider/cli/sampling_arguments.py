@@ -1,4 +1,4 @@
-"""The flags of `generate` and `chat` that become a request."""
+"""The flags of `generate` and `chat` that set request parameters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from outrider.client.sync import DEFAULT_TARGET
 
 _NUMBERS = {
     "temperature": (float, "T", "0 takes the most likely token; default 1"),
-    "top_p": (float, "P", "nucleus, (0, 1]"),
+    "top_p": (float, "P", "nucleus sampling, (0, 1]"),
     "top_k": (int, "K", "0 keeps the whole vocabulary"),
-    "min_p": (float, "P", "least probability relative to the most likely token"),
+    "min_p": (float, "P", "minimum probability relative to the most likely token"),
     "presence_penalty": (float, "X", "-2 to 2"),
     "frequency_penalty": (float, "X", "-2 to 2"),
     "repetition_penalty": (float, "X", "above 0; 1 is off"),
     "seed": (int, "S", "makes the answer reproducible"),
-    "max_tokens": (int, "N", "default: what is left of the model's window"),
-    "min_tokens": (int, "N", "no end before so many tokens"),
-    "num_speculative_tokens": (int, "K", "the most draft tokens in one step"),
+    "max_tokens": (int, "N", "default: the rest of the model's context window"),
+    "min_tokens": (int, "N", "minimum number of tokens"),
+    "num_speculative_tokens": (int, "K", "maximum draft tokens in one step"),
     "priority": (int, "P", "higher goes first"),
     "timeout_seconds": (float, "S", "give up after this long"),
 }
@@ -31,13 +31,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, metavar, text) in _NUMBERS.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, dest=name, help=text)
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
-    parser.add_argument("--no-speculation", action="store_true", help="decode plainly; the tokens are the same")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue past the model's end of text")
+    parser.add_argument("--no-speculation", action="store_true", help="decode without drafts; the tokens are the same")
 
 
 def read_options(arguments: argparse.Namespace) -> GenerateOptions:
-    """Only what was given; the rest has the contract's defaults."""
+    """Only the flags that were given; the rest has the defaults of the public API."""
     options = GenerateOptions()
     for name in (*_NUMBERS, "stop"):
         value = getattr(arguments, name)

@@ -24,27 +24,27 @@ SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(parser)
     parser.add_argument(
-        "--json-status", metavar="FILE", type=Path, help="write addresses and pids there, kept up to date"
+        "--json-status", metavar="FILE", type=Path, help="write addresses and pids to this file and keep it current"
     )
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command that starts a cluster; short for settings, over file and environment."""
+    """Flags of every command that starts a cluster. They set settings and override file and environment."""
     parser.add_argument("--model", metavar="ID", help="a directory, a hub id, or the default model")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="auto is the checkpoint's, but float32 on a CPU without native kernels",
+        help="auto: the checkpoint's dtype, but float32 on a CPU without native kernels",
     )
-    parser.add_argument("--draft", metavar="WHO", help="ngram (default), draft_model:PATH, or none")
+    parser.add_argument("--draft", metavar="PROPOSER", help="ngram (default), draft_model:PATH, or none")
     for role in ("prefill", "decode", "draft"):
-        parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"{role} nodes; default 1")
+        parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"number of {role} nodes; default 1")
     parser.add_argument("--port", type=int, metavar="N", help="the router's port; default 50051; 0: the system chooses")
     parser.add_argument("--config", metavar="FILE", type=Path, help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
     )
-    parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log here")
+    parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
 def make_cluster(arguments: argparse.Namespace) -> Cluster:
@@ -107,13 +107,13 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.json_status.unlink(missing_ok=True)
     if cluster.failure is not None:
         raise PeerLostError(f"{cluster.failure} (logs in {cluster.log_directory})", reason="START_FAILED")
-    # Before it serves, a process may still be importing: SIGTERM ends it without a word.
+    # Before it serves, a process may still be importing modules: SIGTERM then ends it without a message.
     good = {0} if has_served else {0, -signal.SIGTERM}
     return 0 if set(statuses.values()) <= good else 1
 
 
 def _check_router_port(cluster: Cluster) -> None:
-    """Tells of a taken port now, not when the weights are loaded. Raises: ConfigError."""
+    """Reports a port in use at once, not after the weights are loaded. Raises: ConfigError."""
     launch, port = cluster.launch, cluster.config.port
     overrides = [*launch.overrides, *([] if port is None else [f"router.server.port={port}"])]
     router = load_config(sections_of("router"), file=launch.config_file, environ=launch.environ, overrides=overrides)[
@@ -124,7 +124,7 @@ def _check_router_port(cluster: Cluster) -> None:
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
-    """The address, and what the decode node said of itself: what its arithmetic promises, its kernels, the rest."""
+    """Prints the address and what the decode node reported: numerics, kernels, and other facts."""
     described = next((dict(node.description) for node in cluster.nodes if node.role == "decode_node"), {})
     facts = {name: described[name] for name in SHOWN_FIRST if name in described}
     printer.say(f"serving on {cluster.router_address}")

@@ -162,7 +162,7 @@ def test_chat_keeps_the_conversation_until_its_end(target, capsys, monkeypatch):
     assert main(["chat", target]) == 0
     shown = capsys.readouterr()
     assert "echo on" in shown.err
-    assert shown.err.count("/reset forgets") == 2
+    assert shown.err.count("/reset clears") == 2
 
 
 def test_up_restarts_a_node_and_ends_with_0_and_without_its_file(up):
@@ -216,7 +216,7 @@ def test_a_command_that_needs_what_only_nodes_install_says_so(capsys, monkeypatc
     monkeypatch.setitem(sys.modules, "prefill_node.config", None)
     assert main(["config"]) == 1
     assert capsys.readouterr().err == (
-        "outrider config: prefill_node.config is not installed; pip install 'outrider[node]' brings it\n"
+        "outrider config: prefill_node.config is not installed; run pip install 'outrider[node]'\n"
     )
 
 
@@ -226,9 +226,9 @@ def test_a_command_that_needs_what_only_nodes_install_says_so(capsys, monkeypatc
         (["--top-k", "-1"], "sampling.top_k: Value out of range: -1"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: No such file or directory"),
         (["--prompts", "/nowhere/prompts.jsonl"], "No such file or directory"),
-        (["--compare", "--no-speculation"], "leave --no-speculation out"),
+        (["--compare", "--no-speculation"], "omit --no-speculation"),
         (["--ghz", "/nowhere/config.json"], "/nowhere/config.json: No such file or directory"),
-        (["--ghz-report", "report.json"], "--ghz-report goes with --ghz"),
+        (["--ghz-report", "report.json"], "--ghz-report needs --ghz"),
     ],
 )
 def test_bench_says_what_cannot_work_before_it_starts(capsys, arguments, message):
@@ -242,4 +242,4 @@ def test_bench_says_what_cannot_work_before_it_starts(capsys, arguments, message
 def test_bench_refuses_flags_that_a_ghz_config_decides(capsys, monkeypatch, flag):
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     assert main(["bench", "--ghz", "benchmarks/ghz/generate.json", *flag.split()]) == 1
-    assert f"leave {flag.split()[0]} out" in capsys.readouterr().err
+    assert f"omit {flag.split()[0]}" in capsys.readouterr().err

@@ -84,7 +84,12 @@ def test_a_token_needs_tls(capsys, address, token_file):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), (b"", "is not one token"), (b"two words", "is not one token"), (b"\xff", "is not ASCII")],
+    [
+        (None, "No such file"),
+        (b"", "must contain exactly one token"),
+        (b"two words", "must contain exactly one token"),
+        (b"\xff", "is not ASCII"),
+    ],
     ids=["missing", "empty", "two", "binary"],
 )
 def test_a_token_file_that_is_none_is_named(capsys, tmp_path, address, authority, content, message):
@@ -99,10 +104,10 @@ def test_a_token_file_that_is_none_is_named(capsys, tmp_path, address, authority
 
 def test_a_certificate_and_its_key_go_together(capsys, address, certificate):
     assert main([*commands(address)["generate"], f"--certificate={certificate.certificate}"]) == 1
-    assert "--certificate and --private-key go together" in capsys.readouterr().err
+    assert "--certificate and --private-key must be given together" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--spawn"], ["--ghz=benchmarks/ghz/complete.json"]], ids=["spawn", "ghz"])
 def test_bench_refuses_tls_where_it_does_not_decide_on_it(capsys, authority, flags):
     assert main(["bench", authority, *flags]) == 1
-    assert "leave the flags of TLS out" in capsys.readouterr().err
+    assert "omit the TLS flags" in capsys.readouterr().err
