@@ -1,13 +1,12 @@
-"""READ FIRST: the decode node's story.
+"""READ FIRST. The decode node's engine thread: open → receive KV → verify drafts → commit → report.
 
-A router opens a sequence group; the node reserves blocks and grants. A prefill node
-fills them, or the node computes a short remainder itself. From then on every sample is
-a sequence in the running batch: each step verifies the draft tokens at hand for all of
-them in one forward pass, commits what the target model agrees with plus one token of
-its own, and reports.
+A router opens a sequence group; the node reserves blocks and grants it. A prefill node fills the
+blocks, or this node computes a short remainder itself. From then on every sample is a sequence in the
+running batch. A step verifies the available draft tokens of all sequences in one forward pass, commits
+the accepted ones and one more token of the target model, and reports them.
 
-Which tokens come out depends on the target model, the prompt, the parameters and the
-seed. Drafts decide only how many of them come out of one step.
+Tokens depend on the target model, the prompt, the parameters and the seed. Drafts only change how many
+tokens one step yields.
 """
 
 from __future__ import annotations

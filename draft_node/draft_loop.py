@@ -1,9 +1,8 @@
-"""READ FIRST. The draft node's story: take newest states in, catch up, propose, push.
+"""READ FIRST. The draft node's engine thread: receive newest states → catch up → propose → push.
 
-One thread runs `DraftLoop.step` over and over for all decode nodes together. The event
-loop (`server`) only moves messages between the streams and the peers' boxes. Nothing
-here is state that anyone depends on: what is lost is sent again after a NeedSync, and a
-decode node that hears nothing goes on without drafts.
+One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. The event loop (`server`)
+only moves messages between the streams and the peers' boxes. No state here is essential: lost state is
+sent again after a NeedSync, and a decode node that hears nothing continues without drafts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Outrider serves a large language model as four gRPC services.
 
-Light on purpose: importing this package loads neither torch nor gRPC. Clients start
-at `outrider.client`.
+Importing this package loads neither torch nor gRPC. Clients start at `outrider.client`.
 """
 
 from __future__ import annotations

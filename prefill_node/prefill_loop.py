@@ -1,9 +1,9 @@
 """READ FIRST. The prefill node's engine thread: schedule chunks → forward → push → finish.
 
-Every job computes what is not in the prefix cache, in chunks that share forward passes
-with other jobs. KV is offered to the job's push layer group by layer group while the
-forward still computes later layers; the push gathers and sends it meanwhile, and commits
-once all is there. There are no logits: every token is sampled on the decode node.
+A job computes the part of a prompt that is not in the prefix cache, in chunks that share forward
+passes with other jobs. It offers KV to its push one group of layers at a time, while the forward
+pass computes later layers. The push gathers and sends the KV meanwhile, and commits when all of it
+has been sent. There are no logits: the decode node samples every token.
 """
 
 from __future__ import annotations

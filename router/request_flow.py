@@ -1,8 +1,7 @@
-"""READ FIRST. One request's way: admit → open → prefill → stream.
+"""READ FIRST. The life cycle of one request: admit → open → prefill → stream.
 
-`RequestFlow.run` is the whole story. The queue and the choice of nodes are in
-`admission.py` and `placement.py`, what nodes answer in `attempt.py`, what the client is
-told in `journal.py`.
+`RequestFlow.run` has all of these steps. `admission.py` and `placement.py` contain the queue and the
+choice of nodes, `attempt.py` the nodes' answers, `journal.py` what the client receives.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Cluster:
         """Sends a signal to one child. Raises: NotFoundError when it does not run."""
         with self._changed:
             if not self._child(name).send_signal(number):
-                raise NotFoundError(f"{name} does not run")
+                raise NotFoundError(f"{name} is not running")
 
     def stop(self) -> dict[str, int]:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
@@ -244,7 +244,7 @@ class Cluster:
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
         self._become(child, ChildState.DOWN)
-        self._tell(child, EventKind.DIED, f"{why}; starts again in {delay:g} s")
+        self._tell(child, EventKind.DIED, f"{why}; restarts in {delay:g} s")
 
     def _is_due(self, child: Child) -> bool:
         if child.state is ChildState.DOWN:

@@ -1,4 +1,4 @@
-"""What a cluster tells while it runs."""
+"""Events that a local cluster reports while it runs."""
 
 from __future__ import annotations
 

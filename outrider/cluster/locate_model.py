@@ -1,6 +1,6 @@
-"""`python -m outrider.cluster.locate_model`: has the model on disk before nodes start, once, with progress.
+"""`python -m outrider.cluster.locate_model`: downloads and converts the model once, with progress, before nodes start.
 
-A process of its own: converting a model needs torch, which the supervisor never loads.
+A separate process, because converting a model needs torch, which the supervisor never loads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which processors and how many threads the computing roles of a local cluster get."""
+"""Assigns processors and threads to the computing nodes of a local cluster."""
 
 from __future__ import annotations
 

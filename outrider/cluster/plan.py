@@ -1,4 +1,4 @@
-"""Which processes a cluster has, and each one's command and environment."""
+"""The processes of a cluster, with command and environment."""
 
 from __future__ import annotations
 
