@@ -27,8 +27,7 @@ import grpc.aio
 import psutil
 import uvloop
 
-from outrider.service.channels import server_options
-from outrider.service.config import ServerConfig
+from outrider.rpc.channels import server_options
 from outrider.v1 import router_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,7 +149,7 @@ async def serve_bare(arguments: argparse.Namespace) -> None:
             await context.write(message)
             await asyncio.sleep(0)
 
-    server = grpc.aio.server(options=server_options(ServerConfig()))
+    server = grpc.aio.server(options=server_options())
     handler = grpc.unary_stream_rpc_method_handler(generate)
     service, _, method = GENERATE[1:].partition("/")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))

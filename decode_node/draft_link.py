@@ -14,7 +14,7 @@ import xxhash
 from decode_node.draft_book import DraftBook
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
-from outrider.service.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import DraftHello
 from outrider.v1 import draft_pb2, draft_pb2_grpc

@@ -19,7 +19,7 @@ import grpc.aio
 from decode_node.draft_book import DraftBook, DraftCounters, DraftWant
 from decode_node.draft_link import DraftLink
 from decode_node.drafted_sequence import SequenceStartInfo
-from outrider.service.channels import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello

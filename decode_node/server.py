@@ -9,7 +9,7 @@ import grpc.aio
 
 from decode_node.sessions import Sessions
 from outrider.errors import PeerLostError
-from outrider.service.status import rpc_errors
+from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import session_pb2, session_pb2_grpc
 
 

@@ -21,7 +21,7 @@ from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.announce import announce_progress
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
-from outrider.service.status import rpc_errors
+from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import PROTOCOL_VERSION

@@ -1,9 +1,8 @@
 """What a client gets, as values: the events of one answer, in the contract's order and words.
 
 One Started, then for each sample its Deltas and one Finished (samples interleaved), then
-one Summary. The router makes these and the client gets them: apart from Started and
-Summary, which carry the request's id there (`outrider.client.values`), they are one set.
-The proto mirror is `router.proto`; `outrider.wire.router` writes, `outrider.client.messages` reads.
+one Summary. The router makes these and the client gets them. The proto mirror is
+`router.proto`; `outrider.wire.answer` converts.
 """
 
 from __future__ import annotations
@@ -15,10 +14,14 @@ from outrider.request import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
+    """The request was admitted."""
+
+    request_id: str
     num_prompt_tokens: int
     seed: int
     model: str
     router: str  # address that Abort must reach
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,34 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
+    request_id: str
     usage: Usage
     metrics: RequestMetrics
 
 
 AnswerEvent = Started | Delta | Finished | Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One whole sample."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteResult:
+    """A whole answer."""
+
+    request_id: str
+    started: Started
+    completions: tuple[Completion, ...]  # by sample
+    summary: Summary
+
+    @property
+    def text(self) -> str:
+        """Of sample 0."""
+        return self.completions[0].text

@@ -13,7 +13,7 @@ OutriderError
 ├── ModelError               (none)               weights or architecture; names the file
 └── InternalError            INTERNAL             a bug of ours; logged with its trace
 
-`outrider.service.status` maps this tree to gRPC statuses with rich details, and
+`outrider.rpc.status` maps this tree to gRPC statuses with rich details, and
 back in the client. Nothing else knows status codes.
 """
 

@@ -1,9 +1,16 @@
-"""Who a node is and how it is doing, as values (proto mirror: `node.proto`)."""
+"""Who a node is and how it is doing, as values.
+
+The proto mirrors are `node.proto`, and for what clients see (Model, NodeStatus,
+ClusterStatus) `router.proto`; `outrider.wire.node` and `outrider.wire.cluster` convert.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from outrider.request import VerificationMethod
 
 
 class NodeRole(enum.Enum):
@@ -66,3 +73,42 @@ class NodeReport:
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0
     load: NodeLoad = field(default_factory=NodeLoad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The served model and the speculation in force, as clients see them."""
+
+    name: str
+    revision: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    proposer: str
+    num_speculative_tokens: int
+    verification_method: VerificationMethod | None  # None: one that this version does not know
+    fingerprint: str
+    version: str  # of the server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    """A node as the router sees it. One that does not serve has zero counts."""
+
+    name: str
+    role: NodeRole | None  # None: one that this version does not know
+    state: NodeState | None
+    target: str
+    step: int = 0
+    load: NodeLoad = field(default_factory=NodeLoad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    nodes: tuple[NodeStatus, ...]
+    num_requests_running: int
+    num_requests_waiting: int
+
+    def by_role(self) -> Mapping[NodeRole, tuple[NodeStatus, ...]]:
+        return {role: tuple(node for node in self.nodes if node.role is role) for role in NodeRole}

@@ -25,6 +25,20 @@ class LogprobsMode(enum.Enum):
     SAMPLED = "sampled"
 
 
+class VerificationMethod(enum.StrEnum):
+    """How draft tokens are verified (see the contract's VerificationMethod)."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+    TYPICAL = "typical"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str  # "system", "user", "assistant", or another that the model's template knows
+    content: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a token is chosen; the contract's SamplingParams states the order of the steps."""

@@ -11,7 +11,7 @@ from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
 from outrider.service.open_calls import OpenCalls
-from outrider.service.status import rpc_errors
+from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill_node.desk import JobDesk
 from prefill_node.jobs import PrefillJob, PrefillResult

@@ -18,7 +18,7 @@ from outrider.errors import (
     PeerLostError,
 )
 from outrider.request import FinishReason, Request
-from outrider.service.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import (
     Granted,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.config import setting
-from outrider.service.config import ServerConfig, TlsConfig
+from outrider.rpc.credentials import TlsConfig
+from outrider.service.config import ServerConfig
 
 DEFAULT_PORT = 50051
 

@@ -6,7 +6,7 @@ import secrets
 
 from outrider.request import Request
 from outrider.v1 import router_pb2
-from outrider.wire.router import chat_from_proto, request_from_proto, skips_special_tokens
+from outrider.wire.request import chat_from_proto, request_from_proto, skips_special_tokens
 from router.node_directory import ServedModel
 from router.tokenizer import Tokenizer
 from router.validation import check_lengths

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.errors import MismatchError, PeerLostError
-from outrider.node import ModelInfo, NodeInfo, NodeReport, NodeRole, NodeState
-from outrider.service.channels import open_channel
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeRole, NodeState, NodeStatus
+from outrider.rpc.channels import open_channel
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, host_name_of, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
@@ -30,17 +30,6 @@ class ServedModel:
     info: ModelInfo
     tokenizer: Tokenizer
     node: str  # its name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStatus:
-    """One line of WatchCluster. `report` is None for a node that does not serve."""
-
-    name: str
-    role: NodeRole
-    state: NodeState
-    target: str
-    report: NodeReport | None
 
 
 class NodeDirectory:
@@ -113,23 +102,20 @@ class NodeDirectory:
 
     def statuses(self) -> list[NodeStatus]:
         """Every node, by role and name; names are unique. A target without an address is one that is not there."""
-        found = [
-            NodeStatus(
-                name=f"{role.name.lower()}@{target}", role=role, state=NodeState.STARTING, target=target, report=None
-            )
-            for role, nodes in self._nodes.items()
-            for target in nodes.unresolved
-        ]
+        found: list[NodeStatus] = []
         names: set[str] = set()
-        for link in sorted(self._links(), key=lambda link: (link.name, link.address)):
-            if link.is_alias:
-                continue
-            name = link.name if link.name not in names else f"{link.name}@{link.address}"
-            names.add(name)
-            found.append(
-                NodeStatus(name=name, role=link.role, state=link.state, target=link.address, report=link.report)
-            )
-        return sorted(found, key=lambda status: status.role.value)
+        for role, nodes in self._nodes.items():
+            prefix = role.name.lower()
+            found += [
+                NodeStatus(name=f"{prefix}@{target}", role=role, state=NodeState.STARTING, target=target)
+                for target in nodes.unresolved
+            ]
+            for link in sorted(nodes.peers, key=lambda link: (link.name, link.address)):
+                if not link.is_alias:
+                    name = link.name if link.name not in names else f"{link.name}@{link.address}"
+                    names.add(name)
+                    found.append(_status_of(link, name))
+        return found
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called after every report, and when nodes come and go. It must not block."""
@@ -267,3 +253,15 @@ def _targets(config: RouterConfig) -> dict[NodeRole, Sequence[str]]:
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:
     return [link.info.model for link in links if link.info is not None and link.info.model is not None]
+
+
+def _status_of(link: NodeLink, name: str) -> NodeStatus:
+    report = link.report  # None where the node does not serve
+    return NodeStatus(
+        name=name,
+        role=link.role,
+        state=link.state,
+        target=link.address,
+        step=0 if report is None else report.step,
+        load=NodeLoad() if report is None else report.load,
+    )

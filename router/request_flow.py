@@ -204,6 +204,7 @@ class RequestFlow:
 
     def _started(self) -> Started:
         return Started(
+            request_id=self._request.request_id,
             num_prompt_tokens=len(self._request.prompt_token_ids),
             seed=self._request.sampling.seed,
             model=self._served.info.name,

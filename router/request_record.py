@@ -95,6 +95,7 @@ class RequestRecord:
     def summary(self, *, num_generated_tokens: int) -> Summary:
         prefill = self.prefill
         return Summary(
+            request_id=self.request.request_id,
             usage=Usage(
                 num_prompt_tokens=len(self.request.prompt_token_ids),
                 num_cached_tokens=self._num_cached_tokens(),

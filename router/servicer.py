@@ -14,17 +14,14 @@ import grpc.aio
 
 from outrider import __version__
 from outrider.errors import InvalidRequestError, NotSupportedError, PeerLostError
+from outrider.node import ClusterStatus, Model
+from outrider.request import VerificationMethod
 from outrider.service.open_calls import OpenCalls
-from outrider.service.status import rpc_errors
+from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
-from outrider.wire.router import (
-    complete_to_proto,
-    event_to_proto,
-    model_to_proto,
-    node_status_to_proto,
-    num_samples,
-    skips_special_tokens,
-)
+from outrider.wire.answer import complete_to_proto, event_to_proto
+from outrider.wire.cluster import cluster_to_proto, model_to_proto
+from outrider.wire.request import num_samples, skips_special_tokens
 from router.intake import encode_prompt, read_request
 from router.node_directory import NodeDirectory
 from router.request_flow import FlowServices, RequestFlow
@@ -61,7 +58,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             async with self._flow(request, request_id, context) as flow, aclosing(flow.run()) as batches:
                 async for events in batches:
                     for event in events:
-                        await context.write(event_to_proto(event, request_id=request_id))
+                        await context.write(event_to_proto(event))
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
@@ -70,7 +67,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request_id = request.request_id or str(uuid.uuid4())
             async with self._flow(request, request_id, context) as flow, aclosing(flow.run()) as batches:
                 answer = [event async for events in batches for event in events]
-            return complete_to_proto(answer, request_id=request_id, num_samples=num_samples(request.sampling))
+            return complete_to_proto(answer, num_samples=num_samples(request.sampling))
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
@@ -106,13 +103,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
-            proposer, num_speculative_tokens = self._nodes.proposer()
-            return model_to_proto(
-                self._nodes.model().info,
-                proposer=proposer,
-                num_speculative_tokens=num_speculative_tokens,
-                version=__version__,
-            )
+            return model_to_proto(self._model())
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
@@ -121,7 +112,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
             while not self._has_ended.is_set():
-                await context.write(self._cluster_status())
+                await context.write(cluster_to_proto(self._cluster_status()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval):
                         await self._has_ended.wait()
@@ -151,19 +142,31 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             finally:
                 context.set_trailing_metadata(flow.trailers())
 
-    def _cluster_status(self) -> router_pb2.WatchClusterResponse:
-        response = router_pb2.WatchClusterResponse(
-            nodes=[
-                node_status_to_proto(
-                    name=status.name, role=status.role, state=status.state, target=status.target, report=status.report
-                )
-                for status in self._nodes.statuses()
-            ]
+    def _model(self) -> Model:
+        """Raises: PeerLostError while no node has served yet."""
+        info = self._nodes.model().info
+        proposer, num_speculative_tokens = self._nodes.proposer()
+        return Model(
+            name=info.name,
+            revision=info.revision,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            dtype=info.dtype,
+            proposer=proposer,
+            num_speculative_tokens=num_speculative_tokens,
+            verification_method=VerificationMethod.COUPLED,
+            fingerprint=info.fingerprint,
+            version=__version__,
         )
+
+    def _cluster_status(self) -> ClusterStatus:
         try:
             services = self._services()
         except PeerLostError:  # no node serves yet: nothing runs, nothing waits
-            return response
-        response.num_requests_running = services.placement.num_placed
-        response.num_requests_waiting = services.admission.num_waiting
-        return response
+            num_running = num_waiting = 0
+        else:
+            num_running, num_waiting = services.placement.num_placed, services.admission.num_waiting
+        return ClusterStatus(
+            nodes=tuple(self._nodes.statuses()), num_requests_running=num_running, num_requests_waiting=num_waiting
+        )

@@ -12,8 +12,8 @@ import grpc.aio
 
 from outrider.errors import InternalError, InvalidRequestError, MismatchError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
+from outrider.rpc.status import from_rpc_error
 from outrider.service.liveness import ProgressDeadline
-from outrider.service.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     PROTOCOL_VERSION,

@@ -15,7 +15,7 @@ from outrider.errors import InvalidRequestError, NotFoundError, NotSupportedErro
 from outrider.node import ModelInfo
 from outrider.request import GREEDY_TEMPERATURE
 from outrider.v1 import router_pb2
-from outrider.wire.router import num_samples
+from outrider.wire.request import num_samples
 
 MAX_REQUEST_ID_LENGTH = 128
 MAX_SAMPLES = 64

@@ -140,7 +140,7 @@ def real(start_cluster):
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory):
     """A TlsConfig of a server on 127.0.0.1 that vouches for itself; its clients take the certificate as authority."""
-    from outrider.service.config import TlsConfig
+    from outrider.rpc.credentials import TlsConfig
 
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate")

@@ -22,7 +22,7 @@ from google.protobuf import json_format
 from outrider.bench.measure import Percentiles
 from outrider.bench.prompts import AnswerOptions, Metadata
 from outrider.errors import InvalidRequestError
-from outrider.service.config import TlsConfig
+from outrider.rpc.credentials import TlsConfig
 from outrider.v1 import router_pb2
 
 CALLS = ("outrider.v1.RouterService.Generate", "outrider.v1.RouterService.Complete")

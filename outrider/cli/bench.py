@@ -26,7 +26,7 @@ from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
 from outrider.client.sync import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError
-from outrider.service.config import TlsConfig
+from outrider.rpc.credentials import TlsConfig
 
 DEFAULT_PROMPTS = Path(__file__).resolve().parents[1] / "bench" / "prompts.jsonl"
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -37,24 +36,39 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sections_of(role: str | None) -> dict[str, type]:
-    """The sections that a service reads; without a role, all.
-
-    The services' own classes are looked up by name (`decode_node.config.DecodeNodeConfig`):
-    the shared package never imports a service.
-    """
+    """The sections that a service reads; without a role, all."""
     from outrider.model_hub.config import ModelConfig
 
-    roles = ROLES if role is None else (role,)
     sections: dict[str, type] = {}
     if role != "router":
         sections["model"] = ModelConfig
     sections["telemetry"] = TelemetryConfig
-    for name in roles:
-        class_name = "".join(part.capitalize() for part in name.split("_")) + "Config"
-        sections[name] = getattr(importlib.import_module(f"{name}.config"), class_name)
+    sections |= {name: _config_of(name) for name in (ROLES if role is None else (role,))}
     if role is None:
         sections["cluster"] = ClusterConfig
     return sections
+
+
+def _config_of(role: str) -> type:
+    """Imported when it is asked for: where the router is installed, what nodes import need not be."""
+    match role:
+        case "router":
+            from router.config import RouterConfig
+
+            return RouterConfig
+        case "prefill_node":
+            from prefill_node.config import PrefillNodeConfig
+
+            return PrefillNodeConfig
+        case "decode_node":
+            from decode_node.config import DecodeNodeConfig
+
+            return DecodeNodeConfig
+        case "draft_node":
+            from draft_node.config import DraftNodeConfig
+
+            return DraftNodeConfig
+    raise AssertionError(f"{role} is none of {ROLES}")
 
 
 def _lines(values: Mapping[str, Any], path: tuple[str, ...], sources: Mapping[str, str]) -> Iterator[str]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outrider.errors import ConfigError
-
-if TYPE_CHECKING:
-    from outrider.service.config import TlsConfig
+from outrider.rpc.credentials import TlsConfig
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser, *, with_token: bool = True) -> None:
@@ -29,8 +26,6 @@ def read_tls(arguments: argparse.Namespace) -> TlsConfig | None:
     files = {name: getattr(arguments, name) for name in ("authority", "certificate", "private_key")}
     if not arguments.tls and not any(files.values()):
         return None
-    from outrider.service.config import TlsConfig  # imports yaml, which a plaintext probe does not need
-
     try:
         return TlsConfig(**files)
     except ValueError as error:

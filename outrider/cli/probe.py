@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from outrider.cli.connection import add_connection_arguments, read_tls
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
-from outrider.service.channels import open_sync_channel
-
-if TYPE_CHECKING:
-    from outrider.service.config import TlsConfig
+from outrider.rpc.channels import open_sync_channel
+from outrider.rpc.credentials import TlsConfig, client_credentials
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_SECONDS = 3.0
@@ -77,11 +74,7 @@ def check_health(
     """
     if not timeout_seconds > 0:
         raise InvalidRequestError(f"--timeout {timeout_seconds:g} is not above 0", field="timeout")
-    credentials = None
-    if tls is not None:
-        from outrider.client.credentials import make_credentials  # imports the whole client
-
-        credentials = make_credentials(tls, None)
+    credentials = client_credentials(tls, None)
     with open_sync_channel(target, credentials=credentials, server_name=server_name) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -96,7 +89,6 @@ def check_health(
 
 
 def _explained(error: grpc.RpcError, *, target: str, service: str, timeout_seconds: float) -> OutriderError:
-    # Not outrider.service.status, which imports the server's telemetry.
     code, details = error.code(), error.details()
     if code is grpc.StatusCode.NOT_FOUND:
         return NotFoundError(f"{target} has no service {service}")

@@ -12,7 +12,6 @@ import grpc
 
 from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.client import Client
-from outrider.client.credentials import make_credentials
 from outrider.client.sync import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import NodeRole, NodeState
@@ -25,8 +24,8 @@ from outrider.profile import (
     ProfileOptions,
     figures_of,
 )
-from outrider.service.channels import open_channel
-from outrider.service.config import TlsConfig
+from outrider.rpc.channels import open_channel
+from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.service.profiling import fetch_profile
 
 ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_writable(arguments.output)
     tls, token = read_tls(arguments), read_token(arguments)
     target = arguments.target or find_node(arguments.router, arguments.role, tls=tls, token=token)
-    profile, trace = asyncio.run(_fetch(target, options, make_credentials(tls, token)))
+    profile, trace = asyncio.run(_fetch(target, options, client_credentials(tls, token)))
     if arguments.output and trace:
         arguments.output.write_bytes(trace)
     print("\n".join(as_lines(profile)))

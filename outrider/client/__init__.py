@@ -14,22 +14,25 @@ A prompt is text, token ids, or chat messages. Everything that goes wrong is rai
 
 from __future__ import annotations
 
-from outrider.answer import Delta, Finished, KvTransferMetrics, RequestMetrics, SpeculationMetrics, Usage
+from outrider.answer import (
+    CompleteResult,
+    Completion,
+    Delta,
+    Finished,
+    KvTransferMetrics,
+    RequestMetrics,
+    SpeculationMetrics,
+    Started,
+    Summary,
+    Usage,
+)
 from outrider.client.aio import AsyncClient, AsyncGenerateStream
 from outrider.client.options import GenerateOptions, Prompt
 from outrider.client.retry import RetryPolicy
 from outrider.client.sync import Client, GenerateStream
-from outrider.client.values import (
-    ChatMessage,
-    ClusterStatus,
-    CompleteResult,
-    Completion,
-    Model,
-    NodeStatus,
-    Started,
-    Summary,
-)
-from outrider.service.config import TlsConfig
+from outrider.node import ClusterStatus, Model, NodeStatus
+from outrider.request import ChatMessage
+from outrider.rpc.credentials import TlsConfig
 
 __all__ = [
     "AsyncClient",

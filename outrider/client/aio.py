@@ -10,9 +10,7 @@ from typing import Any, Self, Unpack
 import grpc
 import grpc.aio
 
-from outrider.answer import Delta
-from outrider.client.credentials import make_credentials
-from outrider.client.messages import read_cluster, read_complete, read_model
+from outrider.answer import CompleteResult, Delta
 from outrider.client.options import (
     GenerateOptions,
     Prompt,
@@ -25,11 +23,14 @@ from outrider.client.options import (
 from outrider.client.record import StreamRecord
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
 from outrider.client.sync import DEFAULT_TARGET, DEFAULT_TIMEOUT_SECONDS
-from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Model
-from outrider.service.channels import open_channel
-from outrider.service.config import TlsConfig
-from outrider.service.status import from_rpc_error
+from outrider.node import ClusterStatus, Model
+from outrider.request import ChatMessage
+from outrider.rpc.channels import open_channel
+from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.status import from_rpc_error
 from outrider.v1 import router_pb2, router_pb2_grpc
+from outrider.wire.answer import complete_from_proto
+from outrider.wire.cluster import cluster_from_proto, model_from_proto
 
 
 class AsyncGenerateStream(StreamRecord):
@@ -115,7 +116,7 @@ class AsyncClient:
         self.target = target
         self._timeout_seconds = timeout_seconds
         self._retry = retry
-        self._channel = open_channel(target, credentials=make_credentials(tls, token))
+        self._channel = open_channel(target, credentials=client_credentials(tls, token))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
@@ -141,7 +142,7 @@ class AsyncClient:
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""
         request = with_request_id(make_request(prompt, options))
-        return read_complete(await self._call(self._stub.Complete, request, options.get("timeout_seconds")))
+        return complete_from_proto(await self._call(self._stub.Complete, request, options.get("timeout_seconds")))
 
     async def abort(self, request_id: str) -> bool:
         """Stops a request everywhere. False: unknown or already finished."""
@@ -161,7 +162,7 @@ class AsyncClient:
 
     async def model(self) -> Model:
         request = router_pb2.GetModelRequest()
-        return read_model(await self._call(self._stub.GetModel, request, self._timeout_seconds))
+        return model_from_proto(await self._call(self._stub.GetModel, request, self._timeout_seconds))
 
     async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncGenerator[ClusterStatus, None]:
         """The cluster now, then again at each interval, until the iterator is closed."""
@@ -172,7 +173,7 @@ class AsyncClient:
                 response = await call.read()
                 if not isinstance(response, router_pb2.WatchClusterResponse):  # grpc.aio.EOF
                     return
-                yield read_cluster(response)
+                yield cluster_from_proto(response)
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self.target) from error
         finally:

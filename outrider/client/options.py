@@ -9,19 +9,13 @@ from uuid import uuid4
 
 from google.protobuf import duration_pb2
 
-from outrider.client.values import ChatMessage
 from outrider.errors import InvalidRequestError
+from outrider.request import ChatMessage
 from outrider.v1 import router_pb2
+from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or a chat."""
-
-METHODS = {
-    "coupled": router_pb2.VERIFICATION_METHOD_COUPLED,
-    "rejection": router_pb2.VERIFICATION_METHOD_REJECTION,
-    "typical": router_pb2.VERIFICATION_METHOD_TYPICAL,
-}
-LOGPROBS_MODES = {"model": router_pb2.LOGPROBS_MODE_MODEL, "sampled": router_pb2.LOGPROBS_MODE_SAMPLED}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -102,7 +96,7 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
     for name, field in _SPECULATION.items():
         _assign(request.speculation, field, values.get(name), f"speculation.{field}")
     if "verification_method" in options:
-        request.speculation.method = _choose(METHODS, options["verification_method"], "speculation.method")
+        request.speculation.method = _choose(VERIFICATION_METHODS, options["verification_method"], "speculation.method")
     for name in _PLAIN:
         _assign(request, name, values.get(name), name)
     if "resume_window_seconds" in options:
@@ -174,7 +168,8 @@ def _assign(message: Any, name: str, value: Any, field: str) -> None:
         raise InvalidRequestError(f"{field}: {error}", field=field) from error
 
 
-def _choose(known: Mapping[str, Any], value: str, field: str) -> Any:
+def _choose(table: EnumTable[Any], value: str, field: str) -> Any:
+    known = {member.value: member for member in table.members}
     if value not in known:
         raise InvalidRequestError(f"{field} must be one of {', '.join(known)}, not {value!r}", field=field)
-    return known[value]
+    return table.to_proto(known[value])

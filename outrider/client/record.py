@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.answer import Delta, Finished
-from outrider.client.messages import read_delta, read_finished, read_started, read_summary
+from outrider.answer import Delta, Finished, Started, Summary
 from outrider.client.retry import Attempts
-from outrider.client.values import Started, Summary
 from outrider.errors import InternalError, OutriderError, PeerLostError
 from outrider.v1 import router_pb2
+from outrider.wire.answer import event_from_proto
 
 
 class StreamRecord:
@@ -25,19 +24,18 @@ class StreamRecord:
 
     def take(self, event: router_pb2.GenerateResponse) -> Delta | None:
         """The event's Delta; other events are only recorded."""
-        match event.WhichOneof("event"):
-            case "started":
-                self._started = read_started(event.started, event.request_id)
-            case "delta":
-                delta = read_delta(event.delta)
-                self._text.setdefault(delta.sample, []).append(delta.text)
-                self._token_ids.setdefault(delta.sample, []).extend(delta.token_ids)
-                return delta
-            case "finished":
-                finished = read_finished(event.finished)
-                self.finished[finished.sample] = finished
-            case "summary":
-                self._summary = read_summary(event.summary, event.request_id)
+        value = event_from_proto(event)
+        match value:
+            case Started():
+                self._started = value
+            case Delta():
+                self._text.setdefault(value.sample, []).append(value.text)
+                self._token_ids.setdefault(value.sample, []).extend(value.token_ids)
+                return value
+            case Finished():
+                self.finished[value.sample] = value
+            case Summary():
+                self._summary = value
         return None
 
     def next_attempt_after(self, error: OutriderError, attempts: Attempts) -> float | None:

@@ -9,9 +9,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from outrider.answer import Delta
-from outrider.client.credentials import make_credentials
-from outrider.client.messages import read_cluster, read_complete, read_model
+from outrider.answer import CompleteResult, Delta
 from outrider.client.options import (
     GenerateOptions,
     Prompt,
@@ -23,11 +21,14 @@ from outrider.client.options import (
 )
 from outrider.client.record import StreamRecord
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
-from outrider.client.values import ChatMessage, ClusterStatus, CompleteResult, Model
-from outrider.service.channels import open_sync_channel
-from outrider.service.config import TlsConfig
-from outrider.service.status import from_rpc_error
+from outrider.node import ClusterStatus, Model
+from outrider.request import ChatMessage
+from outrider.rpc.channels import open_sync_channel
+from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.status import from_rpc_error
 from outrider.v1 import router_pb2, router_pb2_grpc
+from outrider.wire.answer import complete_from_proto
+from outrider.wire.cluster import cluster_from_proto, model_from_proto
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_SECONDS = 30.0
@@ -121,7 +122,7 @@ class Client:
         self._timeout_seconds = timeout_seconds
         self._retry = retry
         self._closed = threading.Event()
-        self._channel = open_sync_channel(target, credentials=make_credentials(tls, token))
+        self._channel = open_sync_channel(target, credentials=client_credentials(tls, token))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> GenerateStream:
@@ -137,7 +138,7 @@ class Client:
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""
         request = with_request_id(make_request(prompt, options))
-        return read_complete(self._call(self._stub.Complete, request, options.get("timeout_seconds")))
+        return complete_from_proto(self._call(self._stub.Complete, request, options.get("timeout_seconds")))
 
     def abort(self, request_id: str) -> bool:
         """Stops a request everywhere. False: unknown or already finished."""
@@ -154,7 +155,7 @@ class Client:
         return str(self._call(self._stub.Detokenize, request, self._timeout_seconds).text)
 
     def model(self) -> Model:
-        return read_model(self._call(self._stub.GetModel, router_pb2.GetModelRequest(), self._timeout_seconds))
+        return model_from_proto(self._call(self._stub.GetModel, router_pb2.GetModelRequest(), self._timeout_seconds))
 
     def watch_cluster(self, *, interval_seconds: float = 1.0) -> Generator[ClusterStatus, None, None]:
         """The cluster now, then again at each interval, until the iterator is closed."""
@@ -162,7 +163,7 @@ class Client:
         call = self._stub.WatchCluster(request)
         try:
             for response in call:
-                yield read_cluster(response)
+                yield cluster_from_proto(response)
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self.target) from error
         finally:

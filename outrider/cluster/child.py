@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cluster.plan import ChildSpec
+from outrider.parent_death import PARENT_VARIABLE
 from outrider.service.announce import ANNOUNCE_VARIABLE
-from outrider.service.parent_death import PARENT_VARIABLE
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from outrider.cluster.config import DRAFT_MODEL_PREFIX, ClusterConfig
-from outrider.cluster.placement import place_roles
+from outrider.cluster.cpu_shares import divide_cpus
 from outrider.config import environment_name
 from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
@@ -99,11 +99,11 @@ def _chosen(
     role = spec.role
     chosen: dict[str, Any] = {f"{role}.server.drain_seconds": config.drain_seconds}
     section = {PREFILL: "model", DECODE: "model", DRAFT: "draft_node.model"}.get(role)
-    place = place_roles(config, usable_cpus()).get(spec.name)
-    if section is not None and place is not None:
-        chosen[f"{section}.cpus"] = place.cpus
-        chosen[f"{section}.num_threads"] = place.num_threads
-        if place.is_shared and role in (PREFILL, DECODE):
+    share = divide_cpus(config, usable_cpus()).get(spec.name)
+    if section is not None and share is not None:
+        chosen[f"{section}.cpus"] = share.cpus
+        chosen[f"{section}.num_threads"] = share.num_threads
+        if share.is_shared and role in (PREFILL, DECODE):
             chosen[f"{role}.turns_file"] = turns_file
     if config.metrics:
         chosen[f"{role}.server.metrics_port"] = 0

@@ -8,13 +8,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from outrider.config.settings import default_of, nested_type
 from outrider.config.values import checked, from_text
 from outrider.errors import ConfigError
+
+if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
+    import yaml
 
 SECTIONS = ("model", "telemetry", "router", "prefill_node", "decode_node", "draft_node", "cluster")
 """Every section that a file may have, whichever role reads it."""
@@ -71,6 +72,8 @@ class _Settings:
         self._values: dict[tuple[str, ...], tuple[Any, str]] = {}
 
     def take_file(self, path: Path) -> None:
+        import yaml
+
         try:
             with path.open(encoding="utf-8") as stream:
                 loader = yaml.SafeLoader(stream)
@@ -91,6 +94,8 @@ class _Settings:
             raise ConfigError(f"{where}: not YAML: {problem}") from error
 
     def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], source: str) -> None:
+        import yaml
+
         kind = self._type_at(path, source) if path else dict
         if kind is None:
             return  # a section of another role

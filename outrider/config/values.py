@@ -9,8 +9,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from outrider.config.settings import Limits, options_of, type_name
 from outrider.errors import ConfigError
 
@@ -25,6 +23,8 @@ def from_text(kind: Any, text: str, source: str) -> Any:
     if any(typing.get_origin(option) in (tuple, list) for option in options) and not text.lstrip().startswith("["):
         item = next(typing.get_args(option)[0] for option in options if typing.get_origin(option) in (tuple, list))
         return [from_text(item, part.strip(), source) for part in text.split(",") if part.strip()]
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -88,6 +88,8 @@ def _number(value: float | str) -> Any:
 
 def format_value(value: Any) -> str:
     """A value as YAML would have it, on one line."""
+    import yaml
+
     return (
         yaml.safe_dump(to_plain(value), default_flow_style=True, width=10_000, allow_unicode=True)
         .split("\n...")[0]

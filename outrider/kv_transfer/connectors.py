@@ -15,8 +15,8 @@ from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
 from outrider.kv_transfer.sender import Carrier, StreamSender
 from outrider.kv_transfer.sender_stream import SenderStream
-from outrider.service.channels import channel_credentials, channel_options
-from outrider.service.config import TlsConfig
+from outrider.rpc.channels import channel_options
+from outrider.rpc.credentials import TlsConfig, channel_credentials
 
 MAX_CHANNELS = 256
 

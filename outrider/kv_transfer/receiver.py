@@ -19,8 +19,8 @@ from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_
 from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog
-from outrider.service.channels import server_credentials, server_options
-from outrider.service.config import ServerConfig, TlsConfig
+from outrider.rpc.channels import server_options
+from outrider.rpc.credentials import TlsConfig, server_credentials
 
 DEFAULT_CONNECTORS = ("shared_memory", "grpc")
 
@@ -63,7 +63,7 @@ class KvReceiver:
         """Listens; the port. Raises: ConfigError when the address cannot be bound."""
         executor = ThreadPoolExecutor(self._max_senders, thread_name_prefix="kv-receiver")
         options = [
-            *server_options(ServerConfig(max_message_bytes=MAX_MESSAGE_BYTES)),
+            *server_options(max_message_bytes=MAX_MESSAGE_BYTES),
             ("grpc.http2.max_frame_size", 1 << 20),
         ]
         server = grpc.server(executor, options=options, maximum_concurrent_rpcs=self._max_senders)

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from outrider.service.parent_death import die_with_parent
+from outrider.parent_death import die_with_parent
 
 CONVERSION_STEPS = ("weights", "tokenizer", "saved")
 

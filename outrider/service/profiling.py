@@ -11,7 +11,7 @@ import grpc.aio
 
 from outrider.errors import AbortedError, AlreadyRunningError, NotSupportedError, OutriderError, PeerLostError
 from outrider.profile import Capture, Captured, EndProfile, Profile, ProfileOptions, StartProfile
-from outrider.service.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error
 from outrider.v1 import node_pb2_grpc
 from outrider.wire.profile import options_to_proto, profile_from_proto
 

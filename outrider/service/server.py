@@ -27,12 +27,13 @@ from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from outrider import __version__
 from outrider.config import environment_name
 from outrider.errors import ConfigError, OutriderError
+from outrider.parent_death import die_with_parent
+from outrider.rpc.channels import server_options
+from outrider.rpc.credentials import server_credentials
 from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
-from outrider.service.channels import server_credentials, server_options
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
-from outrider.service.parent_death import die_with_parent
 from outrider.service.reflection import add_reflection
 from outrider.service.telemetry.logging import configure_logging, get_logger
 
@@ -101,7 +102,9 @@ class _ServiceProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self._server = grpc.aio.server(options=server_options(self._config))
+        server = self._server = grpc.aio.server(
+            options=server_options(max_message_bytes=self._config.max_message_bytes)
+        )
         health = Health(self._service.service_names)
         await health.add_to(server)
         self._service.add_to(server)

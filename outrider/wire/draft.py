@@ -10,7 +10,7 @@ from outrider.speculation.draft_stream import (
     SequenceUpdate,
 )
 from outrider.v1 import draft_pb2
-from outrider.wire.sampling import sampling_from_proto, sampling_to_proto
+from outrider.wire.request import sampling_from_proto, sampling_to_proto
 
 
 def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.v1 import node_pb2, router_pb2
-
-_ROLE_TO_PROTO = {
-    NodeRole.PREFILL: router_pb2.NODE_ROLE_PREFILL,
-    NodeRole.DECODE: router_pb2.NODE_ROLE_DECODE,
-    NodeRole.DRAFT: router_pb2.NODE_ROLE_DRAFT,
-}
-_STATE_TO_PROTO = {
-    NodeState.STARTING: router_pb2.NODE_STATE_STARTING,
-    NodeState.SERVING: router_pb2.NODE_STATE_SERVING,
-    NodeState.DRAINING: router_pb2.NODE_STATE_DRAINING,
-    NodeState.LOST: router_pb2.NODE_STATE_LOST,
-}
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport
+from outrider.v1 import node_pb2
+from outrider.wire.enums import NODE_ROLES, NODE_STATES
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
@@ -23,8 +12,8 @@ def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
         protocol_version=info.protocol_version,
         incarnation=info.incarnation,
         name=info.name,
-        role=_ROLE_TO_PROTO[info.role],
-        state=_STATE_TO_PROTO[info.state],
+        role=NODE_ROLES.to_proto(info.role),
+        state=NODE_STATES.to_proto(info.state),
         version=info.version,
     )
     if info.model is not None:
@@ -38,8 +27,8 @@ def info_from_proto(proto: node_pb2.NodeInfo) -> NodeInfo:
         protocol_version=proto.protocol_version,
         incarnation=proto.incarnation,
         name=proto.name,
-        role=NodeRole(proto.role),
-        state=NodeState(proto.state),
+        role=NODE_ROLES.from_proto(proto.role),
+        state=NODE_STATES.from_proto(proto.state),
         version=proto.version,
         model=model_from_proto(proto.model) if proto.HasField("model") else None,
     )
@@ -80,7 +69,7 @@ def model_from_proto(proto: node_pb2.ModelInfo) -> ModelInfo:
 def report_to_proto(report: NodeReport) -> node_pb2.NodeReport:
     load = report.load
     return node_pb2.NodeReport(
-        state=_STATE_TO_PROTO[report.state],
+        state=NODE_STATES.to_proto(report.state),
         step=report.step,
         expected_step_microseconds=round(report.expected_step_seconds * 1e6),
         step_age_microseconds=round(report.step_age_seconds * 1e6),
@@ -101,7 +90,7 @@ def report_from_proto(proto: node_pb2.NodeReport) -> NodeReport:
     """Raises: ValueError for a state that this version does not know."""
     load = proto.load
     return NodeReport(
-        state=NodeState(proto.state),
+        state=NODE_STATES.from_proto(proto.state),
         incarnation=proto.incarnation,
         step=proto.step,
         expected_step_seconds=proto.expected_step_microseconds / 1e6,

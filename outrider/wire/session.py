@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from outrider.errors import InvalidRequestError
 from outrider.node import NodeInfo, NodeReport
-from outrider.request import FinishReason, LogprobsRequest
+from outrider.request import LogprobsRequest
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
@@ -20,25 +20,15 @@ from outrider.session import (
     SequenceGroupFailed,
     SpeculationCounts,
 )
-from outrider.v1 import router_pb2, session_pb2
+from outrider.v1 import session_pb2
+from outrider.wire.answer import logprobs_from_proto, token_logprobs_to_proto
+from outrider.wire.enums import FINISH_REASONS, LOGPROBS_MODES, EnumTable
 from outrider.wire.node import info_from_proto, info_to_proto, report_from_proto, report_to_proto
-from outrider.wire.sampling import (
-    logprobs_mode_from_proto,
-    logprobs_mode_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    token_logprobs_from_proto,
-    token_logprobs_to_proto,
-)
+from outrider.wire.request import logprobs_mode_from_proto, sampling_from_proto, sampling_to_proto
 
 ID_BYTES = 16
 
-_REASON_TO_PROTO = {
-    FinishReason.STOP: router_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: router_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: router_pb2.FINISH_REASON_ABORTED,
-}
-_REASON_FROM_PROTO = {proto: reason for reason, proto in _REASON_TO_PROTO.items()}
+_REJECT_REASONS = EnumTable(RejectReason, session_pb2.RejectReason, "REJECT_REASON")
 _NO_SPECULATION = SpeculationCounts()
 
 
@@ -60,7 +50,7 @@ def command_to_proto(command: OpenSequenceGroup | CancelSequenceGroup) -> sessio
     )
     if command.logprobs is not None:
         proto.top_logprobs = command.logprobs.num_top
-        proto.logprobs_mode = logprobs_mode_to_proto(command.logprobs.mode)
+        proto.logprobs_mode = LOGPROBS_MODES.to_proto(command.logprobs.mode)
     return session_pb2.SessionCommand(open=proto)
 
 
@@ -119,12 +109,12 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
             tokens.start_position = event.start_position
             tokens.token_ids.extend(event.token_ids)
             if event.logprobs:
-                tokens.logprobs.extend(token_logprobs_to_proto(value) for value in event.logprobs)
+                tokens.logprobs.extend(map(token_logprobs_to_proto, event.logprobs))
             _counts_to_proto(event.speculation, tokens.speculation)
         case SampleDone():
             proto.done.CopyFrom(
                 session_pb2.SampleDone(
-                    sample=event.sample, reason=_REASON_TO_PROTO[event.reason], stop_token_id=event.stop_token_id
+                    sample=event.sample, reason=FINISH_REASONS.to_proto(event.reason), stop_token_id=event.stop_token_id
                 )
             )
         case Granted():
@@ -138,7 +128,7 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
             )
         case Rejected():
             proto.rejected.CopyFrom(
-                session_pb2.Rejected(reason=session_pb2.RejectReason.Name(event.reason.value), message=event.message)
+                session_pb2.Rejected(reason=_REJECT_REASONS.to_proto(event.reason), message=event.message)
             )
         case KvReady():
             proto.kv_ready.CopyFrom(
@@ -155,7 +145,7 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
 
 
 def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEvent:
-    """Raises InvalidRequestError for an event of no known kind."""
+    """Raises: InvalidRequestError for an event of no known kind; ValueError for a reason that is not known."""
     group_id = proto.sequence_group_id
     match proto.WhichOneof("event"):
         case "tokens":
@@ -165,7 +155,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
                 sample=tokens.sample,
                 start_position=tokens.start_position,
                 token_ids=tuple(tokens.token_ids),
-                logprobs=tuple(map(token_logprobs_from_proto, tokens.logprobs)) if tokens.logprobs else (),
+                logprobs=logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
                 speculation=_counts_from_proto(tokens.speculation)
                 if tokens.HasField("speculation")
                 else _NO_SPECULATION,
@@ -174,7 +164,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
             return SampleDone(
                 sequence_group_id=group_id,
                 sample=proto.done.sample,
-                reason=_REASON_FROM_PROTO[proto.done.reason],
+                reason=FINISH_REASONS.from_proto(proto.done.reason),
                 stop_token_id=proto.done.stop_token_id if proto.done.HasField("stop_token_id") else None,
             )
         case "granted":
@@ -188,7 +178,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
         case "rejected":
             return Rejected(
                 sequence_group_id=group_id,
-                reason=RejectReason(proto.rejected.reason),
+                reason=_REJECT_REASONS.from_proto(proto.rejected.reason),
                 message=proto.rejected.message,
             )
         case "kv_ready":

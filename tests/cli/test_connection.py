@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.cli.main import main
-from outrider.service.channels import server_credentials
+from outrider.rpc.credentials import server_credentials
 from outrider.v1 import router_pb2_grpc
 
 WAIT_SECONDS = 10.0

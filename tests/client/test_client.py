@@ -12,7 +12,7 @@ from outrider.client.options import make_request
 from outrider.errors import AbortedError, CapacityError, InternalError, InvalidRequestError, PeerLostError
 from outrider.node import NodeRole, NodeState
 from outrider.request import FinishReason
-from outrider.service.status import DETAILS_KEY, status_code, to_status
+from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 WAIT_SECONDS = 10.0

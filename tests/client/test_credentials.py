@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import AsyncClient, Client, TlsConfig
 from outrider.errors import ConfigError, PeerLostError
-from outrider.service.channels import server_credentials
+from outrider.rpc.credentials import server_credentials
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 WAIT_SECONDS = 10.0

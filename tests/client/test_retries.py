@@ -13,7 +13,7 @@ import pytest
 from outrider.client import AsyncClient, Client, RetryPolicy
 from outrider.client.retry import ONE_ATTEMPT, Attempts
 from outrider.errors import AbortedError, AlreadyRunningError, CapacityError, InvalidRequestError, PeerLostError
-from outrider.service.status import DETAILS_KEY, status_code, to_status
+from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 WAIT_SECONDS = 10.0

@@ -15,8 +15,8 @@ from outrider.config import parse_role_arguments, setting
 from outrider.errors import CapacityError, InvalidRequestError, ModelError
 from outrider.service.announce import announce_progress
 from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.rpc_errors import rpc_errors
 from outrider.service.server import run_service
-from outrider.service.status import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 

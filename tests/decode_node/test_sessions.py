@@ -15,7 +15,7 @@ from decode_node.sessions import Sessions, merge_tokens
 from outrider.errors import CapacityError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.request import FinishReason
-from outrider.service.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error
 from outrider.session import PROTOCOL_VERSION, SampleDone, SampleTokens
 from outrider.v1 import session_pb2, session_pb2_grpc
 

@@ -18,7 +18,7 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, SharedTurns
 from outrider.engine.processor import usable_cpus
 from outrider.errors import NotFoundError, OutriderError, PeerLostError
-from outrider.service.channels import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeWatcher
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]

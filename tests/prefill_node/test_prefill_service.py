@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from outrider.errors import InvalidRequestError, MismatchError
 from outrider.node import ModelInfo, NodeRole, NodeState
-from outrider.service.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from outrider.wire.node import info_from_proto, report_from_proto
 from prefill_node.node import EXIT_ENGINE_FAILED, PrefillNode, PrefillParts

@@ -15,7 +15,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
-from outrider.service.channels import open_channel, server_options
+from outrider.rpc.channels import open_channel, server_options
 from outrider.service.config import ServerConfig
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
@@ -127,7 +127,7 @@ class Cluster:
         }
         extra = {} if resolver is None else {"resolver": resolver}
         self.service = Router(RouterConfig(**values | config), registry=self.registry, **extra)
-        self.server = server = grpc.aio.server(options=server_options(ServerConfig()))
+        self.server = server = grpc.aio.server(options=server_options())
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

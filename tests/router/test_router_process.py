@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.service.channels import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.fakes import FakeDecodeNode, FakePrefillNode
 from tests.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health

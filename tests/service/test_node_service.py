@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import NotFoundError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.service.channels import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeServicer, NodeWatcher, default_node_name
 from outrider.v1 import node_pb2_grpc
 

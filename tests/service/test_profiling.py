@@ -19,7 +19,7 @@ from outrider.profile import (
     StepKind,
     figures_of,
 )
-from outrider.service.channels import open_channel
+from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeServicer
 from outrider.service.profiling import fetch_profile, make_profile_desk
 from outrider.v1 import node_pb2_grpc

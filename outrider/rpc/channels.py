@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
-if TYPE_CHECKING:  # a probe needs a channel, and nothing of how a server is configured
-    from outrider.service.config import ServerConfig, TlsConfig
+from outrider.rpc.credentials import TlsConfig, channel_credentials
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _channel_ids = itertools.count()
@@ -17,7 +15,7 @@ _channel_ids = itertools.count()
 ChannelOptions = list[tuple[str, int | str]]
 
 
-def server_options(config: ServerConfig) -> ChannelOptions:
+def server_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> ChannelOptions:
     """Options of a grpc.aio server.
 
     Clients that ping are welcome: with gRPC's defaults a client that pings every second
@@ -26,8 +24,8 @@ def server_options(config: ServerConfig) -> ChannelOptions:
     """
     return [
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.max_pings_without_data", 0),
@@ -104,23 +102,3 @@ def open_sync_channel(
 
 def _credentials_of(tls: TlsConfig | None) -> grpc.ChannelCredentials | None:
     return channel_credentials(tls) if tls is not None and tls.is_enabled else None
-
-
-def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Raises: OSError when a file cannot be read."""
-    return grpc.ssl_channel_credentials(
-        root_certificates=tls.authority.read_bytes() if tls.authority else None,
-        private_key=tls.private_key.read_bytes() if tls.private_key else None,
-        certificate_chain=tls.certificate.read_bytes() if tls.certificate else None,
-    )
-
-
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Needs certificate and private key. Raises: OSError when a file cannot be read."""
-    assert tls.certificate is not None, "TLS on a server needs a certificate"
-    assert tls.private_key is not None, "TLS on a server needs a private key"
-    return grpc.ssl_server_credentials(
-        [(tls.private_key.read_bytes(), tls.certificate.read_bytes())],
-        root_certificates=tls.authority.read_bytes() if tls.authority else None,
-        require_client_auth=tls.authority is not None,
-    )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Never
+from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
-from outrider.service.telemetry.logging import get_logger
 
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -33,7 +29,6 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
     grpc.StatusCode.CANCELLED: errors.AbortedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.AbortedError,
 }
-_log = get_logger("status")
 
 
 def status_code(error: BaseException) -> grpc.StatusCode:
@@ -63,37 +58,6 @@ def to_status(error: BaseException) -> status_pb2.Status:
         delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     return status_pb2.Status(code=code.value[0], message=error.message, details=details)
-
-
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> Never:
-    """Ends the RPC with the error's status; what becomes INTERNAL is logged with its trace.
-
-    Trailers that the servicer has set stay, the details come behind them.
-    Raises: grpc.aio.AbortError, always.
-    """
-    status = to_status(error)
-    if status.code == grpc.StatusCode.INTERNAL.value[0]:
-        _log.error("internal error", error=str(error), exc_info=error)
-    trailers = (*(context.trailing_metadata() or ()), (DETAILS_KEY, status.SerializeToString()))
-    await context.abort(status_code(error), status.message, trailing_metadata=trailers)
-    raise AssertionError("abort returned")
-
-
-@asynccontextmanager
-async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Around a servicer's body: whatever it raises ends the RPC as `abort_with`.
-
-    Cancellation and an abort that has already happened pass through.
-    """
-    try:
-        yield
-    except grpc.aio.AbortError:
-        raise
-    except DecodeError as error:  # a peer's bytes, not a mistake of ours
-        _log.warning("message refused", error=str(error), peer=context.peer())
-        await abort_with(context, errors.InvalidRequestError("a message does not parse", field=""))
-    except Exception as error:  # noqa: BLE001 the border of the process: everything becomes a status
-        await abort_with(context, error)
 
 
 def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.OutriderError:
@@ -141,8 +105,8 @@ def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, s
                 retry_after_seconds = retry.retry_delay.ToNanoseconds() / 1e9
             else:
                 detail.Unpack(info)
-    except (ValueError, DecodeError):  # details from a stranger; the status stands without them
-        _log.debug("status details are not parsable")
+    except (ValueError, DecodeError):
+        pass  # details from a stranger do not parse: the status stands without them
     return info, field, retry_after_seconds
 
 

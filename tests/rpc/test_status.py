@@ -6,7 +6,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from outrider import errors
-from outrider.service.status import DETAILS_KEY, from_rpc_error, rpc_errors, status_code, to_status
+from outrider.rpc.status import DETAILS_KEY, from_rpc_error, status_code, to_status
+from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 

@@ -7,8 +7,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.service.channels import channel_options, open_channel, server_options
-from outrider.service.config import ServerConfig, TlsConfig
+from outrider.rpc.channels import channel_options, open_channel, server_options
+from outrider.rpc.credentials import TlsConfig
+from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.server import bind
 
@@ -35,7 +36,7 @@ def make_certificate(directory, names: str) -> TlsConfig:
 
 
 async def serve(config: ServerConfig) -> tuple[grpc.aio.Server, str]:
-    server = grpc.aio.server(options=server_options(config))
+    server = grpc.aio.server(options=server_options(max_message_bytes=config.max_message_bytes))
     health = Health(())
     await health.add_to(server)
     address = bind(server, config, role="router")

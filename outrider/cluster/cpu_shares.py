@@ -13,7 +13,7 @@ FEWEST_TO_DIVIDE = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class CpuShare:
     """What one process computes on."""
 
     cpus: tuple[int, ...]
@@ -21,7 +21,7 @@ class Placement:
     is_shared: bool = False  # with all others that compute
 
 
-def place_roles(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, Placement]:
+def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShare]:
     """By the name of each process that computes ("decode-0", "prefill-0", with a draft model "draft-0").
 
     On few processors all processes share all of them: prefill and decode nodes in turns
@@ -44,7 +44,7 @@ def place_roles(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, Placeme
     }
     everyone = [name for role in names.values() for name in role]
     if len(cpus) < max(FEWEST_TO_DIVIDE, 2 * len(everyone)):
-        return dict.fromkeys(everyone, Placement(tuple(cpus), len(cpus), is_shared=len(everyone) > 1))
+        return dict.fromkeys(everyone, CpuShare(tuple(cpus), len(cpus), is_shared=len(everyone) > 1))
     free = cpus[1:]
     num_draft = max(len(names["draft"]), len(cpus) // 8) if names["draft"] else 0
     num_decode = max(len(names["decode"]), (len(free) - num_draft + 1) // 2)
@@ -53,8 +53,8 @@ def place_roles(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, Placeme
     return _divide(names["decode"], decode) | _divide(names["prefill"], prefill) | _divide(names["draft"], draft)
 
 
-def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, Placement]:
+def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, CpuShare]:
     """Neighbouring processors for each, as equal parts as can be."""
     bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
     parts = [tuple(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
-    return {name: Placement(part, len(part)) for name, part in zip(names, parts, strict=True)}
+    return {name: CpuShare(part, len(part)) for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,48 @@
+"""What a servicer raises ends its RPC with a status."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Never
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from outrider import errors
+from outrider.rpc.status import DETAILS_KEY, status_code, to_status
+from outrider.service.telemetry.logging import get_logger
+
+_log = get_logger("status")
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> Never:
+    """Ends the RPC with the error's status; what becomes INTERNAL is logged with its trace.
+
+    Trailers that the servicer has set stay, the details come behind them.
+    Raises: grpc.aio.AbortError, always.
+    """
+    status = to_status(error)
+    if status.code == grpc.StatusCode.INTERNAL.value[0]:
+        _log.error("internal error", error=str(error), exc_info=error)
+    trailers = (*(context.trailing_metadata() or ()), (DETAILS_KEY, status.SerializeToString()))
+    await context.abort(status_code(error), status.message, trailing_metadata=trailers)
+    raise AssertionError("abort returned")
+
+
+@asynccontextmanager
+async def rpc_errors(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Around a servicer's body: whatever it raises ends the RPC as `abort_with`.
+
+    Cancellation and an abort that has already happened pass through.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except DecodeError as error:  # a peer's bytes, not a mistake of ours
+        _log.warning("message refused", error=str(error), peer=context.peer())
+        await abort_with(context, errors.InvalidRequestError("a message does not parse", field=""))
+    except Exception as error:  # noqa: BLE001 the border of the process: everything becomes a status
+        await abort_with(context, error)
