@@ -11,24 +11,24 @@ DRAFT_MODEL_PREFIX = "draft_model:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """Section `cluster`: which processes there are, and how they are kept."""
+    """Section `cluster`: which processes are started, and how they are supervised."""
 
-    prefill_nodes: int = setting(1, at_least=1, at_most=64, help="Prefill nodes.")
-    decode_nodes: int = setting(1, at_least=1, at_most=64, help="Decode nodes.")
-    draft_nodes: int = setting(1, at_least=0, at_most=64, help="Draft nodes.")
-    draft: str = setting("ngram", help="Who proposes: ngram, draft_model:PATH, or none (plain decoding).")
+    prefill_nodes: int = setting(1, at_least=1, at_most=64, help="Number of prefill nodes.")
+    decode_nodes: int = setting(1, at_least=1, at_most=64, help="Number of decode nodes.")
+    draft_nodes: int = setting(1, at_least=0, at_most=64, help="Number of draft nodes.")
+    draft: str = setting("ngram", help="The proposer: ngram, draft_model:PATH, or none (no speculation).")
     port: int | None = setting(
         None, at_least=0, at_most=65535, help="The router's port; 0: the system chooses; null: router.server.port."
     )
-    metrics: bool = setting(True, help="Prometheus on each process, on ports that the system chooses.")
+    metrics: bool = setting(True, help="Prometheus metrics of each process, on ports that the system chooses.")
     drain_seconds: float = setting(
-        1.5, at_least=0, at_most=60, help="How long running work may go on at the end, unless a role's section says."
+        1.5, at_least=0, at_most=60, help="Time for running work after SIGTERM, unless a role's section sets it."
     )
-    kill_seconds: float = setting(3.0, above=0, at_most=60, help="SIGKILL this long after SIGTERM.")
-    restart_seconds: float = setting(1.0, above=0, help="Before a dead node is started again; doubles each time.")
-    restart_most_seconds: float = setting(30.0, above=0, help="The longest such wait.")
+    kill_seconds: float = setting(3.0, above=0, at_most=60, help="Time from SIGTERM to SIGKILL.")
+    restart_seconds: float = setting(1.0, above=0, help="Wait before a dead node is restarted; doubles each time.")
+    restart_most_seconds: float = setting(30.0, above=0, help="Maximum of that wait.")
     stable_seconds: float = setting(
-        60.0, above=0, help="A node that served so long starts over with the shortest wait."
+        60.0, above=0, help="After serving for this long, a node is restarted with the shortest wait again."
     )
 
     def __post_init__(self) -> None:
