@@ -341,15 +341,15 @@ async def test_a_frozen_node_opens_the_breaker_and_is_not_waited_for_any_more():
         await until(is_connected(client))
         text = list(TEXT)
         client.open(7, start_of(text))
-        waits = []
-        for _ in range(8):
+        for _ in range(5):
+            assert not client.status().targets[0].is_breaker_open
             taken = await take(client, DraftWant(7, text, 3), wait_seconds=0.02)
-            waits.append(taken.waited_seconds)
+            assert taken.waited_seconds >= 0.019
             text.append(1)
             client.update([(7, (1,), 3)])
         assert client.status().targets[0].is_breaker_open
-        assert all(seconds >= 0.019 for seconds in waits[:5])
-        assert all(seconds < 0.01 for seconds in waits[5:])
+        taken = await take(client, DraftWant(7, text, 3), wait_seconds=GENEROUS_WAIT_SECONDS)
+        assert taken.waited_seconds < GENEROUS_WAIT_SECONDS / 2
 
 
 async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():

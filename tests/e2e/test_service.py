@@ -6,7 +6,6 @@ import concurrent.futures
 import random
 import re
 import threading
-import time
 import urllib.request
 
 import pytest
@@ -15,11 +14,9 @@ from outrider.client import ChatMessage, Client
 from outrider.errors import (
     AbortedError,
     AlreadyRunningError,
-    CapacityError,
     InvalidRequestError,
     NotFoundError,
     NotSupportedError,
-    OutriderError,
 )
 from outrider.node import NodeRole, NodeState
 from outrider.request import FinishReason
@@ -27,6 +24,9 @@ from outrider.request import FinishReason
 LONG_PROMPT = [(i * 7) % 250 + 20 for i in range(120)]
 # Three ids are all that can be drawn: the text repeats itself, so that n-gram drafts hit.
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
+
+# A step for each token: the number of steps tells how much was computed for nobody, on a machine of any speed.
+UNTIL_STOPPED = {"max_tokens": 1900, "ignore_eos": True, "speculation": False}
 
 PARAMETERS = [
     {"temperature": 0.0},
@@ -51,9 +51,10 @@ def test_drafts_are_accepted_where_the_text_repeats(running):
         running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)[1].metrics.speculation
         for _ in range(3)
     ]
-    assert sum(speculation.num_accepted_draft_tokens for speculation in answers) > 3 * 20
+    num_steps = sum(speculation.num_spec_steps for speculation in answers)
+    num_accepted = sum(speculation.num_accepted_draft_tokens for speculation in answers)
+    assert num_accepted > max(3 * 20, num_steps // 2)
     for speculation in answers:
-        assert speculation.mean_acceptance_length > 1.5
         assert sum(speculation.acceptance_histogram) == speculation.num_spec_steps
         accepted = sum(i * count for i, count in enumerate(speculation.acceptance_histogram))
         assert accepted == speculation.num_accepted_draft_tokens
@@ -159,6 +160,7 @@ def test_chat_is_rendered_by_the_models_template(running):
 
 BAD = [
     ("", {}, InvalidRequestError, "text"),
+    ("x" * 100_000, {}, InvalidRequestError, "text"),
     ([], {}, InvalidRequestError, "token_ids"),
     ([5, 400], {}, InvalidRequestError, "token_ids"),
     ([5] * 2048, {}, InvalidRequestError, "token_ids"),
@@ -228,19 +230,29 @@ def test_abort_ends_the_stream_with_its_summary(running):
     running.wait_until_nothing_is_held()
 
 
-def test_a_client_that_leaves_frees_everything_within_a_second(running):
-    stream = running.client.generate(LONG_PROMPT[::-1], max_tokens=1900, ignore_eos=True, n=3)
+def test_a_client_that_leaves_frees_everything_long_before_its_answer_would_have_ended(running):
+    before = num_decode_steps(running)
+    stream = running.client.generate(LONG_PROMPT[::-1], n=3, **UNTIL_STOPPED)
     deltas = iter(stream)
     next(deltas)
     stream.cancel()
-    assert running.wait_until_nothing_is_held() < 1.5  # a status is up to 0.2 s old
+    running.wait_until_nothing_is_held()
+    assert 0 < num_decode_steps(running) - before < UNTIL_STOPPED["max_tokens"] // 2
 
 
-def test_a_passed_deadline_frees_everything_within_a_second(running):
+def test_a_passed_deadline_frees_everything_long_before_the_answer_would_have_ended(running):
+    before = num_decode_steps(running)
     with pytest.raises(AbortedError) as caught:
-        running.client.complete(LONG_PROMPT, max_tokens=1900, ignore_eos=True, n=8, timeout_seconds=0.4)
+        running.client.complete(LONG_PROMPT, n=8, timeout_seconds=0.4, **UNTIL_STOPPED)
     assert caught.value.reason == "DEADLINE_EXCEEDED"
-    assert running.wait_until_nothing_is_held() < 1.5
+    running.wait_until_nothing_is_held()
+    assert num_decode_steps(running) - before < UNTIL_STOPPED["max_tokens"] * 3 // 4
+
+
+def num_decode_steps(running):
+    """How often the decode node has computed since it started."""
+    (step,) = (node.step for node in running.status().nodes if node.role is NodeRole.DECODE)
+    return step
 
 
 def test_the_cluster_is_seen_as_it_is(running):
@@ -290,7 +302,7 @@ def test_two_hundred_requests_with_random_aborts_leave_every_pool_whole(running)
         }
         for _ in range(200)
     ]
-    outcomes = {"finished": 0, "left": 0, "refused": 0}
+    outcomes = {"finished": 0, "left": 0, "late": 0}
     lock = threading.Lock()
 
     def run(job):
@@ -305,8 +317,8 @@ def test_two_hundred_requests_with_random_aborts_leave_every_pool_whole(running)
                         stream.cancel()
                         outcome = "left"
                         break
-            except (AbortedError, CapacityError):  # its deadline passed, or the queue was full
-                outcome = "refused"
+            except AbortedError:
+                outcome = "late"
         with lock:
             outcomes[outcome] += 1
 
@@ -318,11 +330,3 @@ def test_two_hundred_requests_with_random_aborts_leave_every_pool_whole(running)
     assert outcomes["finished"] > 50
     assert outcomes["left"] > 10
     running.wait_until_nothing_is_held(timeout_seconds=20)
-
-
-def test_a_full_queue_refuses_at_once(running):
-    """The default queue takes 1024 requests; this one is asked for more tokens than it may hold."""
-    started = time.monotonic()
-    with pytest.raises(OutriderError):
-        running.client.complete("x" * 100_000, max_tokens=1)
-    assert time.monotonic() - started < 5.0

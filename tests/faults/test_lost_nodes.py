@@ -98,10 +98,10 @@ def test_losing_the_decode_node_ends_its_requests_and_the_client_goes_on_elsewhe
     while len(stream.token_ids()) < 20:
         next(deltas)
     faulty.cluster.kill("decode-0", number)
-    killed_at = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         collections.deque(deltas, maxlen=0)
-    assert time.monotonic() - killed_at < (2.0 if number is signal.SIGKILL else LOST_SECONDS)
+    # A dead process is known by its connection; a frozen one only by its progress, which takes longer.
+    assert ("makes no progress" in caught.value.message) is (number is signal.SIGSTOP)
     assert caught.value.retry_after_seconds > 0
     held = stream.token_ids()
     assert held == undisturbed[: len(held)]

@@ -4,12 +4,14 @@ import errno
 import os
 import stat
 import threading
+import time
 
 import pytest
 
 from outrider.kv_transfer import arena as arena_module
+from outrider.kv_transfer import shared_memory
 from outrider.kv_transfer.arena import HEAD_BYTES, MAX_IDLE, Arena, ArenaReader, arena_path
-from outrider.kv_transfer.base import CommitState
+from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
 
@@ -127,10 +129,25 @@ def test_idle_mappings_are_kept_for_the_next_transfer_but_not_too_many(new_arena
     assert [mapping is not None for mapping in found] == [False] * 3 + [True] * MAX_IDLE
 
 
-def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_replaced(peers, receiver_factory):
+@pytest.fixture
+def offered(monkeypatch):
+    """The ids of the arenas that senders of this process have made."""
+    arena_ids = []
+
+    def make(**options):
+        arena = Arena(**options)
+        arena_ids.append(arena.arena_id)
+        return arena
+
+    monkeypatch.setattr(shared_memory, "Arena", make)
+    return arena_ids
+
+
+def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_replaced(
+    peers, receiver_factory, offered, monkeypatch
+):
     receiver, port = receiver_factory()
     connector = make_connector(KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16))
-    (source,) = connector._sources
 
     def transfer():
         spec, sink = peers.spec(), peers.sink()
@@ -138,46 +155,58 @@ def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_repl
         sender = connector.connect(f"127.0.0.1:{port}", spec)
         for header, payload in peers.frames(spec):
             sender.put(header.region, payload)
+        assert sender.connector == "shared_memory"
         sender.commit()
         assert sink.cells == peers.expected_cells(spec)
-        return source._arenas[peers.incarnation]
 
-    first = transfer()
-    assert transfer() is first
-    receiver._arenas.close()  # as after a minute without transfers
-    second = transfer()
-    assert second is not first
-    assert transfer() is second
+    transfer()
+    transfer()
+    assert len(offered) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(arena_module, "IDLE_SECONDS", 0.0)  # as after a minute without transfers
+        transfer()
+    assert len(offered) == 2
+    transfer()
+    assert len(offered) == 2
     connector.close()
 
 
-def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again(peers, receiver_factory):
+def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again(peers, receiver_factory, offered):
     receiver, port = receiver_factory()
     connector = make_connector(
-        KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16, progress_seconds=0.3)
+        KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16, progress_seconds=2.0)
     )
-    (source,) = connector._sources
     spec, sink = peers.spec(), peers.sink()
     receiver.open(spec, sink)
     sink.gate.clear()
     sender = connector.connect(f"127.0.0.1:{port}", spec)
-    header, payload = peers.frames(spec)[0]
-    sender.put(header.region, payload)
+    region = next(peers.regions(spec))
+    _, payload = peers.frame(spec, region, salt=1)  # unlike anything that the other transfer sends
+    sender.put(region, payload)
     assert sink.is_writing.wait(5)
-    arena = source._arenas[peers.incarnation]
     other_spec, other_sink = peers.spec(), peers.sink()
     receiver.open(other_spec, other_sink)
     other = connector.connect(f"127.0.0.1:{port}", other_spec)
-    sender.cancel()  # the receiver is still in the slot: not drained
-    undrained = bytes(arena._bytes[HEAD_BYTES:][: len(payload)])
+    assert sender.cancel() is DrainState.UNKNOWN  # the receiver is still in the slot
     for other_header, other_payload in peers.frames(other_spec):
         other.put(other_header.region, other_payload)  # a transfer in the same arena goes on
     assert other.commit().state is CommitState.COMMITTED
     assert other_sink.cells == peers.expected_cells(other_spec)
-    assert bytes(arena._bytes[HEAD_BYTES:][: len(payload)]) == undrained
-    assert HEAD_BYTES not in arena._free
-    sink.gate.set()
+    assert len(offered) == 1
+    sink.gate.set()  # only now it reads what was sent to it
+    eventually(lambda: sink.num_writes == 1)
+    sent = peers.sink()
+    sent.write(region.plane, region.layers, region.start_token, region.end_token, payload)
+    assert sink.cells == sent.cells
     connector.close()
+
+
+def eventually(condition, *, seconds=10.0):
+    """Waits for another thread."""
+    polled, deadline = threading.Event(), time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        polled.wait(0.005)
 
 
 def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):

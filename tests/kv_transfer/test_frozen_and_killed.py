@@ -22,6 +22,8 @@ from outrider.kv_transfer.connectors import make_connector
 
 PROGRAM = Path(__file__).with_name("peer_process.py")
 PLANES = (PlaneSpec("k", 1, 1, 16, "float32"),)
+PROGRESS_SECONDS = 2.0
+"""Of a receiver whose senders say every 0.2 s that they live: a busy machine holds nobody up for so long."""
 
 
 class Child:
@@ -139,7 +141,7 @@ def test_a_killed_receiver_ends_the_sender_at_once(child, connector):
 
 @pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])
 def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, peers, receiver_factory, connector_name):
-    receiver, port = receiver_factory(progress_seconds=1.0)
+    receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
     transfer_id, sink = os.urandom(16), peers.sink()
     receiver.open(
         TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
@@ -163,7 +165,7 @@ def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, p
 
 
 def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiver_factory):
-    receiver, port = receiver_factory(progress_seconds=1.0)
+    receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
     transfer_id, sink = os.urandom(16), peers.sink()
     receiver.open(
         TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
@@ -171,8 +173,8 @@ def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiv
     )
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "grpc")
     sender.line()
-    with pytest.raises(queue.Empty):  # two deadlines pass
-        peers.news.get(timeout=1.6)
+    with pytest.raises(queue.Empty):  # a deadline passes
+        peers.news.get(timeout=1.25 * PROGRESS_SECONDS)
     sender.say()
     assert sender.line() == ["put"]
     assert not peers.failed

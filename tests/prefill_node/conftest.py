@@ -19,6 +19,7 @@ from prefill_node.prefill_loop import PrefillLoop
 
 BLOCK_SIZE = 4
 ADDRESS = "decode:1"
+OTHER_ADDRESS = "decode:2"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +31,7 @@ def one_thread():
 class DecodeSide:
     """A decode node's ingest: one scripted cache, blocks given out in order."""
 
+    address: str
     incarnation: bytes = field(default_factory=lambda: os.urandom(16))
     cache: ScriptedKVCache = field(default_factory=lambda: ScriptedKVCache(num_blocks=1024, block_size=BLOCK_SIZE))
     completed: dict = field(default_factory=dict)
@@ -76,11 +78,12 @@ class BlockSink:
 
 
 class Rig:
-    """A prefill loop on a scripted engine, in its thread, and the decode side that it pushes to."""
+    """A prefill loop on a scripted engine, in its thread, and the decode sides that it pushes to."""
 
     def __init__(self, *, num_blocks=64, max_running=8, max_rows_per_step=8, frame_bytes=4096, connector=None, **turns):
         self.engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-        self.decode = DecodeSide()
+        self.decode = DecodeSide(ADDRESS)
+        self.other_decode = DecodeSide(OTHER_ADDRESS)
         self.ended = {}
         self.changed = threading.Condition()
         self.before_layer = lambda layer: None
@@ -96,7 +99,8 @@ class Rig:
             ),
             kv_cache=self.engine.kv_cache,
             forward=self.forward,
-            connector=connector or InMemoryConnector({ADDRESS: self.decode.inbox}),
+            connector=connector
+            or InMemoryConnector({side.address: side.inbox for side in (self.decode, self.other_decode)}),
             frame_bytes=frame_bytes,
             max_rows_per_step=max_rows_per_step,
             keep_alive_seconds=0.05,
@@ -123,17 +127,18 @@ class Rig:
             self.ended.update({end.job_id: end.result for end in ended})
             self.changed.notify_all()
 
-    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None):
-        blocks = None
+    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None, to=None):
+        """`to`: a decode side, the first where none is named."""
+        side, blocks = to or self.decode, None
         if transfer_id is None:
-            transfer_id, blocks = self.decode.expect(token_ids, held=held)
+            transfer_id, blocks = side.expect(token_ids, held=held)
         job = PrefillJob(
             job_id=next(self._ids),
             request_id="r",
             transfer_id=transfer_id,
             token_ids=tuple(token_ids),
-            kv_address=ADDRESS,
-            decode_incarnation=self.decode.incarnation,
+            kv_address=side.address,
+            decode_incarnation=side.incarnation,
             held_prefix_length=held,
             priority=priority,
         )

@@ -187,8 +187,8 @@ async def test_abort_during_prefill_cancels_the_prefill(cluster):
 
 @pytest.mark.parametrize("phase", ["queue", "open", "prefill", "stream"])
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
-async def test_a_client_that_leaves_frees_everything_within_a_second(cluster, phase, how):
-    cluster.decode.step_seconds = 0.002
+async def test_a_client_that_leaves_frees_everything_before_its_answer_would_have_ended(cluster, phase, how):
+    cluster.decode.step_seconds = 0.05
     await cluster.serve()
     blocker = None
     if phase == "queue":
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(cluster, ph
     if blocker is not None:
         await wait_for_queue(cluster, 0)
         blocker.cancel()
-    await cluster.is_empty(seconds=1.0)
+    await cluster.is_empty(seconds=0.05 * LONG / 2)
 
 
 async def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(cluster):
