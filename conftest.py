@@ -1,10 +1,13 @@
-"""The order that tests run in, and which of them this machine can run."""
+"""The order that tests run in, which of them this machine can run, and what only a full run has."""
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.matrices import cover_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,10 +15,19 @@ if TYPE_CHECKING:
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="whole matrices and long soaks, as `make test-all` has them")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m choose, so that a choice does not change what is left of a matrix
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick folders first, so that a plain mistake shows in seconds; whole clusters last."""
     items.sort(key=_rank)  # stable: the order within a folder stays
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
+    if not config.getoption("--full"):
+        left_out = _left_out_of_matrices(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _rank(item: pytest.Item) -> int:
@@ -32,3 +44,20 @@ def _skip_without_cuda(items: Sequence[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _left_out_of_matrices(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Of each test marked `pairwise`, the cases that add no pair of parameters to the others."""
+
+    def matrix_of(item: pytest.Item) -> tuple[str, bool]:
+        """What cannot run here covers nothing of what can."""
+        return item.nodeid.partition("[")[0], any(mark.args[0] for mark in item.iter_markers("skipif"))
+
+    left_out: set[pytest.Item] = set()
+    for _, group in itertools.groupby(
+        sorted((item for item in items if item.get_closest_marker("pairwise")), key=matrix_of), key=matrix_of
+    ):
+        matrix = list(group)
+        chosen = cover_pairs([{name: repr(value) for name, value in item.callspec.params.items()} for item in matrix])
+        left_out.update(item for index, item in enumerate(matrix) if index not in chosen)
+    return left_out

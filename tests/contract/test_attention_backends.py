@@ -128,12 +128,14 @@ def assert_equal(outputs, backend):
     assert float((output - expected).abs().max()) <= TOLERANCES[backend[2]] * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_rows_see_every_token_before_them(backend, sequences, block_size):
     assert_equal(run(backend, sequences, block_size=block_size, options=AttentionOptions(0.25)), backend)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("window", [1, 16, 40, 10_000])
 def test_a_sliding_window_hides_older_tokens(backend, sequences, window):

@@ -21,7 +21,8 @@ from outrider.engine.cpu_kernels.build import (
     read_manifest,
 )
 from outrider.engine.cpu_kernels.library import KernelLibrary
-from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE, PREFERENCE
+from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE, PREFERENCE, choose_kernels
+from outrider.errors import ConfigError
 
 SIMULATED = Path(__file__).parent / "simulated"
 _FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # where the compiler runs: the same flags in every checkout
@@ -39,8 +40,18 @@ _QUICKLY = ("-O1", "-Wno-psabi")  # compiled quickly, not computing quickly
 BUILD_SECONDS = 600
 """What a test that has one built may take, on a machine with much else to do."""
 
+
+def _of_nodes(path: str):
+    """A path that nodes run, where this machine can."""
+    try:
+        choose_kernels(path)
+    except ConfigError as error:
+        return pytest.param(path, id=path, marks=pytest.mark.skipif(True, reason=str(error)))
+    return pytest.param(path, id=path)
+
+
 PATHS = [
-    *(pytest.param(path, id=path) for path in PREFERENCE),
+    *map(_of_nodes, PREFERENCE),
     *(
         pytest.param(path, id=path, marks=[pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS)])
         for path in MADE_FOR_TESTS

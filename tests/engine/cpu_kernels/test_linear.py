@@ -68,6 +68,7 @@ def assert_within(actual, expected, allowed):
     assert bool((excess <= 0).all()), f"{float(excess.max())} more than rounding explains"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no_bias"])
@@ -78,6 +79,7 @@ def test_a_product_is_that_of_float64_up_to_rounding(kernels, kind, shape, has_b
     assert_within(linear_to_float(kernels, matrix, problem.x), problem.expected, problem.allowed_in_float)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("panels", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 def test_every_number_of_rows_that_one_product_takes(kernels, kind, panels):
@@ -113,6 +115,7 @@ def test_the_residual_is_added_to(kernels, kind):
     assert_within(actual, expected, problem.allowed(expected) + 2 * ROUNDING * expected.abs())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("features", [16, 32, 40, 128, 135])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_and_up_become_silu_of_one_times_the_other(kernels, kind, features):

@@ -124,6 +124,7 @@ def check(kernels, sequences, *, dtype=torch.float32, heads=None, options=None, 
     assert_is_attention(cache, cache.attend(kernels, parts, options), parts, options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -131,12 +132,14 @@ def test_rows_see_every_token_up_to_their_own(library, teams, num_threads, dtype
     check(teams(library, num_threads), sequences, dtype=dtype)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
     check(kernels, [(5, 260), (20, 3)], dtype=dtype, heads=Heads(head_dim))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -145,6 +148,7 @@ def test_single_rows_of_few_query_heads(kernels, dtype, group, head_dim):
     check(kernels, [(1, 300), (1, 16), (1, 0)], dtype=dtype, heads=Heads(head_dim, 2, group))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,12 +160,14 @@ def test_more_query_heads_to_a_key_value_head_than_rows_are_taken_together(kerne
     check(kernels, [(3, 100)], heads=Heads(16, 1, 40))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("block_size", [*BLOCK_SIZES, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_of_any_size_wherever_they_lie(kernels, dtype, block_size):
     check(kernels, [(5, 300), (1, 511), (33, 0)], dtype=dtype, block_size=block_size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("length", BORDERS)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_contexts_that_end_at_a_border(library, teams, num_threads, length):
@@ -170,6 +176,7 @@ def test_contexts_that_end_at_a_border(library, teams, num_threads, length):
     check(kernels, [(min(7, length), length - min(7, length))], heads=Heads(16, 1, 3), block_size=64)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("window", [1, 16, 40, 255, 256, 257, 10_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sliding_window_hides_older_tokens(library, teams, dtype, window):
@@ -182,6 +189,7 @@ def test_a_sliding_window_hides_older_tokens(library, teams, dtype, window):
         )
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_soft_cap_bounds_the_scores(kernels, dtype, softcap):

@@ -29,6 +29,7 @@ def assert_is_norm(actual, x, weight, epsilon):
     assert bool((excess <= 0).all()), f"{float(excess.max())} more than rounding explains"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", [1, 7, 15, 16, 17, 31, 48, 64, 100, 576, 1000])
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 35])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

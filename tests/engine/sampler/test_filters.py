@@ -64,6 +64,7 @@ def test_kept_tokens_are_those_of_the_sorted_float64_reference(kind, settings, d
             assert sorted(token_ids[values > -np.inf].tolist()) == expected.tolist()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("flat_share", [1, 4], ids=["by blocks", "by whole rows"])
@@ -92,6 +93,7 @@ def test_top_p_check_of_each_token_agrees_with_sorting(kind, settings, flat_shar
         assert before == (float(blocks.value(0, token_id)), token_id - 1)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_filtered_draws_are_those_of_the_reference(kind, settings, coupled_reference, make_sampler):

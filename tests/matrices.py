@@ -1,0 +1,21 @@
+"""A part of a test's parameter matrix that leaves out no pair of values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+
+
+def cover_pairs(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
+    """Indices of cases that have, together, every pair of values that any case has. Greedy: not the fewest there are.
+
+    A case is a value for each parameter's name. Of cases with one parameter, all are taken.
+    """
+    pairs_of = [set(itertools.combinations(sorted(case.items()), min(2, len(case)))) for case in cases]
+    uncovered = set().union(*pairs_of)
+    chosen: set[int] = set()
+    while uncovered:
+        best = max(range(len(cases)), key=lambda index: len(pairs_of[index] & uncovered))  # the first of equals
+        chosen.add(best)
+        uncovered -= pairs_of[best]
+    return chosen
