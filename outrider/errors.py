@@ -9,6 +9,7 @@ OutriderError
 ├── MismatchError            FAILED_PRECONDITION  two sides that do not fit; names both
 ├── AbortedError             ABORTED              taken over or given up
 ├── PeerLostError            UNAVAILABLE          carries the node and retry_after_seconds
+│   └── StoreError           UNAVAILABLE          the router's store
 ├── ConfigError              (none)               a setting; names it and the fix
 ├── ModelError               (none)               weights or architecture; names the file
 └── InternalError            INTERNAL             a bug of ours; logged with its trace
@@ -97,6 +98,12 @@ class PeerLostError(OutriderError):
         super().__init__(message, reason=reason)
         self.node = node
         self.retry_after_seconds = retry_after_seconds
+
+
+class StoreError(PeerLostError):
+    """The router's store did not answer in time, or refused."""
+
+    reason = "STORE_LOST"
 
 
 class ConfigError(OutriderError):

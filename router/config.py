@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from outrider.config import setting
 from outrider.rpc.credentials import TlsConfig
 from outrider.service.config import ServerConfig
+from router.store.address import MEMORY, ValkeyAddress
 
 DEFAULT_PORT = 50051
 
@@ -48,6 +49,28 @@ class RouterConfig:
     resolve_interval_seconds: float = setting(
         5.0, at_least=0.1, at_most=3600.0, help="How often targets are looked up again."
     )
+    store: str = setting(
+        MEMORY,
+        help="Where requests with a resume window are kept: memory, or valkey://host:port/database, which several "
+        "routers may share (valkeys:// for TLS). Its password is better in OUTRIDER_STORE_PASSWORD.",
+    )
+    store_lost: str = setting(
+        "refuse",
+        choices=("refuse", "serve"),
+        help="What requests with a resume window get while the store does not answer: UNAVAILABLE, or an answer that "
+        "only this router can resume.",
+    )
+    store_timeout_seconds: float = setting(
+        0.5, at_least=0.01, at_most=60.0, help="How long the store may take for an answer."
+    )
+    store_lease_seconds: float = setting(
+        2.0, at_least=0.1, at_most=600.0, help="A request whose router has not renewed it for so long has no owner."
+    )
+    store_append_seconds: float = setting(0.2, at_least=0.01, at_most=60.0, help="How often new tokens are stored.")
     tokenizer_threads: int = setting(2, at_least=1, at_most=64, help="Threads that encode prompts.")
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=DEFAULT_PORT))
     node_tls: TlsConfig = field(default_factory=TlsConfig)
+
+    def __post_init__(self) -> None:
+        if self.store != MEMORY:
+            ValkeyAddress.parse(self.store)

@@ -13,6 +13,7 @@ import pytest
 from outrider.client import Client
 from outrider.cluster import Cluster, ClusterConfig, Launch
 from outrider.model_hub.config import DEFAULT_MODEL_ID
+from tests import store_server as store_servers
 
 START_SECONDS = 300.0
 
@@ -135,6 +136,15 @@ def real(start_cluster):
         cluster.wait_serving(START_SECONDS)
         yield RunningCluster(cluster)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+
+
+@pytest.fixture
+def store_server(tmp_path):
+    """An empty server of Valkey's protocol."""
+    if store_servers.PROGRAM is None:
+        pytest.skip("neither valkey-server nor redis-server is on the path (Debian: apt-get install redis-server)")
+    with store_servers.StoreServer(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.config.settings import default_of, nested_type
-from outrider.config.values import checked, from_text
+from outrider.config.values import checked, from_text, without_passwords
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
@@ -129,9 +129,10 @@ class _Settings:
 
     def take_override(self, override: str) -> None:
         key, equals, text = override.partition("=")
+        source = f"--set {without_passwords(override)}"
         if not equals:
-            raise ConfigError(f"--set {override}: expected KEY=VALUE")
-        self._take_text(tuple(key.strip().split(".")), text, f"--set {override}")
+            raise ConfigError(f"{source}: expected KEY=VALUE")
+        self._take_text(tuple(key.strip().split(".")), text, source)
 
     def _take_text(self, path: tuple[str, ...], text: str, source: str) -> None:
         kind = self._type_at(path, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -87,14 +88,19 @@ def _number(value: float | str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value as YAML would have it, on one line."""
+    """A value as YAML would have it, on one line, without the password of a URL."""
     import yaml
 
-    return (
+    return without_passwords(
         yaml.safe_dump(to_plain(value), default_flow_style=True, width=10_000, allow_unicode=True)
         .split("\n...")[0]
         .strip()
     )
+
+
+def without_passwords(text: str) -> str:
+    """The text with every `scheme://user:password@` cut down to `scheme://user:…@`."""
+    return re.sub(r"(://[^/@:\s]*:)\S*@", r"\1…@", text)
 
 
 def to_plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.config import (
     describe_settings,
+    format_value,
     load_config,
     parse_role_arguments,
     resolve_config,
@@ -212,3 +213,11 @@ def test_numbers_with_commas_are_a_list_of_numbers(text, value):
 def test_what_is_no_number_is_refused_in_a_list_of_numbers():
     with pytest.raises(ConfigError, match=r"model\.cpus"):
         load_config({"model": ModelConfig}, file=None, environ={}, overrides=["model.cpus=0,one"])
+
+
+def test_the_password_of_a_url_is_not_shown():
+    resolved = resolve_config(SECTIONS, file=None, environ={}, overrides=["decode_node.name=valkey://me:s3c@ret@h:1/0"])
+    assert resolved.sections["decode_node"].name == "valkey://me:s3c@ret@h:1/0"
+    shown = f"{format_value(resolved.sections['decode_node'].name)} {resolved.sources}"
+    assert shown == "valkey://me:…@h:1/0 {'decode_node.name': '--set decode_node.name=valkey://me:…@h:1/0'}"
+    assert format_value(["http://h:1/x", "a@b"]) == "['http://h:1/x', a@b]"

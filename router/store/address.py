@@ -1,0 +1,50 @@
+"""Where a store is: what `router.store` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import unquote, urlsplit
+
+MEMORY = "memory"
+DEFAULT_PORT = 6379
+_SCHEMES = ("valkey", "valkeys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeyAddress:
+    """A server of Valkey's protocol. Its text has no password."""
+
+    host: str
+    port: int = DEFAULT_PORT
+    database: int = 0
+    is_tls: bool = False
+    username: str | None = None
+    password: str | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Reads `valkey[s]://[[user][:password]@]host[:port][/database]`. Raises: ValueError, without the password."""
+        form = "valkey://host:port/database (valkeys:// for TLS)"
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ValueError(f"store is neither {MEMORY} nor {form}") from error
+        database = parts.path.removeprefix("/")
+        if parts.scheme not in _SCHEMES or not host or parts.query or parts.fragment:
+            raise ValueError(f"store is neither {MEMORY} nor {form}")
+        if database and not database.isdecimal():
+            raise ValueError(f"store: the database is a number, not {database!r}")
+        return cls(
+            host=host,
+            port=DEFAULT_PORT if port is None else port,
+            database=int(database or 0),
+            is_tls=parts.scheme == "valkeys",
+            username=unquote(parts.username) if parts.username else None,
+            password=unquote(parts.password) if parts.password else None,
+        )
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'valkeys' if self.is_tls else 'valkey'}://{host}:{self.port}/{self.database}"

@@ -1,0 +1,161 @@
+"""Where requests with a resume window are kept, so that another router can go on with them.
+
+A request with its drawn seed determines its tokens: the stored request is the durable state,
+the stored tokens are a cache of it. Tokens may be missing, they are never wrong. A request
+belongs to one owner, the router that renewed or claimed it last; what any other router writes
+is dropped by the store. Two routers that work on one request for a moment compute the same
+tokens, so a claim needs no certainty that the old owner is dead.
+
+Call order in a router, for each request with a resume window:
+
+1. `create`, before Started. AlreadyRunningError: the id is in use on another router.
+   StoreError: refuse the request, or serve it without the store, as `router.store_lost` says.
+2. Off the token path, for all requests together: `append` what is new every
+   `router.store_append_seconds`, `renew` every third of `router.store_lease_seconds`. After a
+   StoreError of `append` send the same tokens again with the next ones. `renew` tells
+   - `taken`: another router has the request. End the attached stream with AbortedError, stop
+     the work, call nothing more for this id.
+   - `missing`: the store was emptied. `create` again, then `append` everything.
+   - `aborted`: Abort was sent to another router. Abort here.
+   Renew while the answer is unfinished, and after that while a client's stream is attached.
+3. `finish`, when the answer has ended and no stream is attached any more (last `append` before
+   it). From then on the resume window runs. `delete` instead, where the request ended without
+   an answer to come back to (refused after `create`, failed, window over).
+
+For Resume of an id that this router does not have: `claim(…, take_over=True)`. By contract a
+new Resume ends the stream attached before, and a client asks here because it cannot reach the
+owner. None is NOT_FOUND. Open the answer with the tokens known (none of them where logprobs
+are wanted: those are not stored), end it at once where `is_aborted`. For Abort of such an id:
+`request_abort`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.errors import AlreadyRunningError, MismatchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRequest:
+    """Everything that determines an answer. Positions count as in the contract, from the prompt's first token."""
+
+    request_id: str  # printable ASCII, 1 to 128 characters
+    fingerprint: str  # of the model
+    resume_window_seconds: float
+    start_position: int  # of the first token that the answer generates, equal for all samples
+    request: bytes  # a GenerateRequest with its seed, prompt as token ids; opaque to the store
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Consecutive tokens of one sample."""
+
+    request_id: str
+    sample: int
+    start_position: int
+    token_ids: Sequence[int]  # uint32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAnswer:
+    """A claimed request and what is known of its answer."""
+
+    request: StoredRequest
+    token_ids: Mapping[int, tuple[int, ...]]  # by sample, from start_position without a gap
+    is_finished: bool  # its owner had called `finish`
+    is_aborted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """Another router's lease has not run out."""
+
+    owner: bytes
+    lease_seconds: float  # what is left of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """What has happened to renewed requests. Ids in none of the sets are ours as before."""
+
+    taken: frozenset[str] = frozenset()  # another router is the owner
+    missing: frozenset[str] = frozenset()  # the store has no such request any more
+    aborted: frozenset[str] = frozenset()  # ours, and Abort was asked for
+
+
+class AnswerStore(Protocol):
+    """One router's access to the store. Owned by the event loop.
+
+    Every method ends within the store's timeout and raises StoreError when the store did not
+    answer by then. What was asked for may still take effect; each method may be repeated.
+    """
+
+    name: str
+    """For logs, without a password."""
+
+    async def create(self, stored: StoredRequest) -> None:
+        """Stores a request, owned by this router. A request of the same id and owner is replaced.
+
+        Raises: AlreadyRunningError for an id that another router has; StoreError.
+        """
+
+    async def append(self, spans: Iterable[TokenSpan]) -> None:
+        """Adds tokens, of any number of requests. Those of requests that are not ours are dropped.
+
+        Raises: StoreError.
+        """
+
+    async def renew(self, request_ids: Iterable[str]) -> Renewal:
+        """Renews leases, and puts off the expiry of requests and tokens. Raises: StoreError."""
+
+    async def finish(self, request_id: str) -> None:
+        """Gives the lease up and lets the resume window run. Nothing where it is not ours. Raises: StoreError."""
+
+    async def delete(self, request_id: str) -> None:
+        """Removes a request of ours; nothing where it is not ours. Raises: StoreError."""
+
+    async def claim(self, request_id: str, *, fingerprint: str, take_over: bool = False) -> StoredAnswer | Owned | None:
+        """Makes this router the owner; None: there is no such request.
+
+        Without `take_over` only where no other router's lease holds. A claimed request is
+        kept as a running one until `finish`.
+
+        Raises: MismatchError when it was stored for another model, and stays with its owner; StoreError.
+        """
+
+    async def request_abort(self, request_id: str) -> bool:
+        """Asks the owner, now or later, to abort. False: unknown, finished, or asked for before. Raises: StoreError."""
+
+    async def close(self) -> None:
+        """Disconnects. Requests stay, until they expire. Raises: StoreError."""
+
+
+class TokenLog:
+    """Spans of one answer in the order of their arrival → the tokens known of each sample.
+
+    Repeated and overlapping spans count once; a span behind a gap is dropped.
+    """
+
+    def __init__(self, start_position: int) -> None:
+        self._start_position = start_position
+        self._known: dict[int, list[int]] = {}
+
+    def add(self, sample: int, start_position: int, token_ids: Sequence[int]) -> None:
+        known = self._known.setdefault(sample, [])
+        num_repeated = self._start_position + len(known) - start_position
+        if 0 <= num_repeated < len(token_ids):
+            known.extend(token_ids[num_repeated:])
+
+    def token_ids(self) -> dict[int, tuple[int, ...]]:
+        return {sample: tuple(known) for sample, known in sorted(self._known.items()) if known}
+
+
+def already_running(request_id: str) -> AlreadyRunningError:
+    return AlreadyRunningError(f"request {request_id!r} is running on another router", reason="DUPLICATE_REQUEST_ID")
+
+
+def model_mismatch(request_id: str, *, stored: str, served: str) -> MismatchError:
+    return MismatchError(f"request {request_id!r} is for the model {stored}, this router serves {served}")

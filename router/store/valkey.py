@@ -1,0 +1,184 @@
+"""The store that several routers share: Valkey, or another server of its protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from valkey.asyncio import Connection, ConnectionPool, SSLConnection, Valkey
+from valkey.exceptions import ResponseError, ValkeyError
+
+from outrider.errors import StoreError
+from router.store import scripts
+from router.store.address import ValkeyAddress
+from router.store.base import (
+    Owned,
+    Renewal,
+    StoredAnswer,
+    StoredRequest,
+    TokenLog,
+    TokenSpan,
+    already_running,
+    model_mismatch,
+)
+from router.store.scripts import Script
+
+MAX_CONNECTIONS = 16
+_MAX_SPANS_PER_SCRIPT = 1000
+"""Lua unpacks at most about 8000 values."""
+
+
+class ValkeyAnswerStore:
+    """An `AnswerStore` on a server. Connects on first use, and again after a loss."""
+
+    def __init__(self, address: ValkeyAddress, *, owner: bytes, timeout_seconds: float, lease_seconds: float) -> None:
+        self.name = str(address)
+        self._owner = owner
+        self._timeout_seconds = timeout_seconds
+        self._lease_ms = _milliseconds(lease_seconds)
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._pool = ConnectionPool(
+            connection_class=SSLConnection if address.is_tls else Connection,
+            host=address.host,
+            port=address.port,
+            db=address.database,
+            username=address.username,
+            password=address.password,
+            # No timeouts but ours, around the whole exchange: in Python 3.11 the client's own may swallow it.
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            **({"ssl_check_hostname": True} if address.is_tls else {}),
+        )
+        self._server: Any = Valkey(connection_pool=self._pool)  # its methods' annotations allow text arguments only
+
+    async def create(self, stored: StoredRequest) -> None:
+        fields: tuple[str | bytes | int, ...] = (
+            *("fingerprint", stored.fingerprint),
+            *("window", _milliseconds(stored.resume_window_seconds)),
+            *("start", stored.start_position),
+            *("request", stored.request),
+        )
+        if not await self._run(scripts.CREATE, stored.request_id, self._lease_ms, *fields):
+            raise already_running(stored.request_id)
+
+    async def append(self, spans: Iterable[TokenSpan]) -> None:
+        by_id: dict[str, list[bytes]] = {}
+        for span in spans:
+            by_id.setdefault(span.request_id, []).append(_pack(span))
+        calls = [
+            (request_id, packed[first : first + _MAX_SPANS_PER_SCRIPT])
+            for request_id, packed in by_id.items()
+            for first in range(0, len(packed), _MAX_SPANS_PER_SCRIPT)
+        ]
+        await self._run_many(scripts.APPEND, calls)
+
+    async def renew(self, request_ids: Iterable[str]) -> Renewal:
+        request_ids = tuple(request_ids)
+        states = await self._run_many(scripts.RENEW, [(request_id, [self._lease_ms]) for request_id in request_ids])
+
+        def those(state: int) -> frozenset[str]:
+            return frozenset(itertools.compress(request_ids, (found == state for found in states)))
+
+        return Renewal(taken=those(scripts.TAKEN), missing=those(scripts.MISSING), aborted=those(scripts.ABORTED))
+
+    async def finish(self, request_id: str) -> None:
+        await self._run(scripts.FINISH, request_id)
+
+    async def delete(self, request_id: str) -> None:
+        await self._run(scripts.DELETE, request_id)
+
+    async def claim(self, request_id: str, *, fingerprint: str, take_over: bool = False) -> StoredAnswer | Owned | None:
+        fields, *found = await self._run(scripts.CLAIM, request_id, self._lease_ms, fingerprint, int(take_over))
+        if not found:
+            return None
+        _, stored_for, window, start, request, finished, aborted = fields
+        if stored_for.decode() != fingerprint:
+            raise model_mismatch(request_id, stored=stored_for.decode(), served=fingerprint)
+        if len(found) == 2:
+            owner, lease_ms = found
+            return Owned(owner, lease_ms / 1e3)
+        stored = StoredRequest(
+            request_id=request_id,
+            fingerprint=fingerprint,
+            resume_window_seconds=int(window) / 1e3,
+            start_position=int(start),
+            request=request,
+        )
+        tokens = TokenLog(stored.start_position)
+        for packed in found[0]:
+            tokens.add(*_unpack(packed))
+        return StoredAnswer(
+            request=stored,
+            token_ids=tokens.token_ids(),
+            is_finished=finished is not None,
+            is_aborted=aborted is not None,
+        )
+
+    async def request_abort(self, request_id: str) -> bool:
+        return bool(await self._run(scripts.REQUEST_ABORT, request_id))
+
+    async def close(self) -> None:
+        async with self._answering():
+            await self._pool.disconnect()
+
+    async def _run(self, script: Script, request_id: str, *arguments: str | bytes | int) -> Any:
+        """One script for one request. Raises: StoreError."""
+        keys = _keys(request_id)
+        async with self._answering():
+            return await self._server.eval(script.body, len(keys), *keys, self._owner, *arguments)
+
+    async def _run_many(self, script: Script, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
+        """One script for many requests, in one round trip. Raises: StoreError."""
+        if not calls:
+            return []
+        async with self._answering():
+            pipeline = self._server.pipeline(transaction=False)
+            pipeline.script_load(script.body)  # every time: the server may have been restarted
+            for request_id, arguments in calls:
+                keys = _keys(request_id)
+                pipeline.evalsha(script.sha1, len(keys), *keys, self._owner, *arguments)
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            for answer in answers:
+                if isinstance(answer, ResponseError):
+                    raise answer  # as it is: the pipeline's own errors quote the command
+            return answers[1:]
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """The timeout around one exchange. Raises: StoreError for whatever goes wrong in it."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds), self._slots:
+                yield
+        except TimeoutError as error:
+            raise StoreError(f"{self.name} did not answer within {self._timeout_seconds} s") from error
+        except (ValkeyError, OSError) as error:
+            raise StoreError(f"{self.name}: {error}") from error
+
+
+def _keys(request_id: str) -> tuple[str, str, str]:
+    """The request's, its tokens' and its lease's key.
+
+    A cluster hashes only what stands between the braces, so the three share a slot; behind
+    "r:" it is never empty, whatever the id begins with.
+    """
+    prefix = f"outrider:{{r:{request_id}}}"
+    return f"{prefix}:request", f"{prefix}:tokens", f"{prefix}:lease"
+
+
+def _pack(span: TokenSpan) -> bytes:
+    """Little-endian uint32: sample, start position, token ids."""
+    return struct.pack(f"<{2 + len(span.token_ids)}I", span.sample, span.start_position, *span.token_ids)
+
+
+def _unpack(packed: bytes) -> tuple[int, int, tuple[int, ...]]:
+    sample, start_position, *token_ids = struct.unpack(f"<{len(packed) // 4}I", packed)
+    return sample, start_position, tuple(token_ids)
+
+
+def _milliseconds(seconds: float) -> int:
+    """At least 1: a server refuses an expiry of 0."""
+    return max(round(seconds * 1e3), 1)

@@ -1,0 +1,313 @@
+"""What every store of answers promises to the routers that share it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from outrider.errors import AlreadyRunningError, MismatchError
+from router.store import Owned, StoredRequest, TokenSpan, make_store
+from router.store.memory import MemoryAnswerStore, MemoryRecords
+
+LEASE_SECONDS = 0.3
+WINDOW_SECONDS = 0.5
+WAIT_SECONDS = 10.0
+STORED = StoredRequest(
+    request_id="r 1}",
+    fingerprint="f" * 64,
+    resume_window_seconds=WINDOW_SECONDS,
+    start_position=10,
+    request=bytes(range(256)),
+)
+
+
+class MemoryStores:
+    """Stores of routers that share records; time passes when it is waited for."""
+
+    def __init__(self):
+        self.now = 100.0
+        self.records = MemoryRecords(clock=lambda: self.now)
+
+    def router(self, owner):
+        return MemoryAnswerStore(owner=owner, lease_seconds=LEASE_SECONDS, records=self.records)
+
+    def clock(self):
+        return self.now
+
+    async def tick(self):
+        self.now += 0.01
+
+
+class ValkeyStores:
+    def __init__(self, server):
+        self.server = server
+        self.opened = []
+
+    def router(self, owner):
+        store = make_store(
+            self.server.url, owner=owner, timeout_seconds=WAIT_SECONDS, lease_seconds=LEASE_SECONDS, environ={}
+        )
+        self.opened.append(store)
+        return store
+
+    def clock(self):
+        return time.monotonic()
+
+    async def tick(self):
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=["memory", "valkey"])
+async def stores(request):
+    if request.param == "memory":
+        yield MemoryStores()
+        return
+    stores = ValkeyStores(request.getfixturevalue("store_server"))
+    yield stores
+    for store in stores.opened:
+        await store.close()
+
+
+@pytest.fixture
+def first(stores):
+    return stores.router(b"first\0router")
+
+
+@pytest.fixture
+def second(stores):
+    return stores.router(b"second")
+
+
+def spans(*positions, sample=0, request_id=STORED.request_id):
+    """One span whose token at each position is 1000 × sample + position."""
+    return [TokenSpan(request_id, sample, positions[0], [1000 * sample + position for position in positions])]
+
+
+async def claim(store, request_id=STORED.request_id, **options):
+    return await store.claim(request_id, fingerprint=STORED.fingerprint, **options)
+
+
+async def seconds_until(stores, condition):
+    started_at = stores.clock()
+    while not await condition():
+        assert stores.clock() - started_at < WAIT_SECONDS
+        await stores.tick()
+    return stores.clock() - started_at
+
+
+async def seconds_until_claimed(stores, store):
+    async def is_ours():
+        return not isinstance(await claim(store), Owned)
+
+    return await seconds_until(stores, is_ours)
+
+
+async def test_a_claim_returns_the_request_and_the_tokens_of_each_sample(first, second):
+    await first.create(STORED)
+    await first.append([*spans(10, 11), *spans(10, sample=1)])
+    await first.append(spans(12))
+    answer = await claim(second, take_over=True)
+    assert answer.request == STORED
+    assert answer.token_ids == {0: (10, 11, 12), 1: (1010,)}
+    assert not answer.is_finished
+    assert not answer.is_aborted
+
+
+async def test_an_id_that_is_not_stored_is_none(first):
+    assert await claim(first) is None
+    assert not await first.request_abort(STORED.request_id)
+    await first.finish(STORED.request_id)
+    await first.delete(STORED.request_id)
+
+
+async def test_an_id_is_one_routers_at_a_time(first, second):
+    await first.create(STORED)
+    with pytest.raises(AlreadyRunningError) as refused:
+        await second.create(STORED)
+    assert refused.value.reason == "DUPLICATE_REQUEST_ID"
+    await first.finish(STORED.request_id)
+    with pytest.raises(AlreadyRunningError):
+        await second.create(STORED)
+    await first.delete(STORED.request_id)
+    await second.create(STORED)
+
+
+async def test_of_simultaneous_creates_one_succeeds(stores):
+    routers = [stores.router(bytes([number])) for number in range(8)]
+    results = await asyncio.gather(*(router.create(STORED) for router in routers), return_exceptions=True)
+    assert [type(result) for result in results].count(AlreadyRunningError) == 7
+    assert results.count(None) == 1
+
+
+async def test_a_create_that_is_repeated_starts_anew(first):
+    await first.create(STORED)
+    await first.append(spans(10, 11))
+    await first.request_abort(STORED.request_id)
+    other = replace(STORED, request=b"other")
+    await first.create(other)
+    answer = await claim(first)
+    assert (answer.request, answer.token_ids, answer.is_aborted) == (other, {}, False)
+
+
+async def test_repeated_and_overlapping_spans_count_once(first):
+    await first.create(STORED)
+    await first.append(spans(10, 11, 12))
+    await first.append(spans(10, 11, 12))
+    await first.append(spans(11, 12, 13, 14))
+    assert (await claim(first)).token_ids == {0: (10, 11, 12, 13, 14)}
+
+
+async def test_tokens_behind_a_gap_are_not_known_until_it_is_filled(first):
+    await first.create(STORED)
+    await first.append(spans(12, 13))
+    assert (await claim(first)).token_ids == {}
+    await first.append([*spans(10, 11, 12), *spans(13)])
+    await first.append(spans(15))
+    assert (await claim(first)).token_ids == {0: (10, 11, 12, 13)}
+
+
+async def test_one_append_is_of_many_requests_and_passes_over_those_that_are_unknown(first):
+    requests = [replace(STORED, request_id=f"r{number}") for number in range(50)]
+    for stored in requests:
+        await first.create(stored)
+    await first.append([])
+    await first.append([*spans(10, request_id="nobody"), *(spans(10, request_id=r.request_id)[0] for r in requests)])
+    for stored in requests:
+        assert (await claim(first, stored.request_id)).token_ids == {0: (10,)}
+    assert await claim(first, "nobody") is None
+
+
+async def test_many_spans_of_one_request(first):
+    """One Lua call takes a few thousand values; a store that was gone for a while gets everything at once."""
+    await first.create(STORED)
+    await first.append([TokenSpan(STORED.request_id, 0, 10 + index, [index]) for index in range(5000)])
+    assert (await claim(first)).token_ids == {0: tuple(range(5000))}
+    await first.append([TokenSpan(STORED.request_id, 1, 10, range(2**32 - 20_000, 2**32))])
+    assert (await claim(first)).token_ids[1] == tuple(range(2**32 - 20_000, 2**32))
+
+
+async def test_a_lease_holds_against_a_claim_until_it_runs_out(stores, first, second):
+    await first.create(STORED)
+    owned = await claim(second)
+    assert owned.owner == b"first\0router"
+    assert 0 < owned.lease_seconds <= LEASE_SECONDS
+    assert await seconds_until_claimed(stores, second) <= LEASE_SECONDS + 0.2
+    assert (await first.renew([STORED.request_id])).taken == {STORED.request_id}
+    assert isinstance(await claim(first), Owned)
+
+
+async def test_a_claim_of_our_own_request_needs_no_take_over(first):
+    await first.create(STORED)
+    assert (await claim(first)).request == STORED
+
+
+async def test_renewing_keeps_lease_and_request_beyond_the_window(stores, first, second):
+    await first.create(STORED)
+    await first.append(spans(10))
+    ends_at = stores.clock() + 2 * (LEASE_SECONDS + WINDOW_SECONDS)
+    while stores.clock() < ends_at:
+        renewal = await first.renew([STORED.request_id])
+        assert not renewal.taken | renewal.missing | renewal.aborted
+        assert isinstance(await claim(second), Owned)
+        await stores.tick()
+    assert (await claim(first)).token_ids == {0: (10,)}
+
+
+async def test_an_owner_whose_lease_ran_out_unnoticed_renews_it(stores, first, second):
+    await first.create(STORED)
+    ends_at = stores.clock() + LEASE_SECONDS + 0.1
+    while stores.clock() < ends_at:
+        await stores.tick()
+    assert not (await first.renew([STORED.request_id])).taken
+    assert isinstance(await claim(second), Owned)
+
+
+async def test_what_nobody_renews_expires_after_lease_and_window(stores, first, second):
+    await first.create(STORED)
+    await first.append(spans(10))
+
+    async def is_gone():
+        return STORED.request_id in (await second.renew([STORED.request_id])).missing
+
+    seconds = await seconds_until(stores, is_gone)
+    assert WINDOW_SECONDS <= seconds <= LEASE_SECONDS + WINDOW_SECONDS + 0.5
+    assert await claim(second) is None
+    assert (await first.renew([STORED.request_id])).missing == {STORED.request_id}
+    await first.append(spans(11))  # leaves nothing behind
+    await first.create(STORED)
+    assert (await claim(first)).token_ids == {}
+
+
+async def test_a_finished_answer_is_kept_for_its_window_and_anybodys(stores, first, second):
+    await first.create(STORED)
+    await first.append(spans(10))
+    await first.finish(STORED.request_id)
+    assert not await second.request_abort(STORED.request_id)
+    answer = await claim(second)
+    assert answer.is_finished
+    assert answer.token_ids == {0: (10,)}
+    await second.finish(STORED.request_id)
+
+    async def is_gone():
+        return STORED.request_id in (await first.renew([STORED.request_id])).missing
+
+    seconds = await seconds_until(stores, is_gone)
+    assert WINDOW_SECONDS - LEASE_SECONDS < seconds <= WINDOW_SECONDS + 0.3
+
+
+async def test_a_router_that_lost_a_request_changes_nothing_of_it(first, second):
+    await first.create(STORED)
+    await first.append(spans(10))
+    assert (await claim(second, take_over=True)).token_ids == {0: (10,)}
+    await first.append(spans(11, 12))
+    await first.finish(STORED.request_id)
+    await first.delete(STORED.request_id)
+    assert (await first.renew([STORED.request_id])).taken == {STORED.request_id}
+    await second.append(spans(11))
+    answer = await claim(second)
+    assert answer.token_ids == {0: (10, 11)}
+    assert not answer.is_finished
+
+
+async def test_of_simultaneous_claims_without_take_over_one_succeeds(stores, first):
+    await first.create(STORED)
+    await first.finish(STORED.request_id)
+    results = await asyncio.gather(*(claim(stores.router(bytes([number]))) for number in range(8)))
+    assert sum(isinstance(result, Owned) for result in results) == 7
+
+
+async def test_another_models_request_stays_with_its_owner(first, second):
+    await first.create(STORED)
+    with pytest.raises(MismatchError, match=f"{STORED.fingerprint}.*other"):
+        await second.claim(STORED.request_id, fingerprint="other", take_over=True)
+    assert not (await first.renew([STORED.request_id])).taken
+
+
+async def test_an_abort_reaches_the_owner_and_whoever_claims_later(first, second):
+    others = [replace(STORED, request_id=f"r{number}") for number in range(3)]
+    for stored in (STORED, *others):
+        await first.create(stored)
+    assert await second.request_abort(STORED.request_id)
+    assert not await second.request_abort(STORED.request_id)
+    renewal = await first.renew([STORED.request_id, *(stored.request_id for stored in others), "nobody"])
+    assert (renewal.aborted, renewal.missing, renewal.taken) == ({STORED.request_id}, {"nobody"}, set())
+    assert (await claim(second, take_over=True)).is_aborted
+    await second.delete(STORED.request_id)
+    assert await claim(second) is None
+
+
+async def test_nothing_to_renew(first):
+    renewal = await first.renew([])
+    assert not renewal.taken | renewal.missing | renewal.aborted
+
+
+@pytest.mark.parametrize("request_id", ["a", "}", "{}", "{x}y", "x" * 128, " ~!\"'\\\\:*"])
+async def test_any_printable_id_is_taken_as_it_is(first, request_id):
+    stored = replace(STORED, request_id=request_id, request=b"")
+    await first.create(stored)
+    await first.append(spans(10, request_id=request_id))
+    answer = await claim(first, request_id)
+    assert (answer.request, answer.token_ids) == (stored, {0: (10,)})
