@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from decode_node.groups import GroupTable
+from decode_node.groups import GroupTable, Sample
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.request import LogprobsRequest, SamplingParams
-from outrider.session import OpenSequenceGroup, RejectReason
+from outrider.session import OpenSequenceGroup, RejectReason, SampleStart
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 MEAN_OUTPUT_WEIGHT = 0.05  # of the newest finished sample in the running mean
@@ -38,47 +38,71 @@ class Admission:
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
             return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
-        if opened.generated_token_ids and sampling.n != 1:
-            return RejectReason.INVALID, "generated tokens go with one sample only"
-        if len(opened.generated_token_ids) >= sampling.max_tokens:
-            return RejectReason.INVALID, "max_tokens are generated already"
-        if max(*opened.prompt_token_ids, *opened.generated_token_ids, 0) >= self._vocab_size:
+        indexes = [start.sample for start in opened.samples]
+        if not indexes or indexes != sorted(set(indexes)) or indexes[-1] >= sampling.n:
+            return RejectReason.INVALID, f"samples must be rising indexes below {sampling.n}, not {indexes}"
+        for start in opened.samples:
+            if len(start.generated_token_ids) >= sampling.max_tokens:
+                return RejectReason.INVALID, f"max_tokens of sample {start.sample} are generated already"
+            if max(start.generated_token_ids, default=0) >= self._vocab_size:
+                return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
+        if max(opened.prompt_token_ids) >= self._vocab_size:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
         if not (_is_in_range(sampling) and _may_be_answered(opened.logprobs)):
             return RejectReason.INVALID, "a sampling parameter is out of its range"
         longest = num_prompt + sampling.max_tokens
         if longest > self._max_model_len:
             return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
-        if sampling.n > self._max_running:
-            return RejectReason.TOO_LARGE, f"{sampling.n} samples are more than {self._max_running} running sequences"
-        needed = self._blocks(num_prompt) + sampling.n * (self._blocks(longest) - num_prompt // self._pool.block_size)
+        num_samples = len(opened.samples)
+        if num_samples > self._max_running:
+            return RejectReason.TOO_LARGE, f"{num_samples} samples are more than {self._max_running} running sequences"
+        needed = self._blocks(num_prompt) + num_samples * (self._blocks(longest) - num_prompt // self._pool.block_size)
         if needed > self._pool.num_blocks:
             return RejectReason.TOO_LARGE, f"{needed} KV blocks are needed, the node has {self._pool.num_blocks}"
         return None
 
-    def has_room(self, opened: OpenSequenceGroup, *, num_new_blocks: int, groups: GroupTable) -> bool:
-        """`num_new_blocks`: what the prompt needs beyond the cached prefix. An empty node always has room.
+    def has_room(self, opened: OpenSequenceGroup, *, num_shared: int, num_new_blocks: int, groups: GroupTable) -> bool:
+        """Whether the group may come in now. An empty node always has room.
 
         Unless a broken transfer of a group that is gone still holds blocks.
+
+        Args:
+            opened: what asks for room.
+            num_shared: tokens that all its samples begin with.
+            num_new_blocks: what those need beyond the cached prefix.
+            groups: what is here already.
         """
         if len(groups) == 0:
             return num_new_blocks <= self._pool.num_free_blocks
         num_sequences = groups.num_sequences
-        if num_sequences + opened.sampling.n > self._max_running:
+        if num_sequences + len(opened.samples) > self._max_running:
             return False
-        mean = self._mean_output_tokens
-        growth = sum(
-            self._blocks(int(max(1.0, min(sample.num_tokens_left, mean - sample.num_generated))))
-            for sample in groups.samples()
-        )
-        growth += sum(
-            group.num_unstarted_samples * self._growth_of(group.opened) for group in groups if group.is_waiting_for_kv
-        )
-        growth += opened.sampling.n * self._growth_of(opened)
+        growth = sum(map(self._growth_of_running, groups.samples()))
+        for group in groups:
+            growth += sum(
+                self._growth_of_start(group.opened, start, num_shared=len(group.shared_token_ids))
+                for start in group.unstarted_samples
+            )
+        growth += sum(self._growth_of_start(opened, start, num_shared=num_shared) for start in opened.samples)
         return num_new_blocks + growth + num_sequences <= self._pool.num_free_blocks
 
-    def _growth_of(self, opened: OpenSequenceGroup) -> int:
-        return max(1, self._blocks(int(min(opened.sampling.max_tokens, self._mean_output_tokens))))
+    def _growth_of_running(self, sample: Sample) -> int:
+        """Blocks for the tokens that it is expected to generate, and for those that are known but have none yet."""
+        sequence = sample.sequence
+        capacity = 0 if sequence.kv is None else sequence.kv.capacity
+        num_unreserved = max(0, len(sequence.token_ids) - 1 - capacity)
+        expected = max(1.0, min(sample.num_tokens_left, self._mean_output_tokens - sample.num_generated))
+        return self._blocks(num_unreserved + int(expected))
+
+    def _growth_of_start(self, opened: OpenSequenceGroup, start: SampleStart, *, num_shared: int) -> int:
+        """Blocks for what a sample will generate, and for what it has of its own already, the row of its next token
+        not counted.
+        """
+        num_generated = len(start.generated_token_ids)
+        num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
+        left = opened.sampling.max_tokens - num_generated
+        expected = max(1.0, min(left, self._mean_output_tokens - num_generated))
+        return max(1, self._blocks(num_own + int(expected)))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

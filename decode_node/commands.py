@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.kv_transfer.base import TransferStats
 from outrider.profile import EndProfile, StartProfile
-from outrider.session import CancelSequenceGroup, OpenSequenceGroup, SequenceGroupEvent
+from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup, SequenceGroupEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,14 @@ class GroupOpened:
     session_id: int
     group: OpenSequenceGroup
     kv_host: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRetargeted:
+    """Another try to fill a group's reservation."""
+
+    session_id: int
+    retarget: RetargetSequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,11 @@ class DrainExpired:
     """What still runs is given up."""
 
 
+RouterCommand = GroupOpened | GroupRetargeted | GroupCancelled
+
 Command = (
     GroupOpened
+    | GroupRetargeted
     | GroupCancelled
     | SessionEnded
     | TransferCompleted

@@ -21,7 +21,10 @@ class DecodeNodeConfig:
         ("shared_memory", "grpc"), choices=("shared_memory", "grpc"), help="KV connectors offered, best first."
     )
     transfer_timeout_seconds: float = setting(
-        60.0, above=0, help="A KV transfer that takes longer is given up and its blocks are freed."
+        30.0,
+        above=0,
+        help="A KV transfer without a new frame for so long has failed; reserved blocks that no other transfer fills "
+        "for as long again are freed.",
     )
     session_timeout_seconds: float = setting(
         4.0, at_least=1.0, help="A router that says nothing for so long is taken for dead; its work is freed."

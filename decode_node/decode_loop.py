@@ -23,6 +23,7 @@ from decode_node.commands import (
     DrainStarted,
     GroupCancelled,
     GroupOpened,
+    GroupRetargeted,
     SessionEnded,
     TransferCompleted,
     TransferFailed,
@@ -111,7 +112,7 @@ class DecodeLoop:
     def _attend(self, *, wait: bool = False) -> None:
         """To commands; with `wait` until there is one, for a little while."""
         self._handle_commands(wait=wait)
-        self._desk.tend_transfers()
+        self._desk.tend_reservations()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
@@ -191,6 +192,8 @@ class DecodeLoop:
         match command:
             case GroupOpened():
                 self._desk.open(command)
+            case GroupRetargeted():
+                self._desk.retarget(command)
             case GroupCancelled():
                 self._desk.cancel(command)
             case TransferCompleted():

@@ -69,7 +69,7 @@ class DraftGatherer:
                 params=opened.sampling,
                 sample=sample.index,
                 prompt_token_ids=opened.prompt_token_ids,
-                generated_token_ids=opened.generated_token_ids,
+                generated_token_ids=sample.sequence.token_ids[len(opened.prompt_token_ids) :],
                 stop_token_ids=opened.stop_token_ids,
             ),
         )

@@ -6,25 +6,31 @@ import time
 from collections.abc import Callable
 
 from decode_node.admission import Admission
-from decode_node.commands import AddressedEvent, GroupCancelled, GroupOpened, TransferCompleted, TransferFailed
+from decode_node.commands import (
+    AddressedEvent,
+    GroupCancelled,
+    GroupOpened,
+    GroupRetargeted,
+    TransferCompleted,
+    TransferFailed,
+)
 from decode_node.draft_gathering import DraftGatherer
 from decode_node.groups import GroupTable, Sample, SequenceGroup
 from decode_node.ingest import Ingest
+from decode_node.reservations import Reservations
 from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence
-from outrider.kv_transfer.base import DrainState
 from outrider.session import (
-    Granted,
-    KvReady,
     Rejected,
     RejectReason,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
 
-UNAVAILABLE = 14  # google.rpc.Code
+INTERNAL = 13  # google.rpc.Code
+UNAVAILABLE = 14
 
 
 class GroupDesk:
@@ -47,17 +53,16 @@ class GroupDesk:
     ) -> None:
         self._engine = engine
         self._drafts = drafts
-        self._ingest = ingest
         self._admission = admission
         self._max_local_prefill_tokens = max_local_prefill_tokens
-        self._transfer_timeout_seconds = transfer_timeout_seconds
-        self._clock = clock
         self._groups = GroupTable()
+        self._reservations = Reservations(
+            ingest, timeout_seconds=transfer_timeout_seconds, clock=clock, report=self.report
+        )
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
         self.is_draining = False
-        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: a write into these blocks may be under way
 
     @property
     def num_groups(self) -> int:
@@ -66,7 +71,7 @@ class GroupDesk:
     @property
     def num_waiting(self) -> int:
         """Groups whose KV is on its way, and preempted sequences."""
-        return self._groups.num_waiting_for_kv + self._engine.scheduler.num_waiting
+        return len(self._reservations) + self._engine.scheduler.num_waiting
 
     def sample_of(self, sequence: EngineSequence) -> Sample:
         return self._groups.sample_of(sequence)
@@ -94,10 +99,8 @@ class GroupDesk:
         if self.is_draining:
             self._reject(command, RejectReason.DRAINING, "the node is draining")
             return
-        if (
-            self._groups.find(command.session_id, opened.sequence_group_id) is not None
-            or self._groups.find_transfer(opened.transfer_id) is not None
-            or self._ingest.has_seen(opened.transfer_id)
+        if self._groups.find(command.session_id, opened.sequence_group_id) is not None or self._reservations.is_known(
+            opened.transfer_id
         ):
             self._reject(command, RejectReason.INVALID, "the sequence group or transfer id is in use")
             return
@@ -105,111 +108,84 @@ class GroupDesk:
         if invalid is not None:
             self._reject(command, *invalid)
             return
-        num_kv_tokens = len(opened.known_token_ids) - 1  # the last one is an ordinary row of the first step
-        kv = SequenceKV.create(self._engine.pool, opened.known_token_ids, max_cached_tokens=num_kv_tokens)
-        num_new_blocks = kv.num_blocks_needed(num_kv_tokens)
+        shared = opened.shared_token_ids()
+        kv = SequenceKV.create(self._engine.pool, shared, max_cached_tokens=len(shared))
+        num_new_blocks = kv.num_blocks_needed(len(shared))
         if self._engine.scheduler.num_waiting or not self._admission.has_room(
-            opened, num_new_blocks=num_new_blocks, groups=self._groups
+            opened, num_shared=len(shared), num_new_blocks=num_new_blocks, groups=self._groups
         ):
             kv.free()
             self._reject(command, RejectReason.NO_ROOM, "no room for the sequence group at present")
             return
         self._num_arrived += 1
         self.prefix_lookups = self.prefix_lookups.plus(
-            num_query_tokens=len(opened.known_token_ids), num_hit_tokens=kv.num_cached_tokens
+            num_query_tokens=len(shared) + 1, num_hit_tokens=kv.num_cached_tokens
         )
-        group = SequenceGroup(command.session_id, opened, self._num_arrived, kv)
-        num_missing = num_kv_tokens - kv.num_tokens
-        if num_missing <= self._max_local_prefill_tokens:
-            self._grant(group, kv_address="", held=kv.num_tokens, num_to_compute=num_missing + 1)
-            self._groups.add(group)
-            self._start_samples(group)
-            return
-        held = kv.num_tokens
-        kv.reserve(num_kv_tokens)
-        group.transfer_id = opened.transfer_id
-        group.kv_deadline = self._clock() + self._transfer_timeout_seconds
+        group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv)
         self._groups.add(group)
-        self._ingest.open(opened.transfer_id, kv.block_ids, start_token=held, end_token=num_kv_tokens)
-        self._grant(group, kv_address=self._ingest.address(command.kv_host), held=held, num_to_compute=1)
+        if len(shared) - kv.num_tokens <= self._max_local_prefill_tokens:
+            self._reservations.grant(group, opened.transfer_id)
+            self._start_samples(group)
+        else:
+            kv.reserve(len(shared))
+            self._reservations.add(group, opened.transfer_id)
+
+    def retarget(self, command: GroupRetargeted) -> None:
+        """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
+        retarget = command.retarget
+        group = self._groups.find(command.session_id, retarget.sequence_group_id)
+        if group is None or not group.is_waiting_for_kv:
+            return
+        if retarget.transfer_id and self._reservations.is_known(retarget.transfer_id):
+            self._fail(group, "the transfer id is in use", code=INTERNAL)
+        elif self._reservations.retarget(group, retarget.transfer_id):
+            self._start_samples(group)
 
     def transfer_completed(self, command: TransferCompleted) -> None:
-        group = self._groups.find_transfer(command.transfer_id)
-        if group is None:  # given up meanwhile
-            return
-        self._ingest.close(command.transfer_id)
-        self._groups.end_transfer(group)
-        assert group.kv is not None
-        group.kv.advance(len(group.opened.known_token_ids) - 1)
-        group.kv.publish(group.opened.known_token_ids)
-        self.report(
-            group,
-            KvReady(
-                sequence_group_id=group.opened.sequence_group_id,
-                transfer_id=command.transfer_id,
-                connector=command.stats.connector,
-                kv_bytes=command.stats.payload_bytes,
-                transfer_seconds=command.stats.seconds,
-            ),
-        )
-        self._start_samples(group)
+        group = self._reservations.complete(command.transfer_id, command.stats)
+        if group is not None:
+            self._start_samples(group)
 
     def transfer_failed(self, command: TransferFailed) -> None:
-        group = self._groups.find_transfer(command.transfer_id)
-        if group is not None:
-            self._fail(group, f"the KV transfer failed: {command.reason}")
+        self._reservations.fail(command.transfer_id, command.reason)
 
-    def tend_transfers(self) -> None:
-        """Gives up those that are overdue, and frees the blocks of those that have drained meanwhile."""
-        now = self._clock()
-        for group in self._groups.waiting_for_kv():
-            if now < group.kv_deadline:
-                break  # the others were granted later
-            self._fail(group, f"the KV transfer took more than {self._transfer_timeout_seconds:g} s")
-        for transfer_id, kv in tuple(self._undrained.items()):
-            if self._ingest.close(transfer_id) is DrainState.DRAINED:
-                del self._undrained[transfer_id]
-                kv.free()
+    def tend_reservations(self) -> None:
+        starting, overdue = self._reservations.tend()
+        for group in starting:
+            self._start_samples(group)
+        for group in overdue:
+            self._fail(group, "the KV transfer failed, and no other came")
 
     def _start_samples(self, group: SequenceGroup) -> None:
-        """The samples share the prompt's blocks; the first write into a shared one copies it."""
+        """The samples share the blocks of what they begin with; the first write into a shared one copies it.
+
+        What a sample has of its own already, it computes in its first rows.
+        """
         opened, kv = group.opened, group.kv
         assert kv is not None
-        indexes = group.wanted_samples
-        tables = [kv, *(kv.fork() for _ in indexes[1:])]
+        starts = group.wanted_samples
+        tables = [kv, *(kv.fork() for _ in starts[1:])]
         group.kv = None
-        for index, table in zip(indexes, tables, strict=True):
+        for start, table in zip(starts, tables, strict=True):
             sequence = EngineSequence(
                 key=self._groups.next_sequence_id(),
-                token_ids=list(opened.known_token_ids),
+                token_ids=list(opened.known_token_ids(start)),
                 kv=table,
                 priority=opened.priority,
                 arrival=group.arrival,
             )
             sampling = self._engine.sampler.start(
                 opened.sampling,
-                sample=index,
+                sample=start.sample,
                 prompt_token_ids=opened.prompt_token_ids,
-                generated_token_ids=opened.generated_token_ids,
+                generated_token_ids=start.generated_token_ids,
                 stop_token_ids=opened.stop_token_ids,
                 logprobs=opened.logprobs,
             )
-            sample = Sample(group, index, sequence, sampling, frozenset(opened.stop_token_ids))
+            sample = Sample(group, start.sample, sequence, sampling, frozenset(opened.stop_token_ids))
             self._groups.add_sample(sample)
             self._engine.scheduler.add_running(sequence)
             self._drafts.open(sample)
-
-    def _grant(self, group: SequenceGroup, *, kv_address: str, held: int, num_to_compute: int) -> None:
-        self.report(
-            group,
-            Granted(
-                sequence_group_id=group.opened.sequence_group_id,
-                transfer_id=group.opened.transfer_id,
-                kv_address=kv_address,
-                held_prefix_length=held,
-                num_tokens_to_compute=num_to_compute,
-            ),
-        )
 
     def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
         event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
@@ -256,23 +232,18 @@ class GroupDesk:
         for group in self._groups:
             self._free(group)
 
-    def _fail(self, group: SequenceGroup, message: str) -> None:
+    def _fail(self, group: SequenceGroup, message: str, *, code: int = UNAVAILABLE) -> None:
         self.report(
             group,
-            SequenceGroupFailed(sequence_group_id=group.opened.sequence_group_id, code=UNAVAILABLE, message=message),
+            SequenceGroupFailed(sequence_group_id=group.opened.sequence_group_id, code=code, message=message),
         )
         self._free(group)
 
     def _free(self, group: SequenceGroup) -> None:
-        if group.is_waiting_for_kv and self._ingest.close(group.transfer_id) is DrainState.UNKNOWN:
-            assert group.kv is not None
-            self._undrained[group.transfer_id] = group.kv  # freed by `tend_transfers`
-            group.kv = None
+        if group.is_waiting_for_kv:
+            self._reservations.drop(group)
         for sample in tuple(group.samples.values()):
             self._drop(sample)
-        if group.kv is not None:
-            group.kv.free()
-            group.kv = None
         self._groups.remove(group)
 
     def _drop(self, sample: Sample) -> None:

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections import Counter
 
-from decode_node.commands import Command, GroupCancelled, GroupOpened
+from decode_node.commands import Command, GroupOpened, RouterCommand
 from outrider.errors import CapacityError
 
 MAX_COMMANDS = 4096
@@ -38,7 +38,7 @@ class Inbox:
 
     def put(self, command: Command) -> None:
         """Raises: CapacityError when too much of this router waits already."""
-        if isinstance(command, (GroupOpened, GroupCancelled)):
+        if isinstance(command, RouterCommand):
             self._count_in(command)
         self._queue.put(command)
 
@@ -50,7 +50,7 @@ class Inbox:
         """What is here now."""
         return [self._taken(self._queue.get_nowait()) for _ in range(self._queue.qsize())]
 
-    def _count_in(self, command: GroupOpened | GroupCancelled) -> None:
+    def _count_in(self, command: RouterCommand) -> None:
         session_id, num_tokens = command.session_id, _num_tokens(command)
         with self._lock:
             num_waiting = self._num_commands[session_id]
@@ -69,7 +69,7 @@ class Inbox:
             self._num_tokens[session_id] += num_tokens
 
     def _taken(self, command: Command) -> Command:
-        if isinstance(command, (GroupOpened, GroupCancelled)):
+        if isinstance(command, RouterCommand):
             with self._lock:
                 self._num_commands[command.session_id] -= 1
                 self._num_tokens[command.session_id] -= _num_tokens(command)
@@ -78,7 +78,8 @@ class Inbox:
         return command
 
 
-def _num_tokens(command: GroupOpened | GroupCancelled) -> int:
-    if isinstance(command, GroupCancelled):
+def _num_tokens(command: RouterCommand) -> int:
+    if not isinstance(command, GroupOpened):
         return 0
-    return len(command.group.prompt_token_ids) + len(command.group.generated_token_ids)
+    group = command.group
+    return len(group.prompt_token_ids) + sum(len(start.generated_token_ids) for start in group.samples)

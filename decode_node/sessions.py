@@ -7,11 +7,25 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from decode_node.commands import AddressedEvent, Command, GroupCancelled, GroupOpened, SessionEnded
+from decode_node.commands import (
+    AddressedEvent,
+    Command,
+    GroupCancelled,
+    GroupOpened,
+    GroupRetargeted,
+    SessionEnded,
+)
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
 from outrider.service.telemetry.logging import get_logger
-from outrider.session import PROTOCOL_VERSION, OpenSequenceGroup, SampleTokens, SequenceGroupEvent
+from outrider.session import (
+    PROTOCOL_VERSION,
+    CancelSequenceGroup,
+    OpenSequenceGroup,
+    RetargetSequenceGroup,
+    SampleTokens,
+    SequenceGroupEvent,
+)
 from outrider.v1 import session_pb2
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
@@ -148,11 +162,13 @@ class Sessions:
         async for proto in self._until_silent(session, commands):
             if proto.WhichOneof("command") == "heartbeat":
                 continue
-            command = command_from_proto(proto)
-            if isinstance(command, OpenSequenceGroup):
-                self._submit(GroupOpened(session.session_id, command, kv_host))
-            else:
-                self._submit(GroupCancelled(session.session_id, command))
+            match command_from_proto(proto):
+                case OpenSequenceGroup() as opened:
+                    self._submit(GroupOpened(session.session_id, opened, kv_host))
+                case RetargetSequenceGroup() as retarget:
+                    self._submit(GroupRetargeted(session.session_id, retarget))
+                case CancelSequenceGroup() as cancel:
+                    self._submit(GroupCancelled(session.session_id, cancel))
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]

@@ -11,28 +11,60 @@ from dataclasses import dataclass, field
 
 from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStart:
+    """One sample to compute, and its tokens that were generated before this attempt."""
+
+    sample: int
+    generated_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSequenceGroup:
-    """Router → decode node: reserve room and serve this."""
+    """Router → decode node: reserve room and compute these samples, each from where it is."""
 
     sequence_group_id: bytes  # 16 random bytes
     transfer_id: bytes  # 16 random bytes
     request_id: str  # for logs only
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    generated_token_ids: tuple[int, ...] = ()  # n = 1 only
+    samples: tuple[SampleStart, ...]  # at least one, rising, below sampling.n
     stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
     logprobs: LogprobsRequest | None = None
     num_speculative_tokens: int | None = None
     priority: int = 0
 
-    @property
-    def known_token_ids(self) -> tuple[int, ...]:
-        """Prompt, then what was generated before this attempt: what KV is wanted of, but for the last one."""
-        return self.prompt_token_ids + self.generated_token_ids
+    def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
+        """The prompt, then what the sample has generated before this attempt."""
+        return self.prompt_token_ids + start.generated_token_ids
+
+    def shared_token_ids(self) -> tuple[int, ...]:
+        """What KV is reserved for and transferred: what all samples begin with.
+
+        Without the last known token of the shortest, which is a row of its first step: one
+        sample shares everything but its last token. Each computes the rest of its own.
+        """
+        starts = [start.generated_token_ids for start in self.samples]
+        shortest = min(starts, key=len)
+        num_common = next(
+            (place for place, tokens in enumerate(zip(*starts, strict=False)) if len(set(tokens)) > 1), len(shortest)
+        )
+        num_shared = len(self.prompt_token_ids) + min(num_common, len(shortest) - 1)
+        return (self.prompt_token_ids + shortest)[:num_shared]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetargetSequenceGroup:
+    """Router → decode node: another try to fill the reservation.
+
+    Answered by a new Granted; ignored for a group that does not wait for KV.
+    """
+
+    sequence_group_id: bytes
+    transfer_id: bytes  # 16 random bytes; empty: the node computes what is missing itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +77,15 @@ class CancelSequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
+    """Answers an Open and a Retarget.
+
+    KV is wanted of the first sample's known tokens without the last `num_tokens_to_compute`,
+    which are the shared ones.
+    """
+
     sequence_group_id: bytes
     transfer_id: bytes
-    kv_address: str  # empty: nothing to transfer
+    kv_address: str  # empty: nothing to transfer, and no KvReady follows
     held_prefix_length: int
     num_tokens_to_compute: int
 
@@ -73,6 +111,15 @@ class KvReady:
     connector: str
     kv_bytes: int
     transfer_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFailed:
+    """The transfer has failed. The reservation waits for a Retarget or a Cancel, until a timeout passes."""
+
+    sequence_group_id: bytes
+    transfer_id: bytes
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,4 +178,5 @@ class SequenceGroupFailed:
     message: str
 
 
-SequenceGroupEvent = Granted | Rejected | KvReady | SampleTokens | SampleDone | SequenceGroupFailed
+SequenceGroupCommand = OpenSequenceGroup | RetargetSequenceGroup | CancelSequenceGroup
+SequenceGroupEvent = Granted | Rejected | KvReady | KvFailed | SampleTokens | SampleDone | SequenceGroupFailed

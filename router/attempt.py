@@ -22,10 +22,12 @@ from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import (
     Granted,
+    KvFailed,
     KvReady,
     OpenSequenceGroup,
     Rejected,
     SampleDone,
+    SampleStart,
     SampleTokens,
     SequenceGroupEvent,
     SequenceGroupFailed,
@@ -147,6 +149,8 @@ class Attempt:
                     self._take_answer(event)
                 case KvReady():
                     self._take_kv_ready(event)
+                case KvFailed():
+                    self.fail(PeerLostError(event.message, node=self.place.prefill.name))
                 case SequenceGroupFailed():
                     self._running_samples.clear()
                     self.fail(_error_of(event, self.place.decode.name))
@@ -252,7 +256,7 @@ def _open_command(
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
         sampling=request.sampling,
-        generated_token_ids=request.generated_token_ids,
+        samples=tuple(SampleStart(sample, request.generated_token_ids) for sample in range(request.sampling.n)),
         stop_token_ids=stop_token_ids,
         logprobs=request.output.logprobs,
         num_speculative_tokens=request.num_speculative_tokens,

@@ -114,6 +114,7 @@ class _Transfer:
     num_writing: int = 0
     payload_bytes: int = 0
     first_frame_at: float | None = None
+    last_frame_at: float | None = None
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
@@ -178,6 +179,11 @@ class TransferInbox:
         transfer = self._find(transfer_id)
         return None if transfer is None else transfer.state
 
+    def last_frame_at(self, transfer_id: bytes) -> float | None:
+        """When the last new frame was accepted, on this inbox's clock; None: none was, or the transfer is closed."""
+        transfer = self._find(transfer_id)
+        return None if transfer is None else transfer.last_frame_at
+
     def counters(self) -> ReceiverCounters:
         with self._lock:
             return ReceiverCounters(**self._counts)
@@ -237,8 +243,9 @@ class TransferInbox:
             transfer.arrived[region] = header.checksum
             transfer.num_writing += 1
             transfer.payload_bytes += header.length
+            transfer.last_frame_at = self._clock()
             if transfer.first_frame_at is None:
-                transfer.first_frame_at = self._clock()
+                transfer.first_frame_at = transfer.last_frame_at
         return self._write(transfer, region, payload)
 
     def _write(self, transfer: _Transfer, region: Region, payload: memoryview) -> Disposition:

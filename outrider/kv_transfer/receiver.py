@@ -98,6 +98,10 @@ class KvReceiver:
         """Whether the transfer is open or not drained yet, or was committed of late: `open` wants another id."""
         return self._inbox.state(transfer_id) is not None or self._inbox.was_committed(transfer_id)
 
+    def last_frame_at(self, transfer_id: bytes) -> float | None:
+        """When the last frame of this transfer was accepted, monotonic seconds; None: none was, or it is closed."""
+        return self._inbox.last_frame_at(transfer_id)
+
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
 

@@ -23,16 +23,18 @@ REJECT_REASON_TOO_LARGE: RejectReason
 REJECT_REASON_INVALID: RejectReason
 
 class SessionCommand(_message.Message):
-    __slots__ = ("hello", "open", "cancel", "heartbeat")
+    __slots__ = ("hello", "open", "cancel", "heartbeat", "retarget")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RETARGET_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     open: OpenSequenceGroup
     cancel: CancelSequenceGroup
     heartbeat: SessionHeartbeat
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., open: _Optional[_Union[OpenSequenceGroup, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequenceGroup, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionHeartbeat, _Mapping]] = ...) -> None: ...
+    retarget: RetargetSequenceGroup
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., open: _Optional[_Union[OpenSequenceGroup, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequenceGroup, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionHeartbeat, _Mapping]] = ..., retarget: _Optional[_Union[RetargetSequenceGroup, _Mapping]] = ...) -> None: ...
 
 class SessionHeartbeat(_message.Message):
     __slots__ = ()
@@ -53,12 +55,12 @@ class SessionHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., reached_at: _Optional[str] = ...) -> None: ...
 
 class OpenSequenceGroup(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "generated_token_ids", "sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "priority")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "priority")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -69,14 +71,30 @@ class OpenSequenceGroup(_message.Message):
     transfer_id: bytes
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    samples: _containers.RepeatedCompositeFieldContainer[SampleStart]
     sampling: _router_pb2.SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: int
     logprobs_mode: _router_pb2.LogprobsMode
     num_speculative_tokens: int
     priority: int
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class SampleStart(_message.Message):
+    __slots__ = ("sample", "generated_token_ids")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sample: int
+    generated_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sample: _Optional[int] = ..., generated_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RetargetSequenceGroup(_message.Message):
+    __slots__ = ("sequence_group_id", "transfer_id")
+    SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_group_id: bytes
+    transfer_id: bytes
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ...) -> None: ...
 
 class CancelSequenceGroup(_message.Message):
     __slots__ = ("sequence_group_id", "samples")
@@ -97,7 +115,7 @@ class SessionReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[_node_pb2.NodeInfo, _Mapping]] = ..., node: _Optional[_Union[_node_pb2.NodeReport, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceGroupEvent, _Mapping]]] = ...) -> None: ...
 
 class SequenceGroupEvent(_message.Message):
-    __slots__ = ("sequence_group_id", "granted", "rejected", "kv_ready", "tokens", "done", "failed")
+    __slots__ = ("sequence_group_id", "granted", "rejected", "kv_ready", "tokens", "done", "failed", "kv_failed")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +123,7 @@ class SequenceGroupEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    KV_FAILED_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     granted: Granted
     rejected: Rejected
@@ -112,7 +131,8 @@ class SequenceGroupEvent(_message.Message):
     tokens: SampleTokens
     done: SampleDone
     failed: SequenceGroupFailed
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., kv_ready: _Optional[_Union[KvReady, _Mapping]] = ..., tokens: _Optional[_Union[SampleTokens, _Mapping]] = ..., done: _Optional[_Union[SampleDone, _Mapping]] = ..., failed: _Optional[_Union[SequenceGroupFailed, _Mapping]] = ...) -> None: ...
+    kv_failed: KvFailed
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., kv_ready: _Optional[_Union[KvReady, _Mapping]] = ..., tokens: _Optional[_Union[SampleTokens, _Mapping]] = ..., done: _Optional[_Union[SampleDone, _Mapping]] = ..., failed: _Optional[_Union[SequenceGroupFailed, _Mapping]] = ..., kv_failed: _Optional[_Union[KvFailed, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("transfer_id", "kv_address", "held_prefix_length", "num_tokens_to_compute")
@@ -145,6 +165,14 @@ class KvReady(_message.Message):
     kv_bytes: int
     transfer_microseconds: int
     def __init__(self, transfer_id: _Optional[bytes] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ...) -> None: ...
+
+class KvFailed(_message.Message):
+    __slots__ = ("transfer_id", "message")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    message: str
+    def __init__(self, transfer_id: _Optional[bytes] = ..., message: _Optional[str] = ...) -> None: ...
 
 class SampleTokens(_message.Message):
     __slots__ = ("sample", "start_position", "token_ids", "logprobs", "speculation")

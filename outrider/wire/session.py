@@ -10,12 +10,16 @@ from outrider.request import LogprobsRequest
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
+    KvFailed,
     KvReady,
     OpenSequenceGroup,
     Rejected,
     RejectReason,
+    RetargetSequenceGroup,
     SampleDone,
+    SampleStart,
     SampleTokens,
+    SequenceGroupCommand,
     SequenceGroupEvent,
     SequenceGroupFailed,
     SpeculationCounts,
@@ -32,17 +36,34 @@ _REJECT_REASONS = EnumTable(RejectReason, session_pb2.RejectReason, "REJECT_REAS
 _NO_SPECULATION = SpeculationCounts()
 
 
-def command_to_proto(command: OpenSequenceGroup | CancelSequenceGroup) -> session_pb2.SessionCommand:
-    if isinstance(command, CancelSequenceGroup):
-        return session_pb2.SessionCommand(
-            cancel=session_pb2.CancelSequenceGroup(sequence_group_id=command.sequence_group_id, samples=command.samples)
-        )
+def command_to_proto(command: SequenceGroupCommand) -> session_pb2.SessionCommand:
+    match command:
+        case OpenSequenceGroup():
+            return session_pb2.SessionCommand(open=_open_to_proto(command))
+        case RetargetSequenceGroup():
+            return session_pb2.SessionCommand(
+                retarget=session_pb2.RetargetSequenceGroup(
+                    sequence_group_id=command.sequence_group_id, transfer_id=command.transfer_id
+                )
+            )
+        case CancelSequenceGroup():
+            return session_pb2.SessionCommand(
+                cancel=session_pb2.CancelSequenceGroup(
+                    sequence_group_id=command.sequence_group_id, samples=command.samples
+                )
+            )
+
+
+def _open_to_proto(command: OpenSequenceGroup) -> session_pb2.OpenSequenceGroup:
     proto = session_pb2.OpenSequenceGroup(
         sequence_group_id=command.sequence_group_id,
         transfer_id=command.transfer_id,
         request_id=command.request_id,
         prompt_token_ids=command.prompt_token_ids,
-        generated_token_ids=command.generated_token_ids,
+        samples=[
+            session_pb2.SampleStart(sample=start.sample, generated_token_ids=start.generated_token_ids)
+            for start in command.samples
+        ],
         sampling=sampling_to_proto(command.sampling),
         stop_token_ids=command.stop_token_ids,
         num_speculative_tokens=command.num_speculative_tokens,
@@ -51,19 +72,28 @@ def command_to_proto(command: OpenSequenceGroup | CancelSequenceGroup) -> sessio
     if command.logprobs is not None:
         proto.top_logprobs = command.logprobs.num_top
         proto.logprobs_mode = LOGPROBS_MODES.to_proto(command.logprobs.mode)
-    return session_pb2.SessionCommand(open=proto)
+    return proto
 
 
-def command_from_proto(proto: session_pb2.SessionCommand) -> OpenSequenceGroup | CancelSequenceGroup:
+def command_from_proto(proto: session_pb2.SessionCommand) -> SequenceGroupCommand:
     """Raises InvalidRequestError for a message without a command or with ids of the wrong size."""
-    kind = proto.WhichOneof("command")
-    if kind == "cancel":
-        return CancelSequenceGroup(
-            sequence_group_id=proto.cancel.sequence_group_id, samples=tuple(proto.cancel.samples)
-        )
-    if kind != "open":
-        raise InvalidRequestError(f"a session command of kind {kind!r} is not expected here", field="command")
-    opened = proto.open
+    match proto.WhichOneof("command"):
+        case "open":
+            return _open_from_proto(proto.open)
+        case "retarget":
+            retarget = proto.retarget
+            if len(retarget.transfer_id) not in (0, ID_BYTES):
+                raise InvalidRequestError("a transfer_id is 16 bytes, or empty", field="retarget")
+            return RetargetSequenceGroup(sequence_group_id=retarget.sequence_group_id, transfer_id=retarget.transfer_id)
+        case "cancel":
+            return CancelSequenceGroup(
+                sequence_group_id=proto.cancel.sequence_group_id, samples=tuple(proto.cancel.samples)
+            )
+        case kind:
+            raise InvalidRequestError(f"a session command of kind {kind!r} is not expected here", field="command")
+
+
+def _open_from_proto(opened: session_pb2.OpenSequenceGroup) -> OpenSequenceGroup:
     if len(opened.sequence_group_id) != ID_BYTES or len(opened.transfer_id) != ID_BYTES:
         raise InvalidRequestError("sequence_group_id and transfer_id are 16 bytes each", field="open")
     return OpenSequenceGroup(
@@ -71,7 +101,7 @@ def command_from_proto(proto: session_pb2.SessionCommand) -> OpenSequenceGroup |
         transfer_id=opened.transfer_id,
         request_id=opened.request_id,
         prompt_token_ids=tuple(opened.prompt_token_ids),
-        generated_token_ids=tuple(opened.generated_token_ids),
+        samples=tuple(SampleStart(start.sample, tuple(start.generated_token_ids)) for start in opened.samples),
         sampling=sampling_from_proto(opened.sampling),
         stop_token_ids=tuple(opened.stop_token_ids),
         logprobs=LogprobsRequest(num_top=opened.top_logprobs, mode=logprobs_mode_from_proto(opened.logprobs_mode))
@@ -139,6 +169,8 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
                     transfer_microseconds=round(event.transfer_seconds * 1e6),
                 )
             )
+        case KvFailed():
+            proto.kv_failed.CopyFrom(session_pb2.KvFailed(transfer_id=event.transfer_id, message=event.message))
         case SequenceGroupFailed():
             proto.failed.CopyFrom(session_pb2.SequenceGroupFailed(code=event.code, message=event.message))
     return proto
@@ -188,6 +220,10 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
                 connector=proto.kv_ready.connector,
                 kv_bytes=proto.kv_ready.kv_bytes,
                 transfer_seconds=proto.kv_ready.transfer_microseconds / 1e6,
+            )
+        case "kv_failed":
+            return KvFailed(
+                sequence_group_id=group_id, transfer_id=proto.kv_failed.transfer_id, message=proto.kv_failed.message
             )
         case "failed":
             return SequenceGroupFailed(sequence_group_id=group_id, code=proto.failed.code, message=proto.failed.message)

@@ -14,10 +14,12 @@ from outrider.request import FinishReason, TokenLogprobs
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
+    KvFailed,
     KvReady,
     OpenSequenceGroup,
     Rejected,
     RejectReason,
+    RetargetSequenceGroup,
     SampleDone,
     SampleTokens,
     SequenceGroupEvent,
@@ -33,7 +35,7 @@ KV_BYTES_PER_TOKEN = 64
 FAKE_TRANSFER_SECONDS = 0.001
 
 Script = Callable[[OpenSequenceGroup, int], Sequence[int]]
-"""The target: a sample's tokens from the answer's start, as many as may be needed."""
+"""The target: a sample's whole answer, what was generated before this attempt included."""
 
 
 def letters(opened: OpenSequenceGroup, sample: int) -> Sequence[int]:
@@ -47,6 +49,7 @@ class FakeGroup:
     """One sequence group on a fake decode node."""
 
     opened: OpenSequenceGroup
+    transfer_id: bytes  # awaited; empty: none
     num_blocks: int
     tokens: dict[int, Sequence[int]]  # by running sample: its script
     num_sent: dict[int, int]  # by running sample
@@ -79,6 +82,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self.answers_opens = True
         self.accepted_drafts_per_step: int | None = None  # None: nothing is drafted
         self.opened: list[OpenSequenceGroup] = []  # every Open, in order
+        self.retargeted: list[RetargetSequenceGroup] = []
         self.cancelled: list[CancelSequenceGroup] = []
         self._sessions: set[_FakeSession] = set()
 
@@ -106,10 +110,26 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
 
     def complete_transfer(self, transfer_id: bytes, num_tokens: int) -> bool:
         """The prefill node's push has been committed. False: nobody waits for it."""
+        return self._end_transfer(
+            transfer_id, lambda session, group: self._make_ready(session, group, num_tokens * KV_BYTES_PER_TOKEN)
+        )
+
+    def fail_transfer(self, transfer_id: bytes, message: str = "scripted failure") -> bool:
+        """The transfer has failed; its group waits for another. False: nobody waits for it."""
+
+        def fail(session: _FakeSession, group: FakeGroup) -> None:
+            group.transfer_id = b""
+            session.say(
+                KvFailed(sequence_group_id=group.opened.sequence_group_id, transfer_id=transfer_id, message=message)
+            )
+
+        return self._end_transfer(transfer_id, fail)
+
+    def _end_transfer(self, transfer_id: bytes, end: Callable[[_FakeSession, FakeGroup], None]) -> bool:
         for session in self._sessions:
             for group in session.groups.values():
-                if group.opened.transfer_id == transfer_id and not group.is_ready:
-                    self._make_ready(session, group, "fake", num_tokens * KV_BYTES_PER_TOKEN)
+                if group.transfer_id == transfer_id:
+                    end(session, group)
                     return True
         return False
 
@@ -168,61 +188,80 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             if proto.WhichOneof("command") == "heartbeat":
                 continue
             command = command_from_proto(proto)
-            if isinstance(command, OpenSequenceGroup):
-                self.opened.append(command)
-                if self.answers_opens:
-                    self._open(session, command)
-            else:
-                self.cancelled.append(command)
-                self._cancel(session, command)
+            match command:
+                case OpenSequenceGroup():
+                    self.opened.append(command)
+                    if self.answers_opens:
+                        self._open(session, command)
+                case RetargetSequenceGroup():
+                    self.retargeted.append(command)
+                    self._retarget(session, command)
+                case CancelSequenceGroup():
+                    self.cancelled.append(command)
+                    self._cancel(session, command)
             session.wake.set()
 
     def _open(self, session: _FakeSession, opened: OpenSequenceGroup) -> None:
-        known = opened.prompt_token_ids + opened.generated_token_ids
+        num_samples = len(opened.samples)
         group_id = opened.sequence_group_id
-        num_blocks = -(-len(known) // BLOCK_TOKENS) + opened.sampling.n
+        num_blocks = -(-len(opened.shared_token_ids()) // BLOCK_TOKENS) + num_samples
         load = self.load()
         if num_blocks > self.num_blocks:
             session.say(
                 Rejected(sequence_group_id=group_id, reason=RejectReason.TOO_LARGE, message="more than the whole pool")
             )
             return
-        if num_blocks > load.kv_blocks_free or load.num_running + opened.sampling.n > self.max_running:
+        if num_blocks > load.kv_blocks_free or load.num_running + num_samples > self.max_running:
             session.say(Rejected(sequence_group_id=group_id, reason=RejectReason.NO_ROOM, message="no room"))
             return
-        samples = range(opened.sampling.n)
         group = FakeGroup(
             opened=opened,
+            transfer_id=opened.transfer_id,
             num_blocks=num_blocks,
-            tokens={sample: self.script(opened, sample) for sample in samples},
-            num_sent=dict.fromkeys(samples, len(opened.generated_token_ids)),
+            tokens={start.sample: self.script(opened, start.sample) for start in opened.samples},
+            num_sent={start.sample: len(start.generated_token_ids) for start in opened.samples},
         )
         session.groups[group_id] = group
-        held = min(self.held_prefix_length, len(known) - 1)
-        is_local = len(known) - 1 - held <= self.max_local_prefill_tokens
+        num_missing = len(opened.shared_token_ids()) - self._num_held(opened)
+        self._grant(session, group, is_local=num_missing <= self.max_local_prefill_tokens)
+
+    def _retarget(self, session: _FakeSession, command: RetargetSequenceGroup) -> None:
+        group = session.groups.get(command.sequence_group_id)
+        if group is not None and not group.is_ready:
+            group.transfer_id = command.transfer_id
+            self._grant(session, group, is_local=not command.transfer_id)
+
+    def _num_held(self, opened: OpenSequenceGroup) -> int:
+        return min(self.held_prefix_length, len(opened.shared_token_ids()))
+
+    def _grant(self, session: _FakeSession, group: FakeGroup, *, is_local: bool) -> None:
+        opened, held = group.opened, self._num_held(group.opened)
+        num_known = len(opened.known_token_ids(opened.samples[0]))
         session.say(
             Granted(
-                sequence_group_id=group_id,
-                transfer_id=opened.transfer_id,
+                sequence_group_id=opened.sequence_group_id,
+                transfer_id=group.transfer_id,
                 kv_address="" if is_local else self.address,
                 held_prefix_length=held,
-                num_tokens_to_compute=len(known) - held if is_local else 1,
+                num_tokens_to_compute=num_known - (held if is_local else len(opened.shared_token_ids())),
             )
         )
         if is_local:
-            self._make_ready(session, group, "", 0)
+            group.transfer_id = b""
+            group.is_ready = True
 
-    def _make_ready(self, session: _FakeSession, group: FakeGroup, connector: str, num_bytes: int) -> None:
-        group.is_ready = True
+    def _make_ready(self, session: _FakeSession, group: FakeGroup, num_bytes: int) -> None:
         session.say(
             KvReady(
                 sequence_group_id=group.opened.sequence_group_id,
-                transfer_id=group.opened.transfer_id,
-                connector=connector,
+                transfer_id=group.transfer_id,
+                connector="fake",
                 kv_bytes=num_bytes,
-                transfer_seconds=FAKE_TRANSFER_SECONDS if connector else 0.0,
+                transfer_seconds=FAKE_TRANSFER_SECONDS,
             )
         )
+        group.transfer_id = b""
+        group.is_ready = True
 
     def _cancel(self, session: _FakeSession, command: CancelSequenceGroup) -> None:
         group = session.groups.get(command.sequence_group_id)

@@ -11,6 +11,7 @@ from decode_node.admission import Admission
 from decode_node.commands import (
     GroupCancelled,
     GroupOpened,
+    GroupRetargeted,
     SessionEnded,
     TransferCompleted,
     TransferFailed,
@@ -30,6 +31,8 @@ from outrider.session import (
     CancelSequenceGroup,
     Granted,
     OpenSequenceGroup,
+    RetargetSequenceGroup,
+    SampleStart,
     SampleTokens,
 )
 from outrider.speculation.draft_policy import DraftPolicy
@@ -43,12 +46,13 @@ PATIENCE_SECONDS = 10.0
 class ScriptedIngest:
     """An Ingest without sockets; writes can be held back by a gate."""
 
-    def __init__(self, cache, loop_of):
+    def __init__(self, cache, loop_of, clock):
         self.cache = cache
         self.inbox = TransferInbox(
             incarnation=INCARNATION,
             on_complete=lambda transfer_id, stats: loop_of().submit(TransferCompleted(transfer_id, stats)),
             on_failed=lambda transfer_id, reason: loop_of().submit(TransferFailed(transfer_id, reason)),
+            clock=clock,
         )
         self.writing = threading.Event()
         self.gate = threading.Event()
@@ -71,6 +75,9 @@ class ScriptedIngest:
         )
         self.specs[transfer_id] = spec
         self.inbox.open(spec, GatedSink(self, ReservedBlocks(self.cache, block_ids)))
+
+    def last_frame_at(self, transfer_id):
+        return self.inbox.last_frame_at(transfer_id)
 
     def close(self, transfer_id):
         return self.inbox.close(transfer_id, timeout_seconds=0.0)
@@ -95,7 +102,7 @@ class Node:
         self.clock = FakeClock()
         self.model = ScriptedModel(vocab_size=64)
         self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks)
-        self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop)
+        self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop, self.clock)
         drafts = DraftGatherer(
             client=NoDrafts(),
             fallback=None,
@@ -128,13 +135,14 @@ class Node:
         self.events.extend(events)
         self.num_preempted += stats.num_preempted if stats else 0
 
-    def open(self, *, prompt=SHORT_PROMPT, session=SESSION, transfer_id=None, sampling=None, **fields):
+    def open(self, *, prompt=SHORT_PROMPT, session=SESSION, transfer_id=None, sampling=None, samples=None, **fields):
         group_id = next(self.ids).to_bytes(16, "big")
         group = OpenSequenceGroup(
             sequence_group_id=group_id,
             transfer_id=transfer_id or group_id[::-1],
             request_id="r",
             prompt_token_ids=prompt,
+            samples=samples or tuple(map(SampleStart, range((sampling or {}).get("n", 1)))),
             sampling=SamplingParams(**{"seed": 7, "max_tokens": 5, "temperature": 0.0, **(sampling or {})}),
             **fields,
         )
@@ -145,10 +153,13 @@ class Node:
         cancel = CancelSequenceGroup(sequence_group_id=group_id, samples=samples)
         self.loop.submit(GroupCancelled(SESSION, cancel))
 
+    def retarget(self, group_id, transfer_id):
+        retarget = RetargetSequenceGroup(sequence_group_id=group_id, transfer_id=transfer_id)
+        self.loop.submit(GroupRetargeted(SESSION, retarget))
+
     def granted(self, group_id):
         self.iterate()
-        (granted,) = self.find(Granted, group_id)
-        return granted
+        return self.find(Granted, group_id)[-1]
 
     def iterate(self):
         if not self.engine.scheduler.has_work and self.loop._inbox.is_empty:
@@ -163,9 +174,9 @@ class Node:
             self.iterate()
         raise AssertionError("the loop does not end")
 
-    def push(self, group_id, prompt):
+    def push(self, group_id, prompt, *, transfer_id=None):
         """What a prefill node does."""
-        spec = self.ingest.specs[group_id[::-1]]
+        spec = self.ingest.specs[transfer_id or group_id[::-1]]
         sender = InMemoryConnector({"decode:1": self.ingest.inbox}).connect("decode:1", spec)
         source = ScriptedEngine.create(num_blocks=64).kv_cache
         for slot, token_id in enumerate(prompt):
@@ -200,7 +211,7 @@ class Node:
         pool.check_integrity(())
         assert pool.num_free_blocks == pool.num_blocks
         assert self.desk.num_groups == 0
-        assert not self.desk._groups.waiting_for_kv()
+        assert len(self.desk._reservations) == 0
 
 
 @pytest.fixture

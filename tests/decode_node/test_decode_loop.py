@@ -25,6 +25,7 @@ from outrider.session import (
     Rejected,
     RejectReason,
     SampleDone,
+    SampleStart,
     SampleTokens,
     SequenceGroupFailed,
 )
@@ -70,11 +71,13 @@ class Node:
     def open(self, *, prompt=PROMPT, session=SESSION, **fields):
         group_id = next(self.ids).to_bytes(16, "big")
         sampling = fields.pop("sampling", {})
+        samples = fields.pop("samples", None) or tuple(map(SampleStart, range(sampling.get("n", 1))))
         group = OpenSequenceGroup(
             sequence_group_id=group_id,
             transfer_id=group_id[::-1],
             request_id="r",
             prompt_token_ids=prompt,
+            samples=samples,
             sampling=SamplingParams(**{"seed": 7, "max_tokens": 40, "temperature": 0.0, **sampling}),
             **fields,
         )
@@ -207,9 +210,33 @@ def test_sample_0_of_n_is_what_one_sample_gives(make_node):
 def test_generation_goes_on_from_tokens_that_were_brought(make_node):
     whole = generate(make_node(), sampling={"temperature": 1.0, "frequency_penalty": 0.7})
     rest = generate(
-        make_node(), sampling={"temperature": 1.0, "frequency_penalty": 0.7}, generated_token_ids=tuple(whole[:15])
+        make_node(),
+        sampling={"temperature": 1.0, "frequency_penalty": 0.7},
+        samples=(SampleStart(0, tuple(whole[:15])),),
     )
     assert rest == whole[15:]
+
+
+@pytest.mark.parametrize("sampling", PARAMETERS)
+def test_samples_cut_at_different_lengths_go_on_on_another_node(make_node, sampling):
+    """As after the loss of a node: each unfinished sample is opened with the tokens that it has."""
+    undisturbed = make_node(local_fallback="ngram")
+    group_id = undisturbed.open(sampling={**sampling, "n": 4}, logprobs=LogprobsRequest(num_top=1))
+    undisturbed.run()
+    whole = [undisturbed.tokens(group_id, sample) for sample in range(4)]
+    cuts = {0: 33, 2: 7, 3: 0}
+    for config in ({}, {"local_fallback": "ngram", "max_rows_per_step": 16}):
+        other = make_node(**config)
+        samples = tuple(SampleStart(sample, tuple(whole[sample][:cut])) for sample, cut in cuts.items())
+        again = other.open(sampling={**sampling, "n": 4}, samples=samples, logprobs=LogprobsRequest(num_top=1))
+        other.run()
+        for sample, cut in cuts.items():
+            assert other.tokens(again, sample) == whole[sample][cut:]
+        assert other.tokens(again, 1) == []
+        assert {done.sample for done in other.find(SampleDone, again)} == set(cuts)
+        first = {event.sample: event.start_position for event in reversed(other.find(SampleTokens, again))}
+        assert first == {sample: len(PROMPT) + cut for sample, cut in cuts.items()}
+        other.assert_nothing_is_held()
 
 
 def test_a_stop_token_ends_the_sample_and_is_reported(make_node):
@@ -292,7 +319,11 @@ def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
         ({"sampling": {"max_tokens": 0}}, RejectReason.INVALID),
         ({"sampling": {"max_tokens": 2048}}, RejectReason.TOO_LARGE),
         ({"sampling": {"n": 65}}, RejectReason.TOO_LARGE),
-        ({"sampling": {"n": 2}, "generated_token_ids": (1,)}, RejectReason.INVALID),
+        ({"sampling": {"n": 2}, "samples": (SampleStart(2),)}, RejectReason.INVALID),
+        ({"sampling": {"n": 2}, "samples": (SampleStart(1), SampleStart(0))}, RejectReason.INVALID),
+        ({"sampling": {"n": 2}, "samples": (SampleStart(1), SampleStart(1))}, RejectReason.INVALID),
+        ({"samples": (SampleStart(0, (400,)),)}, RejectReason.INVALID),
+        ({"samples": (SampleStart(0, (1,) * 40),)}, RejectReason.INVALID),
     ],
 )
 def test_what_can_never_run_is_rejected(make_node, fields, reason):

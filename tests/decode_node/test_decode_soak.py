@@ -7,7 +7,7 @@ import random
 from decode_node.commands import SessionEnded
 from decode_node.drafts import NoDrafts, TakenDrafts
 from outrider.errors import AbortedError
-from outrider.session import Granted, Rejected, SampleDone, SampleTokens
+from outrider.session import Granted, KvFailed, Rejected, SampleDone, SampleTokens
 
 
 class HalfRightDrafts(NoDrafts):
@@ -29,6 +29,7 @@ class HalfRightDrafts(NoDrafts):
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost(make_scripted_node):
     nodes = [_soak(make_scripted_node, seed) for seed in range(8)]
     assert sum(node.num_preempted for node in nodes) > 0
+    assert sum(isinstance(addressed.event, KvFailed) for node in nodes for addressed in node.events) > 20
     assert sum(isinstance(addressed.event, SampleDone) for node in nodes for addressed in node.events) > 50
 
 
@@ -54,8 +55,9 @@ def _soak(make_scripted_node, seed):
         node.iterate()
         _push_some(node, opened, choice)
         node.engine.pool.check_integrity(_tables(node))
-    node.clock.advance(node.transfer_timeout_seconds)  # pushes that never came
-    node.run()
+    for _ in range(2):  # pushes that never came, then their reservations
+        node.clock.advance(node.transfer_timeout_seconds)
+        node.run()
     _check_tokens(node, opened)
     node.assert_nothing_is_held()
     return node
@@ -63,12 +65,20 @@ def _soak(make_scripted_node, seed):
 
 def _push_some(node, opened, choice):
     for group_id, (prompt, _, _) in opened.items():
-        waiting = node.ingest.inbox.state(group_id[::-1]) is not None
-        if waiting and choice.random() < 0.3:
+        granted = node.find(Granted, group_id)
+        transfer_id = granted[-1].transfer_id if granted else b""
+        if node.ingest.inbox.state(transfer_id) is None:
+            continue
+        what = choice.random()
+        if what < 0.3:
             try:
-                node.push(group_id, prompt[:-1])
+                node.push(group_id, prompt[:-1], transfer_id=transfer_id)
             except AbortedError:
                 continue  # cancelled meanwhile
+        elif what < 0.5:
+            if what < 0.4:
+                node.ingest.inbox.fail(transfer_id, "scripted failure")
+            node.retarget(group_id, choice.choice((b"", choice.randbytes(16))))
 
 
 def _tables(node):
@@ -79,7 +89,7 @@ def _tables(node):
         for sample in group.samples.values():
             if sample.sequence.kv is not None:
                 yield sample.sequence.kv.block_ids
-    yield from (kv.block_ids for kv in desk._undrained.values())
+    yield from (kv.block_ids for kv in desk._reservations.undrained)
 
 
 def _check_tokens(node, opened):
@@ -91,4 +101,4 @@ def _check_tokens(node, opened):
             assert tokens == (expected if sample in finished else expected[: len(tokens)])
         for event in node.find(SampleTokens, group_id):
             assert event.token_ids
-        assert len(node.find(Granted, group_id)) + len(node.find(Rejected, group_id)) <= 1
+        assert bool(node.find(Granted, group_id)) + len(node.find(Rejected, group_id)) <= 1

@@ -7,22 +7,11 @@ import threading
 
 import pytest
 
-from decode_node.commands import (
-    DrainStarted,
-    SessionEnded,
-    TransferCompleted,
-    TransferFailed,
-)
-from outrider.kv_transfer.base import Region, TransferStats
+from decode_node.commands import DrainStarted, SessionEnded
+from outrider.kv_transfer.base import Region
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.request import LogprobsRequest
-from outrider.session import (
-    KvReady,
-    Rejected,
-    RejectReason,
-    SampleDone,
-    SequenceGroupFailed,
-)
+from outrider.session import KvReady, Rejected, RejectReason, SampleDone
 
 LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
 SHORT_PROMPT = (1, 2, 3)  # computed here
@@ -41,24 +30,6 @@ def test_a_pushed_prompt_gives_the_tokens_of_one_that_is_computed_here(node):
     node.run()
     assert len(node.find(KvReady, group_id)) == 1
     assert [node.tokens(group_id, sample) for sample in range(3)] == [node.model.generate(LONG_PROMPT, 5)] * 3
-    node.assert_nothing_is_held()
-
-
-def test_a_grant_whose_kv_never_comes_is_given_up(node):
-    group_id = node.open(prompt=LONG_PROMPT)
-    node.granted(group_id)
-    node.clock.advance(node.transfer_timeout_seconds - 1.0)
-    later = node.open(prompt=LONG_PROMPT[::-1])
-    node.iterate()
-    assert not node.find(SequenceGroupFailed, group_id)
-    node.clock.advance(1.0)
-    node.iterate()
-    (failed,) = node.find(SequenceGroupFailed, group_id)
-    assert failed.code == 14
-    assert node.desk.num_groups == 1
-    assert not node.find(SequenceGroupFailed, later)
-    node.clock.advance(node.transfer_timeout_seconds)
-    node.iterate()
     node.assert_nothing_is_held()
 
 
@@ -136,18 +107,6 @@ def test_a_transfer_id_that_was_used_is_refused(node):
     again = node.open(prompt=LONG_PROMPT[::-1], transfer_id=group_id[::-1])
     node.run()
     assert node.find(Rejected, again)[0].reason is RejectReason.INVALID
-    node.assert_nothing_is_held()
-
-
-def test_a_failed_transfer_fails_its_group_once(node):
-    group_id = node.open(prompt=LONG_PROMPT)
-    node.granted(group_id)
-    node.ingest.inbox.fail(group_id[::-1], "the stream broke")
-    node.run()
-    node.loop.submit(TransferFailed(group_id[::-1], "late"))
-    node.loop.submit(TransferCompleted(group_id[::-1], TransferStats(connector="", payload_bytes=0, seconds=0.0)))
-    node.run()
-    assert len(node.find(SequenceGroupFailed, group_id)) == 1
     node.assert_nothing_is_held()
 
 

@@ -10,7 +10,7 @@ from decode_node.commands import DrainStarted, GroupCancelled, GroupOpened, Sess
 from decode_node.inbox import Inbox
 from outrider.errors import CapacityError
 from outrider.request import SamplingParams
-from outrider.session import CancelSequenceGroup, OpenSequenceGroup
+from outrider.session import CancelSequenceGroup, OpenSequenceGroup, SampleStart
 
 
 def opened(session_id: int, num_tokens: int = 1) -> GroupOpened:
@@ -18,7 +18,8 @@ def opened(session_id: int, num_tokens: int = 1) -> GroupOpened:
         sequence_group_id=bytes(16),
         transfer_id=bytes(16),
         request_id="r",
-        prompt_token_ids=(1,) * num_tokens,
+        prompt_token_ids=(1,) * (num_tokens - num_tokens // 2),
+        samples=(SampleStart(0, (1,) * (num_tokens // 2)),),
         sampling=SamplingParams(seed=0, max_tokens=1),
     )
     return GroupOpened(session_id, group, "127.0.0.1")

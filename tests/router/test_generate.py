@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from outrider.session import SampleStart
 from outrider.v1 import router_pb2
 
 STOP, LENGTH, ABORTED = (
@@ -317,7 +318,7 @@ async def test_an_answer_goes_on_after_the_tokens_that_the_client_has(cluster):
         assert whole.text().endswith(answer.text())
         seen.append(len(answer.text()))
     assert seen == sorted(seen, reverse=True)
-    assert cluster.decode.opened[3].generated_token_ids == tuple(data[:2])
+    assert cluster.decode.opened[3].samples == (SampleStart(0, tuple(data[:2])),)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,14 @@ from outrider.request import FinishReason, LogprobsMode, LogprobsRequest, Sampli
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
+    KvFailed,
     KvReady,
     OpenSequenceGroup,
     Rejected,
     RejectReason,
+    RetargetSequenceGroup,
     SampleDone,
+    SampleStart,
     SampleTokens,
     SequenceGroupFailed,
     SpeculationCounts,
@@ -40,6 +43,7 @@ ID = bytes(range(16))
             transfer_id=ID[::-1],
             request_id="request",
             prompt_token_ids=(1, 2, 3),
+            samples=(SampleStart(0),),
             sampling=SamplingParams(seed=2**64 - 1, max_tokens=1),
         ),
         OpenSequenceGroup(
@@ -47,7 +51,7 @@ ID = bytes(range(16))
             transfer_id=ID[::-1],
             request_id="request",
             prompt_token_ids=(1, 2, 3),
-            generated_token_ids=(4, 5),
+            samples=(SampleStart(0, (4, 5)), SampleStart(2), SampleStart(3, (6,))),
             sampling=SamplingParams(
                 seed=7,
                 max_tokens=9,
@@ -59,7 +63,7 @@ ID = bytes(range(16))
                 frequency_penalty=0.25,
                 repetition_penalty=1.25,
                 logit_bias=((3, -1.5), (900, 2.0)),
-                n=1,
+                n=4,
                 min_tokens=2,
             ),
             stop_token_ids=(2, 0),
@@ -67,6 +71,8 @@ ID = bytes(range(16))
             num_speculative_tokens=0,
             priority=-3,
         ),
+        RetargetSequenceGroup(sequence_group_id=ID, transfer_id=ID[::-1]),
+        RetargetSequenceGroup(sequence_group_id=ID, transfer_id=b""),
         CancelSequenceGroup(sequence_group_id=ID),
         CancelSequenceGroup(sequence_group_id=ID, samples=(0, 3)),
     ],
@@ -82,6 +88,7 @@ def test_commands_survive_the_wire(command):
         Granted(sequence_group_id=ID, transfer_id=ID, kv_address="h:1", held_prefix_length=16, num_tokens_to_compute=1),
         Rejected(sequence_group_id=ID, reason=RejectReason.NO_ROOM, message="full"),
         KvReady(sequence_group_id=ID, transfer_id=ID, connector="grpc", kv_bytes=2**40, transfer_seconds=0.25),
+        KvFailed(sequence_group_id=ID, transfer_id=ID[::-1], message="k layers 0-1 tokens 0-15 are missing"),
         SampleTokens(sequence_group_id=ID, sample=2, start_position=7, token_ids=(1, 2)),
         SampleTokens(
             sequence_group_id=ID,
@@ -141,9 +148,35 @@ def test_a_report_survives_the_wire():
 
 
 def test_an_id_of_the_wrong_size_is_refused():
-    proto = session_pb2.SessionCommand(open=session_pb2.OpenSequenceGroup(sequence_group_id=b"short", transfer_id=ID))
-    with pytest.raises(InvalidRequestError, match="16 bytes"):
-        command_from_proto(proto)
+    opened = session_pb2.OpenSequenceGroup(sequence_group_id=b"short", transfer_id=ID)
+    retarget = session_pb2.RetargetSequenceGroup(sequence_group_id=ID, transfer_id=b"short")
+    for proto in (session_pb2.SessionCommand(open=opened), session_pb2.SessionCommand(retarget=retarget)):
+        with pytest.raises(InvalidRequestError, match="16 bytes"):
+            command_from_proto(proto)
+
+
+@pytest.mark.parametrize(
+    ("starts", "shared"),
+    [
+        ([()], (1, 2)),
+        ([(4,)], (1, 2, 3)),
+        ([(), ()], (1, 2)),
+        ([(4, 5, 6), (4, 5, 7)], (1, 2, 3, 4, 5)),
+        ([(4, 5, 6), (4, 5)], (1, 2, 3, 4)),  # the last of the shorter one is a row of its first step
+        ([(4, 5), (6, 7)], (1, 2, 3)),
+        ([(4, 5), ()], (1, 2)),
+    ],
+)
+def test_kv_is_wanted_of_what_all_samples_begin_with(starts, shared):
+    group = OpenSequenceGroup(
+        sequence_group_id=ID,
+        transfer_id=ID,
+        request_id="request",
+        prompt_token_ids=(1, 2, 3),
+        samples=tuple(SampleStart(sample, tokens) for sample, tokens in enumerate(starts)),
+        sampling=SamplingParams(seed=1, max_tokens=9, n=len(starts)),
+    )
+    assert group.shared_token_ids() == shared
 
 
 def test_an_empty_message_is_refused():

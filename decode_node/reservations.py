@@ -1,0 +1,207 @@
+"""Blocks that wait for their KV: transfers into them begin, fail, and are replaced by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decode_node.groups import SequenceGroup
+from decode_node.ingest import Ingest
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.kv_transfer.base import DrainState, TransferStats
+from outrider.session import Granted, KvFailed, KvReady, SequenceGroupEvent
+
+
+@dataclass(slots=True)
+class _Filling:
+    """How one reservation is to be filled at present."""
+
+    deadline: float  # on the owner's clock: of the transfer, or of the reservation that has none
+    transfer_id: bytes = b""  # the receiver expects it; empty: the last one has failed
+    undrained_id: bytes = b""  # closed, but a write of it may be under way
+    next_id: bytes | None = None  # what follows once that has drained; empty: the node computes itself
+
+
+class Reservations:
+    """A reservation outlives its transfers. Engine thread only.
+
+    KV of two transfers is never mixed: the next one is opened for the same blocks only when
+    the one before has been closed and has drained, and it has to bring every token itself.
+    """
+
+    def __init__(
+        self,
+        ingest: Ingest,
+        *,
+        timeout_seconds: float,
+        clock: Callable[[], float],
+        report: Callable[[SequenceGroup, SequenceGroupEvent], None],
+    ) -> None:
+        """`timeout_seconds`: a transfer without a new frame, and then a reservation without a transfer, ends."""
+        self._ingest = ingest
+        self._timeout_seconds = timeout_seconds
+        self._clock = clock
+        self._report = report
+        self._fillings: dict[SequenceGroup, _Filling] = {}
+        self._by_transfer: dict[bytes, SequenceGroup] = {}
+        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: of groups that are gone
+
+    def __len__(self) -> int:
+        """Groups that wait."""
+        return len(self._fillings)
+
+    @property
+    def undrained(self) -> list[SequenceKV]:
+        """Blocks of groups that are gone, into which a write may be under way."""
+        return list(self._undrained.values())
+
+    def is_known(self, transfer_id: bytes) -> bool:
+        """Whether the id is taken, or was until lately."""
+        is_next = any(filling.next_id == transfer_id for filling in self._fillings.values())
+        return is_next or transfer_id in self._by_transfer or self._ingest.has_seen(transfer_id)
+
+    def add(self, group: SequenceGroup, transfer_id: bytes) -> None:
+        """The group waits for this transfer from here on; its blocks are reserved."""
+        group.is_waiting_for_kv = True
+        filling = self._fillings[group] = _Filling(deadline=0.0)
+        self._open(group, filling, transfer_id)
+
+    def retarget(self, group: SequenceGroup, transfer_id: bytes) -> bool:
+        """Another transfer, or none (empty). True: the group waits no more, its samples compute what is missing."""
+        filling = self._fillings[group]
+        self._close(filling)
+        filling.next_id = transfer_id
+        return self._go_on(group, filling)
+
+    def complete(self, transfer_id: bytes, stats: TransferStats) -> SequenceGroup | None:
+        """The group that waits no more, its KV is there. None: nobody waits for this transfer (any more)."""
+        group = self._by_transfer.get(transfer_id)
+        if group is None:
+            return None
+        self._close(self._fillings[group])
+        self._remove(group)
+        assert group.kv is not None
+        group.kv.advance(len(group.shared_token_ids))
+        group.kv.publish(group.shared_token_ids)
+        self._report(
+            group,
+            KvReady(
+                sequence_group_id=group.opened.sequence_group_id,
+                transfer_id=transfer_id,
+                connector=stats.connector,
+                kv_bytes=stats.payload_bytes,
+                transfer_seconds=stats.seconds,
+            ),
+        )
+        return group
+
+    def fail(self, transfer_id: bytes, message: str) -> None:
+        """The transfer has failed; its blocks wait for another."""
+        group = self._by_transfer.get(transfer_id)
+        if group is None:
+            return
+        filling = self._fillings[group]
+        self._close(filling)
+        filling.deadline = self._clock() + self._timeout_seconds
+        self._report(
+            group,
+            KvFailed(
+                sequence_group_id=group.opened.sequence_group_id,
+                transfer_id=transfer_id,
+                message=f"the KV transfer failed: {message}",
+            ),
+        )
+
+    def tend(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+        """Groups whose samples compute for themselves from now on, and groups for which no transfer comes any more.
+
+        The latter still wait: they are to be given up. Fails transfers without progress, opens
+        those that follow on one that has drained meanwhile, frees blocks that have drained.
+        """
+        for transfer_id, kv in tuple(self._undrained.items()):
+            if self._ingest.close(transfer_id) is DrainState.DRAINED:
+                del self._undrained[transfer_id]
+                kv.free()
+        now = self._clock()
+        starting, overdue = [], []
+        for group, filling in tuple(self._fillings.items()):
+            if filling.next_id is not None:
+                if self._go_on(group, filling):
+                    starting.append(group)
+            elif now >= filling.deadline:
+                if not filling.transfer_id:
+                    overdue.append(group)
+                elif not self._has_moved(filling, now):
+                    self.fail(filling.transfer_id, f"no KV came for {self._timeout_seconds:g} s")
+        return starting, overdue
+
+    def drop(self, group: SequenceGroup) -> None:
+        """The group is given up. Frees its blocks, now or once nothing is written into them any more."""
+        filling = self._fillings[group]
+        self._close(filling)
+        self._remove(group)
+        kv, group.kv = group.kv, None
+        assert kv is not None
+        if filling.undrained_id:
+            self._undrained[filling.undrained_id] = kv
+        else:
+            kv.free()
+
+    def grant(self, group: SequenceGroup, transfer_id: bytes, *, kv_address: str = "") -> None:
+        """Reports it; without an address the samples compute what is missing."""
+        assert group.kv is not None
+        opened, held = group.opened, group.kv.num_tokens
+        num_known = len(opened.known_token_ids(opened.samples[0]))
+        self._report(
+            group,
+            Granted(
+                sequence_group_id=opened.sequence_group_id,
+                transfer_id=transfer_id,
+                kv_address=kv_address,
+                held_prefix_length=held,
+                num_tokens_to_compute=num_known - (len(group.shared_token_ids) if kv_address else held),
+            ),
+        )
+
+    def _open(self, group: SequenceGroup, filling: _Filling, transfer_id: bytes) -> None:
+        kv = group.kv
+        assert kv is not None
+        filling.transfer_id = transfer_id
+        filling.deadline = self._clock() + self._timeout_seconds
+        self._by_transfer[transfer_id] = group
+        end_token = len(group.shared_token_ids)
+        self._ingest.open(transfer_id, kv.block_ids, start_token=kv.num_tokens, end_token=end_token)
+        self.grant(group, transfer_id, kv_address=self._ingest.address(group.kv_host))
+
+    def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
+        """With what was asked for, once the transfer before has drained. True: the node computes itself."""
+        if filling.undrained_id and self._ingest.close(filling.undrained_id) is DrainState.UNKNOWN:
+            return False
+        next_id, filling.next_id, filling.undrained_id = filling.next_id, None, b""
+        if next_id:
+            self._open(group, filling, next_id)
+            return False
+        self._remove(group)
+        self.grant(group, b"")
+        return True
+
+    def _close(self, filling: _Filling) -> None:
+        """The transfer at hand, if there is one."""
+        transfer_id, filling.transfer_id = filling.transfer_id, b""
+        if not transfer_id:
+            return
+        del self._by_transfer[transfer_id]
+        if self._ingest.close(transfer_id) is DrainState.UNKNOWN:
+            filling.undrained_id = transfer_id
+
+    def _has_moved(self, filling: _Filling, now: float) -> bool:
+        """Whether a frame came within the timeout; puts the deadline off accordingly."""
+        last = self._ingest.last_frame_at(filling.transfer_id)
+        if last is None or now >= last + self._timeout_seconds:
+            return False
+        filling.deadline = last + self._timeout_seconds
+        return True
+
+    def _remove(self, group: SequenceGroup) -> None:
+        del self._fillings[group]
+        group.is_waiting_for_kv = False

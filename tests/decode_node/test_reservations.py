@@ -1,0 +1,212 @@
+"""A reservation outlives its transfers: they fail, are late, and are replaced, and KV of two is never mixed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from decode_node.commands import TransferCompleted, TransferFailed
+from outrider.kv_transfer.base import Region, TransferStats
+from outrider.kv_transfer.in_memory import InMemoryConnector
+from outrider.session import Granted, KvFailed, KvReady, SampleStart, SequenceGroupFailed
+
+PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
+SECOND = b"2" * 16
+THIRD = b"3" * 16
+PATIENCE_SECONDS = 10.0
+
+
+@pytest.fixture
+def node(make_scripted_node):
+    return make_scripted_node()
+
+
+def put_one_frame(node, transfer_id, *, payload=bytes(4)):
+    connector = InMemoryConnector({"decode:1": node.ingest.inbox})
+    sender = connector.connect("decode:1", node.ingest.specs[transfer_id])
+    sender.put(Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=1), memoryview(payload))
+    return sender
+
+
+def test_a_failed_transfer_is_reported_once_and_another_one_fills_the_reservation(node):
+    group_id = node.open(prompt=PROMPT)
+    first = node.granted(group_id)
+    put_one_frame(node, group_id[::-1], payload=b"junk")
+    node.ingest.inbox.fail(group_id[::-1], "the stream broke")
+    node.iterate()
+    (failed,) = node.find(KvFailed, group_id)
+    assert (failed.transfer_id, failed.message) == (group_id[::-1], "the KV transfer failed: the stream broke")
+    node.loop.submit(TransferFailed(group_id[::-1], "late"))
+    node.loop.submit(TransferCompleted(group_id[::-1], TransferStats(connector="", payload_bytes=0, seconds=0.0)))
+    node.retarget(group_id, SECOND)
+    second = node.granted(group_id)
+    assert (second.transfer_id, second.kv_address) == (SECOND, first.kv_address)
+    assert (second.held_prefix_length, second.num_tokens_to_compute) == (0, 1)
+    node.push(group_id, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    assert [ready.transfer_id for ready in node.find(KvReady, group_id)] == [SECOND]
+    assert len(node.find(KvFailed, group_id)) == 1
+    assert not node.find(SequenceGroupFailed, group_id)
+    node.assert_nothing_is_held()
+
+
+def test_what_a_failed_transfer_has_brought_does_not_complete_the_next_one(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    put_one_frame(node, group_id[::-1])
+    node.ingest.inbox.fail(group_id[::-1], "the stream broke")
+    node.retarget(group_id, SECOND)
+    node.granted(group_id)
+    sender = InMemoryConnector({"decode:1": node.ingest.inbox}).connect("decode:1", node.ingest.specs[SECOND])
+    assert sender.commit().missing
+    assert not node.find(KvReady, group_id)
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_without_a_prefill_node_the_node_computes_what_is_missing(node, has_failed):
+    group_id = node.open(prompt=PROMPT, sampling={"n": 2})
+    node.granted(group_id)
+    put_one_frame(node, group_id[::-1], payload=b"junk")
+    if has_failed:
+        node.ingest.inbox.fail(group_id[::-1], "the stream broke")
+    node.retarget(group_id, b"")
+    granted = node.granted(group_id)
+    assert (granted.transfer_id, granted.kv_address, granted.num_tokens_to_compute) == (b"", "", len(PROMPT))
+    node.run()
+    assert [node.tokens(group_id, sample) for sample in range(2)] == [node.model.generate(PROMPT, 5)] * 2
+    node.assert_nothing_is_held()
+
+
+def test_a_retarget_replaces_a_transfer_under_way_without_a_failure(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    put_one_frame(node, group_id[::-1])
+    node.retarget(group_id, SECOND)
+    assert node.granted(group_id).transfer_id == SECOND
+    node.push(group_id, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    assert not node.find(KvFailed, group_id)
+    node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("then", ["another transfer", "computes itself", "cancel"])
+def test_a_retarget_waits_until_nothing_is_written_any_more(node, then):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    node.ingest.gate.clear()
+    pushing = threading.Thread(target=put_one_frame, args=(node, group_id[::-1]))
+    pushing.start()
+    assert node.ingest.writing.wait(PATIENCE_SECONDS)
+    node.retarget(group_id, b"" if then == "computes itself" else SECOND)
+    node.iterate()
+    assert len(node.find(Granted, group_id)) == 1
+    assert not node.engine.scheduler.has_work
+    if then == "cancel":
+        node.cancel(group_id)
+        node.iterate()
+        assert node.engine.pool.num_free_blocks < node.engine.pool.num_blocks
+    node.ingest.gate.set()
+    pushing.join(PATIENCE_SECONDS)
+    node.iterate()
+    if then == "another transfer":
+        assert node.granted(group_id).transfer_id == SECOND
+        node.push(group_id, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(group_id) == ([] if then == "cancel" else node.model.generate(PROMPT, 5))
+    node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_retarget_of_a_group_that_does_not_wait_is_ignored(node, waits):
+    group_id = node.open() if not waits else bytes(16)
+    node.iterate()
+    node.retarget(group_id, SECOND)
+    node.run()
+    assert len(node.find(Granted, group_id)) == (0 if waits else 1)
+    assert node.tokens(group_id) == ([] if waits else node.model.generate((1, 2, 3), 5))
+
+
+def test_another_session_cannot_retarget(node):
+    group_id = node.open(prompt=PROMPT, session=2)
+    node.granted(group_id)
+    node.retarget(group_id, SECOND)
+    node.iterate()
+    assert len(node.find(Granted, group_id)) == 1
+
+
+def test_a_retarget_to_an_id_that_was_used_ends_the_group(node):
+    group_id, other = node.open(prompt=PROMPT), node.open(prompt=PROMPT[::-1])
+    node.granted(group_id)
+    node.retarget(group_id, other[::-1])
+    node.iterate()
+    assert node.find(SequenceGroupFailed, group_id)[0].code == 13
+    assert not node.find(SequenceGroupFailed, other)
+
+
+def test_the_deadline_of_a_transfer_follows_its_frames(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    node.clock.advance(node.transfer_timeout_seconds - 1.0)
+    put_one_frame(node, group_id[::-1])
+    node.clock.advance(node.transfer_timeout_seconds - 1.0)
+    node.iterate()
+    assert not node.find(KvFailed, group_id)
+    node.clock.advance(1.0)
+    node.iterate()
+    (failed,) = node.find(KvFailed, group_id)
+    assert "no KV came for 60 s" in failed.message
+
+
+def test_a_reservation_that_nobody_fills_is_given_up(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    node.clock.advance(node.transfer_timeout_seconds)
+    later = node.open(prompt=PROMPT[::-1])
+    node.iterate()
+    assert node.find(KvFailed, group_id)
+    node.clock.advance(node.transfer_timeout_seconds - 1.0)
+    node.iterate()
+    assert not node.find(SequenceGroupFailed, group_id)
+    node.clock.advance(1.0)
+    node.iterate()
+    assert node.find(SequenceGroupFailed, group_id)[0].code == 14
+    assert node.find(KvFailed, later)
+    node.cancel(later)
+    node.iterate()
+    node.assert_nothing_is_held()
+
+
+def test_samples_go_on_from_where_each_of_them_is(node):
+    """KV comes for what they have in common; the rest each computes itself."""
+    whole = node.model.generate(PROMPT, 8)
+    starts = [tuple(whole[:5]), tuple(whole[:2]), tuple(whole[:3])]
+    group_id = node.open(
+        prompt=PROMPT,
+        sampling={"n": 4, "max_tokens": 8},
+        samples=tuple(SampleStart(index, tokens) for index, tokens in zip((0, 1, 3), starts, strict=True)),
+    )
+    granted = node.granted(group_id)
+    shared = [*PROMPT, whole[0]]
+    assert granted.num_tokens_to_compute == len(PROMPT) + 5 - len(shared)
+    node.push(group_id, shared)
+    node.run()
+    for index, tokens in zip((0, 1, 3), starts, strict=True):
+        assert node.tokens(group_id, index) == whole[len(tokens) :]
+    assert node.tokens(group_id, 2) == []
+    node.assert_nothing_is_held()
+
+
+def test_a_cancelled_sample_does_not_start_after_a_retarget(node):
+    group_id = node.open(prompt=PROMPT, sampling={"n": 2})
+    node.granted(group_id)
+    node.cancel(group_id, 0)
+    node.retarget(group_id, THIRD)
+    assert node.granted(group_id).transfer_id == THIRD
+    node.push(group_id, PROMPT, transfer_id=THIRD)
+    node.run()
+    assert node.tokens(group_id, 0) == []
+    assert node.tokens(group_id, 1) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()
