@@ -22,7 +22,8 @@ import tomllib
 
 project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
 wanted = [*project["dependencies"], *project["optional-dependencies"]["node"]]
-torch = [line for line in wanted if line.startswith("torch==")]
+pins = pathlib.Path("/constraints.txt").read_text().splitlines()
+torch = [line for line in pins if line.startswith("torch==")]
 pathlib.Path("/torch.txt").write_text("\n".join(torch) + "\n")
 pathlib.Path("/requirements.txt").write_text("\n".join(sorted(wanted)) + "\n")
 PYTHON
@@ -57,9 +58,10 @@ RUN apt-get update \
 RUN --mount=type=cache,target=/root/.cache/pip python -m pip install 'setuptools>=77'
 WORKDIR /source
 # The kernels first: they take the longest to compile, and stay as long as their sources do.
-COPY setup.py ./
+COPY outrider/__init__.py outrider/cache_directory.py outrider/
+COPY outrider/engine/__init__.py outrider/engine/
 COPY outrider/engine/cpu_kernels outrider/engine/cpu_kernels
-RUN python setup.py build_kernels
+RUN --mount=type=cache,target=/root/.cache/outrider python -m outrider.engine.cpu_kernels.build
 COPY . .
 RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 

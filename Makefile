@@ -23,9 +23,8 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[node,dev]'
 	touch $@
 
-# After the install, which builds them as well: this is for sources that changed since.
-$(LIBRARIES): $(KERNELS)/build.py $(wildcard $(KERNELS)/source/*) | $(INSTALLED)
-	$(BIN)/python $(KERNELS)/build.py
+$(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(INSTALLED)
+	$(BIN)/python -m outrider.engine.cpu_kernels.build
 
 .PHONY: setup
 setup: $(READY) ## Make .venv and install everything from the pinned constraints

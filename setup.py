@@ -1,84 +1,41 @@
-"""Adds the native kernels to the build; everything else about the package is in pyproject.toml.
+"""Tags a wheel that carries native kernels with its platform; everything else about the package is in pyproject.toml.
 
-Without a C++ compiler the package is an ordinary pure one, and nodes say at start why
-they run without native kernels.
+Nothing is compiled here. Kernels are in the wheel where they were built beside their
+sources (`python -m outrider.engine.cpu_kernels.build`); without them the wheel is a pure
+one, and a node compiles what it needs when it first starts.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import ClassVar
 
-from setuptools import Command, Distribution, setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
 
-ROOT = Path(__file__).resolve().parent
-PACKAGE = Path("outrider", "engine", "cpu_kernels")
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a build's own environment holds nothing but setuptools
 
-
-def load_build_script() -> ModuleType:
-    """`outrider.engine.cpu_kernels.build` by its file: the package itself cannot be imported here."""
-    spec = importlib.util.spec_from_file_location("build_cpu_kernels", ROOT / PACKAGE / "build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+from outrider.engine.cpu_kernels.build import LIBRARIES, read_manifest
+from outrider.engine.cpu_kernels.compiler import source_hash
 
 
-kernels = load_build_script()
-
-
-class BuildKernels(Command):
-    """Compiles into the wheel, or beside the sources for an editable install (setuptools' SubCommand protocol)."""
-
-    description = "compile the native CPU kernels"
-    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
-
-    def initialize_options(self) -> None:
-        self.build_lib: str | None = None
-        self.editable_mode = False
-
-    def finalize_options(self) -> None:
-        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
-
-    def run(self) -> None:
-        folder = self._folder()
-        try:
-            manifest = kernels.ensure_built(folder)
-        except kernels.CompileError as error:
-            # Somebody else's compiler: the package works without, slower, and says why.
-            self.warn(str(error))
-            manifest = kernels.record_absence(folder, f"the sources did not compile: {kernels.first_error(str(error))}")
-        self.announce(kernels.describe(manifest), level=3)
-
-    def get_source_files(self) -> list[str]:
-        return [str(path.relative_to(ROOT)) for path in sorted(kernels.SOURCE.glob("*.*"))]
-
-    def get_outputs(self) -> list[str]:
-        return [str(path) for path in sorted(self._folder().glob("*"))]
-
-    def get_output_mapping(self) -> dict[str, str]:
-        return {}
-
-    def _folder(self) -> Path:
-        assert self.build_lib is not None
-        return (ROOT if self.editable_mode else Path(self.build_lib)) / PACKAGE / "libraries"
-
-
-class Build(build):
-    sub_commands: ClassVar[list] = [*build.sub_commands, ("build_kernels", None)]
+def carries_kernels() -> bool:
+    """Whether there are built kernels here. Raises SystemExit for those that nodes would refuse."""
+    manifest = read_manifest(LIBRARIES)
+    if manifest is None:
+        return False
+    if manifest.source_hash != source_hash():
+        raise SystemExit(
+            f"the kernels in {LIBRARIES} are not made of the sources beside them: build them again "
+            f"(python -m outrider.engine.cpu_kernels.build), or delete the folder"
+        )
+    return bool(manifest.built)
 
 
 class KernelDistribution(Distribution):
     def has_ext_modules(self) -> bool:
         """Whether the wheel is for one kind of machine only."""
-        return kernels.find_compiler() is not None
+        return carries_kernels()
 
 
 class BdistWheel(bdist_wheel):
@@ -88,7 +45,4 @@ class BdistWheel(bdist_wheel):
         return "py3", "none", platform_tag
 
 
-setup(
-    distclass=KernelDistribution,
-    cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": BdistWheel},
-)
+setup(distclass=KernelDistribution, cmdclass={"bdist_wheel": BdistWheel})

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import sys
 
-from outrider.engine.cpu_kernels.build import LIBRARIES, CompileError, describe, ensure_built, find_compiler
+from outrider.engine.cpu_kernels.build import LIBRARIES, describe, ensure_built
+from outrider.engine.cpu_kernels.compiler import CompileError, no_compiler
 
 
 def main() -> int:
-    compiler = find_compiler()
-    if compiler is None:
-        print("kernels: not compiled, there is no C++ compiler")
-        return 0
     try:
         manifest = ensure_built(LIBRARIES)  # those that nodes and tests load: warnings are kept with a library
     except CompileError as error:
         print(error)
         return 1
+    if manifest is None:
+        print(f"kernels: not compiled, {no_compiler()}")
+        return 0
     if manifest.warnings:
         print(manifest.warnings)
         return 1
-    print(f"kernels: no warning from {compiler.version}; {describe(manifest)}")
+    print(f"kernels: no warning from {manifest.compiler}; {describe(manifest)}")
     return 0
 
 

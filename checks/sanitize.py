@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from outrider.engine.cpu_kernels.build import COMPILE_FLAGS, LINK_FLAGS, SANITIZER_FLAGS, Compiler, build, find_compiler
+from outrider.engine.cpu_kernels.build import build
+from outrider.engine.cpu_kernels.compiler import COMPILE_FLAGS, LINK_FLAGS, SANITIZER_FLAGS, Compiler, find_compiler
 from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent

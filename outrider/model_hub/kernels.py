@@ -10,15 +10,18 @@ from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_
 from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.progress import Progress, no_progress
 
 
-def choose_model_kernels(config: ModelConfig, device: torch.device) -> KernelChoice:
-    """What `model.kernels` means on this machine. Raises ConfigError when it is impossible."""
+def choose_model_kernels(
+    config: ModelConfig, device: torch.device, *, progress: Progress = no_progress
+) -> KernelChoice:
+    """What `model.kernels` means on this machine; may compile them. Raises ConfigError when it is impossible."""
     if device.type != "cpu":
         return torch_instead(config, f"the device is {device.type}")
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
-    return choose_kernels(config.kernels)
+    return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
 
 
 def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:

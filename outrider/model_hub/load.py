@@ -87,7 +87,7 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     hf_config = _read_config(location.directory)
     refuse_by_config(hf_config)
     check_weight_files(location.directory)
-    kernels = choose_model_kernels(config, device)
+    kernels = choose_model_kernels(config, device, progress=progress)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
     spec, layers = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)

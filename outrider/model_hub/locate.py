@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.cpu_kernels.build import user_cache_directory
+from outrider.cache_directory import user_cache_directory
 from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, ensure_default_model

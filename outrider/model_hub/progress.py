@@ -8,7 +8,7 @@ Progress = Callable[[str, int, int], None]
 """progress(stage, done, total); total 0 is unknown.
 
 Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has by
-now), "check" (bytes), "weights" (tensors).
+now), "check" (bytes), "kernels" (compiled files), "weights" (tensors).
 """
 
 

@@ -87,6 +87,7 @@ _STAGES = {
     "download": "downloading the model",
     "convert": "converting the model",
     "wait": "waiting for another process that gets the model",
+    "kernels": "compiling native kernels, once on this machine",
     "weights": "loading the model",
 }
 

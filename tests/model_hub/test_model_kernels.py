@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from outrider.engine.cpu_kernels import build, paths
+from outrider.engine.cpu_kernels import paths
 from outrider.engine.cpu_kernels.build import Manifest
+from outrider.engine.cpu_kernels.compiler import NO_COMPILER
 from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, choose_kernels
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub import load as load_module
@@ -61,14 +62,13 @@ def test_torch_in_bfloat16_says_that_answers_depend_on_the_batch(bfloat16_checkp
     assert facts(loaded) == ("bfloat16", "batch-dependent (torch bfloat16)", False)
 
 
-def test_without_a_compiler_at_install_time_torch_is_used_and_the_reason_told(
-    bfloat16_checkpoint, tmp_path, monkeypatch
-):
-    build.record_absence(tmp_path, build.NO_COMPILER)
-    monkeypatch.setenv(paths.LIBRARIES_VARIABLE, str(tmp_path))
+def test_without_libraries_or_a_compiler_torch_is_used_and_the_reason_told(bfloat16_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.delenv(paths.LIBRARIES_VARIABLE, raising=False)
+    monkeypatch.setattr(paths, "LIBRARIES", tmp_path)
+    monkeypatch.setenv("CXX", "/nonexistent")
     loaded = load(bfloat16_checkpoint)
     assert facts(loaded) == ("float32", "exact up to ties (torch float32)", False)
-    assert build.NO_COMPILER in str(loaded.kernels)
+    assert NO_COMPILER in str(loaded.kernels)
 
 
 def test_stale_libraries_are_refused(bfloat16_checkpoint, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def make_attention_backend(name: str = "auto", device: torch.device | str = "cpu
         if not has_flash_attn:
             raise ConfigError(
                 f"model.attention flash_attn needs a CUDA device and the flash-attn package (pip install "
-                f"'outrider[cuda]'); the device is {device}: use auto or torch_sdpa"
+                f"--no-build-isolation flash-attn, once torch is there); the device is {device}: use auto or torch_sdpa"
             )
         from outrider.engine.attention.flash_attn import FlashAttention
 

@@ -14,15 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.cpu_kernels.build import (
-    LIBRARIES,
-    X86_64,
-    Manifest,
-    library_path,
-    path_flags,
-    read_manifest,
-    source_hash,
-)
+from outrider.engine.cpu_kernels.build import LIBRARIES, Manifest, library_path, read_manifest
+from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags, source_hash
+from outrider.engine.cpu_kernels.library_cache import Progress, cached_library, no_progress
 from outrider.errors import ConfigError
 
 LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
@@ -62,16 +56,23 @@ class KernelChoice:
 
 
 def choose_kernels(
-    wanted: str = "auto", *, folder: Path | None = None, cpu_flags: frozenset[str] | None = None
+    wanted: str = "auto",
+    *,
+    folder: Path | None = None,
+    cpu_flags: frozenset[str] | None = None,
+    progress: Progress = no_progress,
 ) -> KernelChoice:
-    """The best path that was built and that this processor has, or the one that is `wanted`.
+    """The best path that this processor has and whose library can be had, or the one that is `wanted`.
 
-    Switches on for this process what the path needs (AMX tiles).
+    Libraries lie in a folder, where they were built ahead of time. Where the package has no
+    such folder, they come from the user's cache, and the first process that wants one
+    compiles it. Switches on for this process what the path needs (AMX tiles).
 
     Args:
         wanted: "auto", "torch", or one of PREFERENCE.
         folder: of the libraries; by default that of $OUTRIDER_KERNEL_LIBRARIES, else the package's.
         cpu_flags: of the processor; by default this one's.
+        progress: of compiling.
 
     Raises:
         ConfigError: for a wanted path that cannot be had, and for libraries that are not
@@ -89,9 +90,9 @@ def choose_kernels(
         lacks = _what_processor_lacks(path, cpu_flags)
         if lacks and wanted == AUTO and path != PREFERENCE[-1]:
             continue  # no news: most processors have no AMX
-        reason = lacks or _why_not_built(path, folder, manifest) or _why_not_ready(library_path(folder, path))
-        if not reason:
-            return KernelChoice(path=path, library=library_path(folder, path), reason="; ".join(reasons))
+        library, reason = (None, lacks) if lacks else _find_library(path, folder, manifest, progress)
+        if library is not None and not (reason := _why_not_ready(library)):
+            return KernelChoice(path=path, library=library, reason="; ".join(reasons))
         reasons.append(f"{path}: {reason}")
     if wanted != AUTO:
         raise ConfigError(f"model.kernels {wanted} cannot be had: {reason}; use auto or torch")
@@ -117,12 +118,21 @@ def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
     return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not say what processor it is"
 
 
-def _why_not_built(path: str, folder: Path, manifest: Manifest | None) -> str:
+def _find_library(path: str, folder: Path, manifest: Manifest | None, progress: Progress) -> tuple[Path | None, str]:
+    """The file of a path's library, or None and the reason."""
+    if manifest is None and folder == LIBRARIES:
+        try:
+            return cached_library(path, progress), ""
+        except CompileError as error:
+            return None, first_error(str(error))
+        except OSError as error:
+            return None, f"none was built ahead of time, and compiled ones cannot be kept: {error}"
     if manifest is None:
-        return f"{folder} has none: {BUILD_AGAIN}"
+        return None, f"{folder} has none: {BUILD_AGAIN}"
     if path in manifest.left_out:
-        return manifest.left_out[path]
-    return "" if library_path(folder, path).is_file() else f"{library_path(folder, path)} is missing: {BUILD_AGAIN}"
+        return None, manifest.left_out[path]
+    library = library_path(folder, path)
+    return (library, "") if library.is_file() else (None, f"{library} is missing: {BUILD_AGAIN}")
 
 
 def _why_not_ready(library: Path) -> str:

@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.cpu_kernels.build import (
-    LIBRARIES,
-    SANITIZER_FLAGS,
-    SOURCE,
-    X86_64,
-    build,
-    find_compiler,
-    library_path,
-    read_manifest,
-)
+from outrider.engine.cpu_kernels.build import LIBRARIES, build, library_path, read_manifest
+from outrider.engine.cpu_kernels.compiler import SANITIZER_FLAGS, SOURCE, X86_64, find_compiler
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE, PREFERENCE, choose_kernels
 from outrider.errors import ConfigError

@@ -3,12 +3,14 @@ import platform
 
 import pytest
 
-from outrider.engine.cpu_kernels import build, paths
+from outrider.cache_directory import CACHE_VARIABLE
+from outrider.engine.cpu_kernels import compiler, paths
 from outrider.engine.cpu_kernels.build import Manifest, library_path
+from outrider.engine.cpu_kernels.compiler import find_compiler, source_hash
 from outrider.engine.cpu_kernels.paths import REQUIRED_FLAGS, choose_kernels, processor_flags
 from outrider.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(platform.machine() not in build.X86_64, reason="paths of an x86-64 processor")
+pytestmark = pytest.mark.skipif(platform.machine() not in compiler.X86_64, reason="paths of an x86-64 processor")
 
 PORTABLE, AVX512_BF16, AMX = (frozenset(REQUIRED_FLAGS[path]) for path in ("portable", "avx512_bf16", "amx"))
 
@@ -28,9 +30,9 @@ def loads(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    for path in build.X86_PATHS:
+    for path in compiler.X86_PATHS:
         library_path(tmp_path, path).write_bytes(b"")
-    Manifest(source_hash=build.source_hash(), built={path: [] for path in build.X86_PATHS}).write(tmp_path)
+    Manifest(source_hash=source_hash(), built={path: [] for path in compiler.X86_PATHS}).write(tmp_path)
     return tmp_path
 
 
@@ -51,14 +53,57 @@ def test_a_processor_below_the_portable_path_runs_torch_and_says_what_it_lacks(f
     assert loads[0] == []
 
 
-def test_no_compiler_at_install_time_is_told(tmp_path):
-    build.record_absence(tmp_path, build.NO_COMPILER)
-    assert str(choose_kernels(folder=tmp_path, cpu_flags=AMX)) == (
-        "native kernels: none (no C++ compiler was found at install time); torch kernels are used"
+@pytest.fixture
+def nothing_built(tmp_path, monkeypatch):
+    """An installed package without libraries, sources that compile quickly, and an empty cache, which is returned."""
+    monkeypatch.delenv(paths.LIBRARIES_VARIABLE, raising=False)
+    monkeypatch.setattr(paths, "LIBRARIES", tmp_path / "libraries")
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "exports.map").write_bytes((compiler.SOURCE / "exports.map").read_bytes())
+    (source / "one.cpp").write_text(
+        '#define SHOWN extern "C" __attribute__((visibility("default")))\n'
+        "SHOWN int outrider_prepare_process() { return 0; }\n"
+    )
+    monkeypatch.setattr(compiler, "SOURCE", source)
+    return tmp_path / "cache"
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_a_package_without_libraries_compiles_the_one_that_the_processor_needs_once(nothing_built):
+    told = []
+    first = choose_kernels(cpu_flags=PORTABLE, progress=lambda *report: told.append(report))
+    assert (first.path, first.reason) == ("portable", "")
+    assert first.library.is_relative_to(nothing_built / "kernels")
+    assert len(list((nothing_built / "kernels").glob("*/library.so"))) == 1
+    assert told == [(1, 1)]
+    assert choose_kernels(cpu_flags=PORTABLE, progress=lambda *report: told.append(report)) == first
+    assert told == [(1, 1)]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_a_path_that_does_not_compile_leaves_the_next_one_and_the_reason(nothing_built):
+    (compiler.SOURCE / "one.cpp").open("a").write('#ifdef __AVX512F__\n#error "no such thing"\n#endif\n')
+    choice = choose_kernels(cpu_flags=AVX512_BF16)
+    assert choice.path == "portable"
+    assert choice.reason.startswith("avx512_bf16: ")
+    assert "no such thing" in choice.reason
+
+
+def test_without_libraries_and_without_a_compiler_torch_runs_and_the_reason_is_told(nothing_built, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert str(choose_kernels(cpu_flags=AMX)) == (
+        "native kernels: none (there is no C++ compiler (CXX=/nonexistent)); torch kernels are used"
     )
 
 
-def test_a_checkout_that_was_never_built_runs_torch_and_names_the_fix(tmp_path):
+def test_compiled_kernels_that_cannot_be_kept_are_told(nothing_built, monkeypatch):
+    nothing_built.touch()  # a file where the folder should be
+    assert "compiled ones cannot be kept" in choose_kernels(cpu_flags=PORTABLE).reason
+
+
+def test_a_folder_without_libraries_runs_torch_and_names_the_fix(tmp_path):
     choice = choose_kernels(folder=tmp_path, cpu_flags=AMX)
     assert choice.library is None
     assert "make setup" in choice.reason
@@ -66,7 +111,7 @@ def test_a_checkout_that_was_never_built_runs_torch_and_names_the_fix(tmp_path):
 
 def test_a_path_that_the_compiler_did_not_know_leaves_the_next_one_and_the_reason(folder, loads):
     built = {path: [] for path in ("portable", "avx512_bf16")}
-    Manifest(source_hash=build.source_hash(), built=built, left_out={"amx": "g++ 9: no -mamx-tile"}).write(folder)
+    Manifest(source_hash=source_hash(), built=built, left_out={"amx": "g++ 9: no -mamx-tile"}).write(folder)
     choice = choose_kernels(folder=folder, cpu_flags=AMX)
     assert (choice.path, choice.reason) == ("avx512_bf16", "amx: g++ 9: no -mamx-tile")
 

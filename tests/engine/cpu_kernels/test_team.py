@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.cpu_kernels.build import COMPILE_FLAGS, SOURCE, CompileError, find_compiler
+from outrider.engine.cpu_kernels.compiler import COMPILE_FLAGS, SOURCE, CompileError, find_compiler
 
 PROGRAM = Path(__file__).with_name("team_program.cpp")
 CASES = (
