@@ -13,7 +13,6 @@ from outrider.engine.processor import SPIN_LONG, prepare_environment, usable_cpu
 from outrider.model_hub.config import ModelConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.server import run_service
-from outrider.session import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from decode_node.node import DecodeParts, Emit
@@ -94,7 +93,6 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
             DraftClient(
                 config.draft_targets,
                 DraftHello(
-                    protocol_version=PROTOCOL_VERSION,
                     incarnation=incarnation,
                     name=name,
                     vocab_size=info.vocab_size,

@@ -14,6 +14,7 @@ import xxhash
 from decode_node.draft_book import DraftBook
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
+from outrider.protocol_versions import negotiate
 from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import DraftHello
@@ -206,13 +207,13 @@ class DraftLink:
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:
-    """Raises: MismatchError that names both sides, when version or vocabulary differ."""
-    if info.protocol_version != hello.protocol_version:
-        raise MismatchError(
-            f"decode node {hello.name} speaks protocol {hello.protocol_version}, "
-            f"draft node {info.name} protocol {info.protocol_version}",
-            reason="PROTOCOL_VERSION_MISMATCH",
-        )
+    """Raises: MismatchError that names both sides, when versions do not overlap or vocabularies differ."""
+    negotiate(
+        hello.protocol_versions,
+        info.protocol_versions,
+        us=f"decode node {hello.name}",
+        them=f"draft node {info.name}",
+    )
     draft_vocabulary = info.model.vocabulary_fingerprint if info.model is not None else ""
     if draft_vocabulary and draft_vocabulary != hello.vocabulary_fingerprint:
         raise MismatchError(

@@ -27,7 +27,6 @@ from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.profiling import make_profile_desk
 from outrider.service.telemetry.logging import get_logger
-from outrider.session import PROTOCOL_VERSION
 from outrider.v1 import node_pb2_grpc, session_pb2_grpc
 
 DRAIN_POLL_SECONDS = 0.02
@@ -189,7 +188,6 @@ class DecodeNode:
 
     def _info(self) -> NodeInfo:
         return NodeInfo(
-            protocol_version=PROTOCOL_VERSION,
             incarnation=self._incarnation,
             name=self._name,
             role=NodeRole.DECODE,

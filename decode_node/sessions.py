@@ -17,9 +17,9 @@ from decode_node.commands import (
 )
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
+from outrider.protocol_versions import ProtocolVersions, negotiate
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
-    PROTOCOL_VERSION,
     CancelSequenceGroup,
     OpenSequenceGroup,
     RetargetSequenceGroup,
@@ -143,11 +143,8 @@ class Sessions:
         if first.WhichOneof("command") != "hello":
             raise InvalidRequestError("a session begins with a hello", field="hello")
         hello, info = first.hello, self._info()
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise MismatchError(
-                f"router {hello.name} speaks protocol {hello.protocol_version}, "
-                f"decode node {info.name} speaks {PROTOCOL_VERSION}"
-            )
+        theirs = ProtocolVersions.of_hello(oldest=hello.oldest_protocol_version, newest=hello.protocol_version)
+        negotiate(info.protocol_versions, theirs, us=f"decode node {info.name}", them=f"router {hello.name}")
         mine = info.model.fingerprint if info.model else ""
         if hello.fingerprint and hello.fingerprint != mine:
             raise MismatchError(

@@ -19,12 +19,12 @@ from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.service.announce import announce_progress
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
-from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.draft_stream import DraftHello
 from outrider.speculation.proposers.base import Proposer
 from outrider.speculation.proposers.factory import make_proposer
@@ -127,7 +127,6 @@ class DraftNodeService:
 
     def info(self) -> NodeInfo:
         return NodeInfo(
-            protocol_version=PROTOCOL_VERSION,
             incarnation=self._incarnation,
             name=self._name,
             role=NodeRole.DRAFT,
@@ -152,12 +151,12 @@ class DraftNodeService:
 
     def check_fits(self, hello: DraftHello) -> None:
         """Raises: MismatchError that names both sides."""
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise MismatchError(
-                f"decode node {hello.name} speaks protocol {hello.protocol_version}, "
-                f"draft node {self._name} protocol {PROTOCOL_VERSION}",
-                reason="PROTOCOL_VERSION_MISMATCH",
-            )
+        negotiate(
+            SUPPORTED_VERSIONS,
+            hello.protocol_versions,
+            us=f"draft node {self._name}",
+            them=f"decode node {hello.name}",
+        )
         ours = self._proposer.vocabulary_fingerprint if self._proposer is not None else ""
         if ours and ours != hello.vocabulary_fingerprint:
             raise MismatchError(

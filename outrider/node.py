@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
 from outrider.request import VerificationMethod
 
 
@@ -45,13 +46,13 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    protocol_version: int
     incarnation: bytes
     name: str
     role: NodeRole
     state: NodeState
     version: str
     model: ModelInfo | None = None
+    protocol_versions: ProtocolVersions = SUPPORTED_VERSIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 2
-
 
 @dataclass(frozen=True, slots=True)
 class SampleStart:

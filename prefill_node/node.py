@@ -24,7 +24,6 @@ from outrider.service.profiling import make_profile_desk
 from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
-from outrider.session import PROTOCOL_VERSION
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
 from prefill_node.desk import JobDesk
 from prefill_node.jobs import Command, JobEnded, PrefillResult, Stop
@@ -191,7 +190,6 @@ class PrefillNode:
 
     def _info(self) -> NodeInfo:
         return NodeInfo(
-            protocol_version=PROTOCOL_VERSION,
             incarnation=self._incarnation,
             name=self._name,
             role=NodeRole.PREFILL,

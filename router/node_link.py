@@ -11,9 +11,9 @@ import grpc.aio
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.service.node_service import NodeWatcher
 from outrider.service.telemetry.logging import get_logger
-from outrider.session import PROTOCOL_VERSION
 from outrider.v1 import prefill_pb2_grpc
 from router.sessions import DecodeSession, RouterIdentity
 
@@ -123,10 +123,7 @@ class NodeLink:
             raise MismatchError(
                 f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
             )
-        if info.protocol_version != PROTOCOL_VERSION:
-            raise MismatchError(
-                f"{info.name} speaks protocol version {info.protocol_version}, this router {PROTOCOL_VERSION}"
-            )
+        negotiate(SUPPORTED_VERSIONS, info.protocol_versions, us="this router", them=info.name)
         self.info = info
         self.last_error = ""
         if info.state is not NodeState.SERVING:

@@ -12,11 +12,11 @@ import grpc.aio
 
 from outrider.errors import InternalError, InvalidRequestError, MismatchError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
+from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.rpc.status import from_rpc_error
 from outrider.service.liveness import ProgressDeadline
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
-    PROTOCOL_VERSION,
     CancelSequenceGroup,
     OpenSequenceGroup,
     SequenceGroupEvent,
@@ -127,7 +127,8 @@ class DecodeSession:
 
     async def _write(self, call: SessionCall) -> None:
         hello = session_pb2.SessionHello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SUPPORTED_VERSIONS.newest,
+            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
             incarnation=self._identity.incarnation,
             name=self._identity.name,
             fingerprint=self._fingerprint,

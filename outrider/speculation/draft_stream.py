@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
 from outrider.request import SamplingParams
 
 MAX_BRANCHES_PER_SEQUENCE = 8
@@ -29,12 +30,12 @@ def most_tokens_offered(num_wanted: int) -> int:
 class DraftHello:
     """The decode node's first message."""
 
-    protocol_version: int
     incarnation: bytes  # 16 random bytes
     name: str
     vocab_size: int
     vocabulary_fingerprint: str
     max_model_len: int
+    protocol_versions: ProtocolVersions = SUPPORTED_VERSIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

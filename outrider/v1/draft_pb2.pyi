@@ -17,20 +17,22 @@ class DraftUpdate(_message.Message):
     def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ...) -> None: ...
 
 class DraftHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len")
+    __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len", "oldest_protocol_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: bytes
     name: str
     vocab_size: int
     vocabulary_fingerprint: str
     max_model_len: int
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    oldest_protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
     __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "budget_microseconds", "closed")

@@ -46,7 +46,7 @@ class DraftServiceServicer(object):
 
     def Draft(self, request_iterator, context):
         """First message on each side is its hello. FAILED_PRECONDITION names both
-        sides when protocol version or vocabulary differ.
+        sides when protocol versions do not overlap or the vocabulary differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,7 +12,7 @@ class GetNodeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "name", "role", "state", "model", "version")
+    __slots__ = ("protocol_version", "incarnation", "name", "role", "state", "model", "version", "oldest_protocol_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class NodeInfo(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: bytes
     name: str
@@ -27,7 +28,8 @@ class NodeInfo(_message.Message):
     state: _router_pb2.NodeState
     model: ModelInfo
     version: str
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., role: _Optional[_Union[_router_pb2.NodeRole, str]] = ..., state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    oldest_protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., role: _Optional[_Union[_router_pb2.NodeRole, str]] = ..., state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., version: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics")

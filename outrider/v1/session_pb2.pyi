@@ -41,18 +41,20 @@ class SessionHeartbeat(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "name", "fingerprint", "reached_at")
+    __slots__ = ("protocol_version", "incarnation", "name", "fingerprint", "reached_at", "oldest_protocol_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REACHED_AT_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: bytes
     name: str
     fingerprint: str
     reached_at: str
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., reached_at: _Optional[str] = ...) -> None: ...
+    oldest_protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., reached_at: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceGroup(_message.Message):
     __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "priority")

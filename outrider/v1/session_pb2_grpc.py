@@ -47,7 +47,7 @@ class DecodeServiceServicer(object):
     def Session(self, request_iterator, context):
         """The router's first message is its hello, and so is the node's. After that
         the node reports at least every 200 ms. FAILED_PRECONDITION names both sides
-        when protocol version or fingerprint differ.
+        when protocol versions do not overlap or the fingerprint differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

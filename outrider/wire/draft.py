@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.protocol_versions import ProtocolVersions
 from outrider.speculation.draft_stream import (
     Branch,
     DraftHello,
@@ -15,7 +16,8 @@ from outrider.wire.request import sampling_from_proto, sampling_to_proto
 
 def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:
     return draft_pb2.DraftHello(
-        protocol_version=hello.protocol_version,
+        protocol_version=hello.protocol_versions.newest,
+        oldest_protocol_version=hello.protocol_versions.oldest,
         incarnation=hello.incarnation,
         name=hello.name,
         vocab_size=hello.vocab_size,
@@ -26,12 +28,14 @@ def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:
 
 def hello_from_proto(proto: draft_pb2.DraftHello) -> DraftHello:
     return DraftHello(
-        protocol_version=proto.protocol_version,
         incarnation=proto.incarnation,
         name=proto.name,
         vocab_size=proto.vocab_size,
         vocabulary_fingerprint=proto.vocabulary_fingerprint,
         max_model_len=proto.max_model_len,
+        protocol_versions=ProtocolVersions.of_hello(
+            oldest=proto.oldest_protocol_version, newest=proto.protocol_version
+        ),
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport
+from outrider.protocol_versions import ProtocolVersions
 from outrider.v1 import node_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
     proto = node_pb2.NodeInfo(
-        protocol_version=info.protocol_version,
+        protocol_version=info.protocol_versions.newest,
+        oldest_protocol_version=info.protocol_versions.oldest,
         incarnation=info.incarnation,
         name=info.name,
         role=NODE_ROLES.to_proto(info.role),
@@ -24,13 +26,15 @@ def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
 def info_from_proto(proto: node_pb2.NodeInfo) -> NodeInfo:
     """Raises: ValueError for a role or state that this version does not know."""
     return NodeInfo(
-        protocol_version=proto.protocol_version,
         incarnation=proto.incarnation,
         name=proto.name,
         role=NODE_ROLES.from_proto(proto.role),
         state=NODE_STATES.from_proto(proto.state),
         version=proto.version,
         model=model_from_proto(proto.model) if proto.HasField("model") else None,
+        protocol_versions=ProtocolVersions.of_hello(
+            oldest=proto.oldest_protocol_version, newest=proto.protocol_version
+        ),
     )
 
 

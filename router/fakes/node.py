@@ -12,7 +12,6 @@ import grpc.aio
 
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import NodeServicer
-from outrider.session import PROTOCOL_VERSION
 from outrider.v1 import node_pb2, node_pb2_grpc
 from router.fakes.model import fake_model_info, fake_tokenizer_files
 
@@ -62,7 +61,6 @@ class FakeNode:
 
     def info(self) -> NodeInfo:
         return NodeInfo(
-            protocol_version=PROTOCOL_VERSION,
             incarnation=self.incarnation,
             name=self.name,
             role=self.role,

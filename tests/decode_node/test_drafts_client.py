@@ -18,10 +18,10 @@ from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartIn
 from draft_node.config import DraftNodeConfig
 from draft_node.server import DraftNodeService
 from outrider.node import ModelInfo, NodeInfo, NodeRole, NodeState
+from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
 from outrider.request import SamplingParams
 from outrider.service.config import ServerConfig
 from outrider.service.resolver import FakeResolver
-from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.draft_stream import Branch, DraftHello, SequenceProposals
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
@@ -32,7 +32,6 @@ from outrider.wire.node import info_to_proto
 
 VOCAB_SIZE = 100
 HELLO = DraftHello(
-    protocol_version=PROTOCOL_VERSION,
     incarnation=bytes(16),
     name="decode@test",
     vocab_size=VOCAB_SIZE,
@@ -219,7 +218,7 @@ async def test_another_vocabulary_is_refused_and_both_are_named():
 
 async def test_another_protocol_version_is_refused():
     hello = DraftHello(
-        protocol_version=PROTOCOL_VERSION + 1,
+        protocol_versions=ProtocolVersions(oldest=SUPPORTED_VERSIONS.newest + 1, newest=SUPPORTED_VERSIONS.newest + 2),
         incarnation=bytes(16),
         name="decode@new",
         vocab_size=VOCAB_SIZE,
@@ -314,7 +313,6 @@ class Impostor(draft_pb2_grpc.DraftServiceServicer):
             vocabulary_fingerprint="",
         )
         info = NodeInfo(
-            protocol_version=PROTOCOL_VERSION,
             incarnation=bytes(16),
             name="impostor",
             role=NodeRole.DRAFT,
@@ -501,7 +499,6 @@ def unused_port() -> int:
 
 def long_hello() -> DraftHello:
     return DraftHello(
-        protocol_version=PROTOCOL_VERSION,
         incarnation=bytes(16),
         name="decode@test",
         vocab_size=VOCAB_SIZE,

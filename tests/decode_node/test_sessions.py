@@ -14,15 +14,15 @@ from decode_node.server import DecodeServicer
 from decode_node.sessions import Sessions, merge_tokens
 from outrider.errors import CapacityError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.request import FinishReason
 from outrider.rpc.status import from_rpc_error
-from outrider.session import PROTOCOL_VERSION, SampleDone, SampleTokens
+from outrider.session import SampleDone, SampleTokens
 from outrider.v1 import session_pb2, session_pb2_grpc
 
 PATIENCE_SECONDS = 10.0
 GROUP = bytes(16)
 INFO = NodeInfo(
-    protocol_version=PROTOCOL_VERSION,
     incarnation=bytes(16),
     name="decode",
     role=NodeRole.DECODE,
@@ -30,7 +30,7 @@ INFO = NodeInfo(
     version="0",
 )
 HELLO = session_pb2.SessionCommand(
-    hello=session_pb2.SessionHello(protocol_version=PROTOCOL_VERSION, name="router", reached_at="127.0.0.1:1")
+    hello=session_pb2.SessionHello(protocol_version=SUPPORTED_VERSIONS.newest, name="router", reached_at="127.0.0.1:1")
 )
 
 
@@ -244,9 +244,26 @@ async def test_events_count_as_unsent_until_they_are_written():
 async def test_another_protocol_version_is_refused():
     async with serving() as (_, _, channel):
         call = session_pb2_grpc.DecodeServiceStub(channel).Session()
-        await call.write(session_pb2.SessionCommand(hello=session_pb2.SessionHello(protocol_version=99, name="router")))
+        hello = session_pb2.SessionHello(protocol_version=99, oldest_protocol_version=98, name="router")
+        await call.write(session_pb2.SessionCommand(hello=hello))
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert (
+                await call.details()
+                == f"router router speaks protocol 98 to 99, decode node decode speaks protocol {SUPPORTED_VERSIONS}"
+            )
+
+
+async def test_a_router_that_speaks_newer_versions_too_is_served():
+    async with serving() as (_, _, channel):
+        hello = session_pb2.SessionHello(
+            protocol_version=99, oldest_protocol_version=SUPPORTED_VERSIONS.newest, name="router"
+        )
+        call = session_pb2_grpc.DecodeServiceStub(channel).Session()
+        await call.write(session_pb2.SessionCommand(hello=hello))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert (await call.read()).hello.name == "decode"
+        call.cancel()
 
 
 def test_tokens_of_one_sample_are_merged_and_ends_stay_behind_them():

@@ -18,7 +18,6 @@ TEXT = tuple(range(1, 60))
 
 def hello(vocab_size=100) -> DraftHello:
     return DraftHello(
-        protocol_version=1,
         incarnation=bytes(16),
         name="decode",
         vocab_size=vocab_size,

@@ -17,7 +17,6 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
 from outrider.request import SamplingParams
-from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.draft_stream import DraftHello
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
@@ -49,7 +48,6 @@ def hello_for(service: DraftNodeService) -> DraftHello:
     model = service.info().model
     assert model is not None
     return DraftHello(
-        protocol_version=PROTOCOL_VERSION,
         incarnation=bytes(16),
         name="decode@test",
         vocab_size=320,

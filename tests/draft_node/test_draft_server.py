@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry
 from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLoop
 from draft_node.server import DraftNodeService
+from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.service.config import ServerConfig
-from outrider.session import PROTOCOL_VERSION
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 from outrider.wire.draft import hello_from_proto
 
 HELLO = draft_pb2.DraftHello(
-    protocol_version=PROTOCOL_VERSION, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
+    protocol_version=SUPPORTED_VERSIONS.newest, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
 )
 PATIENCE_SECONDS = 10.0
 

@@ -7,9 +7,7 @@ from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 
-HELLO = DraftHello(
-    protocol_version=1, incarnation=bytes(16), name="d", vocab_size=100, vocabulary_fingerprint="", max_model_len=64
-)
+HELLO = DraftHello(incarnation=bytes(16), name="d", vocab_size=100, vocabulary_fingerprint="", max_model_len=64)
 START = SequenceStart(params=SamplingParams(seed=1, max_tokens=10), sample=0, prompt_length=2)
 
 

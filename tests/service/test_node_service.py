@@ -27,7 +27,7 @@ class FakeNode:
 
     def info(self) -> NodeInfo:
         return NodeInfo(
-            protocol_version=1, incarnation=self.incarnation, name="decode@x", role=NodeRole.DECODE,
+            incarnation=self.incarnation, name="decode@x", role=NodeRole.DECODE,
             state=NodeState.SERVING, version="0.1.0", model=MODEL,
         )  # fmt: skip
 

@@ -75,7 +75,6 @@ class Served:
 
     def info(self):
         return NodeInfo(
-            protocol_version=1,
             incarnation=bytes(16),
             name="decode@x",
             role=NodeRole.DECODE,

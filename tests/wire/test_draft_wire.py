@@ -72,7 +72,6 @@ def test_proposals_survive_the_wire(proposals):
 
 def test_a_hello_survives_the_wire():
     hello = DraftHello(
-        protocol_version=1,
         incarnation=bytes(range(16)),
         name="decode@1.2.3.4:5",
         vocab_size=49152,

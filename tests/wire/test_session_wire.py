@@ -117,7 +117,6 @@ def test_events_survive_the_wire(event):
 
 def test_a_report_survives_the_wire():
     info = NodeInfo(
-        protocol_version=1,
         incarnation=ID,
         name="decode@h:1",
         role=NodeRole.DECODE,
