@@ -41,6 +41,7 @@ from outrider.engine.sampler import SampledRows, SampleRows
 from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
+from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
 
@@ -105,7 +106,9 @@ class DecodeLoop:
         self._attend(wait=not self._engine.scheduler.has_work)
         try:
             if self._engine.scheduler.has_work and self._take_turn():
-                self._emit_events(self.step())
+                stats = self.step()
+                fault_point("decode.before_emit")
+                self._emit_events(stats)
         finally:
             self._cpu_turns.give()  # a step has done so already, if it came so far
 
@@ -137,10 +140,13 @@ class DecodeLoop:
 
         None where nothing could be planned (every block is held by transfers under way).
         """
+        fault_point("decode.step")
         started = self._clock()
         drafts = self._gather()  # what is here; waits within its budget
         plan = self._engine.scheduler.plan(lambda sequence: len(drafts.of(sequence.key)))
         self._time.mark(Part.SCHEDULE)
+        if plan.preempted:
+            fault_point("decode.preempted")
         if not plan.scheduled:
             self._cpu_turns.give()
             self._wait_for_blocks()

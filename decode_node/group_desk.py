@@ -22,6 +22,7 @@ from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence
+from outrider.faults import fault_point
 from outrider.session import (
     Rejected,
     RejectReason,
@@ -95,6 +96,7 @@ class GroupDesk:
 
     def open(self, command: GroupOpened) -> None:
         """Granted or Rejected, at once."""
+        fault_point("decode.before_grant")
         opened = command.group
         if self.is_draining:
             self._reject(command, RejectReason.DRAINING, "the node is draining")
@@ -186,6 +188,7 @@ class GroupDesk:
             self._groups.add_sample(sample)
             self._engine.scheduler.add_running(sequence)
             self._drafts.open(sample)
+        fault_point("decode.before_first_token")
 
     def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
         event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
@@ -195,6 +198,7 @@ class GroupDesk:
 
     def finish(self, sample: Sample) -> None:
         """Its tokens are all reported."""
+        fault_point("decode.done")
         self._admission.observe_finished(sample.num_generated)
         self._drop(sample)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decode_node.groups import SequenceGroup
 from decode_node.ingest import Ingest
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.faults import fault_point
 from outrider.kv_transfer.base import DrainState, TransferStats
 from outrider.session import Granted, KvFailed, KvReady, SequenceGroupEvent
 
@@ -83,6 +84,7 @@ class Reservations:
         assert group.kv is not None
         group.kv.advance(len(group.shared_token_ids))
         group.kv.publish(group.shared_token_ids)
+        fault_point("decode.kv_ready")
         self._report(
             group,
             KvReady(

@@ -16,11 +16,13 @@ from decode_node.commands import (
     SessionEnded,
 )
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
+from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.protocol_versions import ProtocolVersions, negotiate
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
+    Granted,
     OpenSequenceGroup,
     RetargetSequenceGroup,
     SampleTokens,
@@ -121,7 +123,10 @@ class Sessions:
             while not reader.done():
                 await self._something_to_say(session)
                 events = tuple(session.events)
-                await write(report_message_to_proto(self._report(), merge_tokens(events)))
+                merged = merge_tokens(events)
+                await write(report_message_to_proto(self._report(), merged))
+                if any(isinstance(event, Granted) for event in merged):
+                    fault_point("decode.granted")
                 del session.events[: len(events)]  # written: a drain waits for that
         except asyncio.CancelledError:
             if session.failure is None or session.writer is None:

@@ -18,6 +18,7 @@ from draft_node.draft_peer import DraftPeer
 from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
+from outrider.faults import fault_point
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.service.announce import announce_progress
@@ -201,6 +202,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         async with rpc_errors(context):
             hello, first = await self._read_hello(request_iterator)
             loop = self._node.draft_loop()
+            fault_point("draft.hello")
             await context.write(draft_pb2.DraftProposals(hello=info_to_proto(self._node.info())))
             event_loop = asyncio.get_running_loop()
             wake = asyncio.Event()
@@ -256,6 +258,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             answers = peer.take_answers()
             if answers:
                 message = draft_pb2.DraftProposals(sequences=[proposals_to_proto(answer) for answer in answers])
+                fault_point("draft.proposal")
                 await context.write(message)
 
 
@@ -269,5 +272,6 @@ async def _read_updates(
     message: draft_pb2.DraftUpdate | None = first
     while message is not None:
         if message.sequences:
+            fault_point("draft.update")
             loop.submit(peer, [update_from_proto(update) for update in message.sequences])
         message = await anext(request_iterator, None)

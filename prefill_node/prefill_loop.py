@@ -23,6 +23,7 @@ from outrider.engine.scheduler import EngineSequence, Scheduled, Scheduler, Step
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.errors import PeerLostError
+from outrider.faults import fault_point
 from outrider.kv_transfer.base import TransferSpec
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.service.telemetry.logging import get_logger
@@ -275,6 +276,7 @@ class PrefillLoop:
         if not plan.scheduled:
             return 0.0
         self._take_turn()
+        fault_point("prefill.chunk")
         self.progress.begin(plan.num_rows)
         self._keep_turn()
         now = time.monotonic()

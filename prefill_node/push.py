@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, InternalError, OutriderError
+from outrider.faults import fault_point
 from outrider.kv_transfer.base import CommitResult, CommitState, Connector, Region, Sender, TransferSpec
 from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
@@ -117,6 +118,7 @@ class KvPush:
 
     def _run(self) -> None:
         try:
+            fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
         except Exception as error:  # noqa: BLE001 the border of the thread
             self._end(PushOutcome(error=_as_ours(error)))
@@ -136,7 +138,9 @@ class KvPush:
         try:
             for item in self._available(sender):
                 self._send(sender, item)
+            fault_point("prefill.before_commit")
             _raise_unless_committed(sender.commit())
+            fault_point("prefill.committed")
             committed_at = time.monotonic()
         except Exception as failure:  # noqa: BLE001 the border of the thread
             error = _as_ours(failure)
@@ -169,6 +173,7 @@ class KvPush:
                 payload = self._kv_cache.read(plane.name, region.layers, slots)
                 if self._first_frame_at is None:
                     self._first_frame_at = time.monotonic()
+                fault_point("prefill.frame")
                 sender.put(region, payload.data)
 
     def _end(self, outcome: PushOutcome) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 
 from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
+from outrider.faults import fault_point
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
 from outrider.service.open_calls import OpenCalls
@@ -44,7 +45,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         async with rpc_errors(context):
             if self._desk is None or self._served is None:
                 raise PeerLostError("the prefill node is still loading its model", reason="STARTING")
-            return result_to_proto(await self._desk.run(job_from_proto(request, self._served)))
+            fault_point("prefill.received")
+            result = await self._desk.run(job_from_proto(request, self._served))
+            fault_point("prefill.answered")
+            return result_to_proto(result)
         raise AssertionError("rpc_errors ends the call")
 
 

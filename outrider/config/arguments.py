@@ -13,6 +13,7 @@ from outrider.config.resolve import CONFIG_FILE_VARIABLE, load_config
 from outrider.config.settings import describe_settings
 from outrider.config.values import format_value
 from outrider.errors import ConfigError
+from outrider.faults import parse_faults
 
 
 def parse_role_arguments(
@@ -47,6 +48,7 @@ def parse_role_arguments(
     arguments = parser.parse_args(argv)
     file = None if arguments.config is None else Path(arguments.config)
     try:
+        parse_faults(environ)
         return load_config(sections, file=file, environ=environ, overrides=arguments.overrides)
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")

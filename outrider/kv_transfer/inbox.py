@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from outrider.faults import fault_point
 from outrider.kv_transfer.base import (
     CommitResult,
     CommitState,
@@ -246,6 +247,7 @@ class TransferInbox:
             transfer.last_frame_at = self._clock()
             if transfer.first_frame_at is None:
                 transfer.first_frame_at = transfer.last_frame_at
+        fault_point("decode.first_frame" if len(transfer.arrived) == 1 else "decode.between_frames")
         return self._write(transfer, region, payload)
 
     def _write(self, transfer: _Transfer, region: Region, payload: memoryview) -> Disposition:
@@ -285,6 +287,7 @@ class TransferInbox:
                 self._commits.popitem(last=False)
             self._counts["transfers_completed"] += 1
         self._on_complete(transfer_id, stats)
+        fault_point("decode.before_commit_answer")
         return CommitResult(state=CommitState.COMMITTED)
 
     def _stats(self, transfer: _Transfer) -> TransferStats:
