@@ -34,7 +34,7 @@ def main() -> int:
 
 def generate(target: Path) -> None:
     """Raises: SystemExit when protoc refuses the sources."""
-    sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "outrider").rglob("*.proto"))
     arguments = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
     well_known = files("grpc_tools") / "_proto"
     if protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *arguments, *sources]) != 0:
