@@ -74,7 +74,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
             max_rows_per_step=config.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )
-        connector = make_connector(config.kv_transfer, tls=config.server.tls)
+        connector = make_connector(config.kv_transfer)
         cpu_turns = open_turns(
             config.turns_file,
             model.cpu_kernels,

@@ -16,7 +16,6 @@ from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
 from outrider.kv_transfer.sender import Carrier, StreamSender
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.rpc.channels import channel_options
-from outrider.rpc.credentials import TlsConfig, channel_credentials
 
 MAX_CHANNELS = 256
 
@@ -35,13 +34,10 @@ class CarrierSource(Protocol):
 class StreamConnector:
     """A `Connector` over one gRPC connection to each address, apart from every other channel's."""
 
-    def __init__(
-        self, name: str, sources: Sequence[CarrierSource], config: KvTransferConfig, *, tls: TlsConfig | None = None
-    ) -> None:
+    def __init__(self, name: str, sources: Sequence[CarrierSource], config: KvTransferConfig) -> None:
         self.name = name
         self._sources = tuple(sources)
         self._config = config
-        self._tls = tls
         self._lock = threading.Lock()
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # last used last
 
@@ -91,12 +87,10 @@ class StreamConnector:
             *channel_options(max_message_bytes=MAX_MESSAGE_BYTES, bulk=True),
             ("grpc.http2.max_frame_size", 1 << 20),
         ]
-        if self._tls is None or not self._tls.is_enabled:
-            return grpc.insecure_channel(address, options=options)
-        return grpc.secure_channel(address, channel_credentials(self._tls), options=options)
+        return grpc.insecure_channel(address, options=options)
 
 
-def make_connector(config: KvTransferConfig, *, tls: TlsConfig | None = None) -> Connector:
+def make_connector(config: KvTransferConfig) -> Connector:
     """The connector that the settings name: "auto", "shared_memory" or "grpc"."""
     # Imported here so that a node that does not share memory needs nothing of it.
     from outrider.kv_transfer.grpc_inline import InlineSource
@@ -107,4 +101,4 @@ def make_connector(config: KvTransferConfig, *, tls: TlsConfig | None = None) ->
         "shared_memory": (ArenaSource(config),),
         "auto": (ArenaSource(config), InlineSource(config.frame_bytes)),
     }
-    return StreamConnector(config.connector, sources[config.connector], config, tls=tls)
+    return StreamConnector(config.connector, sources[config.connector], config)

@@ -20,7 +20,6 @@ from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
-from outrider.rpc.credentials import TlsConfig, server_credentials
 
 DEFAULT_CONNECTORS = ("shared_memory", "grpc")
 
@@ -44,7 +43,6 @@ class KvReceiver:
         progress_seconds: float = PROGRESS_SECONDS,
         max_senders: int = 128,
         arena_directory: str = ARENA_DIRECTORY,
-        tls: TlsConfig | None = None,
     ) -> None:
         """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often)."""
         self._address = f"[{host}]" if ":" in host else host
@@ -52,7 +50,6 @@ class KvReceiver:
         self._connectors = frozenset(connectors)
         self._progress_seconds = progress_seconds
         self._max_senders = max_senders
-        self._tls = tls
         self._inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
         self._watchdog = Watchdog(name="kv-receiver-watchdog")
         self._arenas = ArenaReader(arena_directory)
@@ -71,10 +68,7 @@ class KvReceiver:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, {METHOD_NAME: handler})])
         address = f"{self._address}:{self._wanted_port}"
         try:
-            if self._tls is not None and self._tls.is_enabled:
-                port = server.add_secure_port(address, server_credentials(self._tls))
-            else:
-                port = server.add_insecure_port(address)
+            port = server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"KV ingest cannot listen on {address}: choose another host or port") from error
         server.start()
