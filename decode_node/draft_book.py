@@ -94,7 +94,7 @@ class DraftBook:
         self._num_past_openings = 0  # of the breakers of targets that are gone
         self._table = ProposalTable(max_branches_per_sequence=MAX_BRANCHES_PER_SEQUENCE)
         self._counters = DraftCounters()
-        self._budget_seconds = 0.0
+        self._wait_seconds = 0.0
         self.has_unsent = False
 
     # The engine thread's side.
@@ -127,9 +127,9 @@ class DraftBook:
     ) -> tuple[dict[int, tuple[int, ...]], list[DraftWant]]:
         """Proposals at hand, and the wants for which it may be worth waiting.
 
-        `wait_seconds` is how long the caller would; nodes are told.
+        `wait_seconds`: how long the caller would wait for them.
         """
-        self._budget_seconds = wait_seconds
+        self._wait_seconds = wait_seconds
         found: dict[int, tuple[int, ...]] = {}
         missing: list[DraftWant] = []
         for want in wants:
@@ -232,9 +232,7 @@ class DraftBook:
                 continue
             if tracked.asked_length is not None or now < tracked.not_before:
                 continue  # its answer, or the clock of the stream, brings us back here
-            update = tracked.make_update(
-                sequence_id, now, min(MAX_TOKENS_PER_UPDATE, tokens_left), self._budget_seconds
-            )
+            update = tracked.make_update(sequence_id, now, min(MAX_TOKENS_PER_UPDATE, tokens_left))
             tokens_left -= len(update.token_ids)
             updates.append(update)
         self.has_unsent = not all_sent
@@ -311,7 +309,7 @@ class DraftBook:
         if not state.is_connected or state.breaker.is_open:
             return False
         seconds_ago = 0.0 if tracked.asked_length is None else self._clock() - tracked.asked_at
-        return state.answer_seconds - seconds_ago <= self._budget_seconds
+        return state.answer_seconds - seconds_ago <= self._wait_seconds
 
     def _is_overdue(self, tracked: DraftedSequence, state: _Target, now: float) -> bool:
         """Whether an unanswered update is a miss by its age alone: once in each span of that length."""

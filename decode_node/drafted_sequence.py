@@ -74,7 +74,7 @@ class DraftedSequence:
         self.not_before = 0.0
         self.synced_at = float("-inf")
 
-    def make_update(self, sequence_id: int, now: float, most_tokens: int, budget_seconds: float) -> SequenceUpdate:
+    def make_update(self, sequence_id: int, now: float, most_tokens: int) -> SequenceUpdate:
         """What the target does not have, at most `most_tokens` of it; drafts are asked for once it has all."""
         start = self.acked_length
         length = min(len(self.committed), start + most_tokens)
@@ -93,7 +93,6 @@ class DraftedSequence:
             length=length,
             prefix_hash=self.committed.hash_at(length),
             num_wanted=self.asked_wanted,
-            budget_seconds=budget_seconds,
         )
 
     def is_plausible(self, answer: SequenceProposals, *, vocab_size: int) -> bool:

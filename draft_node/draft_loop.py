@@ -206,7 +206,7 @@ class DraftLoop:
                 continue
             token_ids = _known_to(peer.hello, proposal.token_ids)
             prefix_hash = held.tokens.hash_at(proposal.length)
-            branch = Branch(proposal.length, prefix_hash, token_ids, proposal.confidences[: len(token_ids)])
+            branch = Branch(proposal.length, prefix_hash, token_ids)
             answer = SequenceProposals(
                 sequence_id=held.name[1],
                 acked_length=len(held.tokens),

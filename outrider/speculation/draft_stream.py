@@ -59,7 +59,6 @@ class SequenceUpdate:
     length: int = 0  # start_length + len(token_ids)
     prefix_hash: int = 0
     num_wanted: int = 0
-    budget_seconds: float = 0.0
     closed: bool = False
 
 
@@ -70,7 +69,6 @@ class Branch:
     length: int
     prefix_hash: int
     token_ids: tuple[int, ...]
-    confidences: tuple[float, ...] = ()  # empty: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

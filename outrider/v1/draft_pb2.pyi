@@ -35,7 +35,7 @@ class DraftHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "budget_microseconds", "closed")
+    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     START_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -43,7 +43,6 @@ class SequenceUpdate(_message.Message):
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     start: SequenceStart
@@ -52,23 +51,20 @@ class SequenceUpdate(_message.Message):
     length: int
     prefix_hash: int
     num_wanted: int
-    budget_microseconds: int
     closed: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., budget_microseconds: _Optional[int] = ..., closed: bool = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("seed", "sample", "sampling", "prompt_length", "stop_token_ids")
-    SEED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sample", "sampling", "prompt_length", "stop_token_ids")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    seed: int
     sample: int
     sampling: _router_pb2.SamplingParams
     prompt_length: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, seed: _Optional[int] = ..., sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftProposals(_message.Message):
     __slots__ = ("hello", "sequences")
@@ -91,13 +87,11 @@ class SequenceProposals(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., need_sync: bool = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("length", "prefix_hash", "token_ids", "confidences")
+    __slots__ = ("length", "prefix_hash", "token_ids")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     length: int
     prefix_hash: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    confidences: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., confidences: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

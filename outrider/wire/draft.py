@@ -50,7 +50,6 @@ def update_to_proto(update: SequenceUpdate) -> draft_pb2.SequenceUpdate:
         length=update.length,
         prefix_hash=update.prefix_hash,
         num_wanted=update.num_wanted,
-        budget_microseconds=round(update.budget_seconds * 1e6),
     )
 
 
@@ -63,7 +62,6 @@ def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
         length=proto.length,
         prefix_hash=proto.prefix_hash,
         num_wanted=proto.num_wanted,
-        budget_seconds=proto.budget_microseconds / 1e6,
         closed=proto.closed,
     )
 
@@ -77,7 +75,6 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
                 length=branch.length,
                 prefix_hash=branch.prefix_hash,
                 token_ids=branch.token_ids,
-                confidences=branch.confidences,
             )
             for branch in proposals.branches
         ],
@@ -90,17 +87,13 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
     return SequenceProposals(
         sequence_id=proto.sequence_id,
         acked_length=proto.acked_length,
-        branches=tuple(
-            Branch(branch.length, branch.prefix_hash, tuple(branch.token_ids), tuple(branch.confidences))
-            for branch in proto.branches
-        ),
+        branches=tuple(Branch(branch.length, branch.prefix_hash, tuple(branch.token_ids)) for branch in proto.branches),
         need_sync=proto.need_sync,
     )
 
 
 def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:
     return draft_pb2.SequenceStart(
-        seed=start.params.seed,
         sample=start.sample,
         sampling=sampling_to_proto(start.params),
         prompt_length=start.prompt_length,

@@ -40,7 +40,6 @@ START = SequenceStart(
             length=3,
             prefix_hash=2**64 - 1,
             num_wanted=5,
-            budget_seconds=0.002,
         ),
         SequenceUpdate(sequence_id=1, start_length=3, token_ids=(4,), length=4, prefix_hash=0),
         SequenceUpdate(sequence_id=1, closed=True),
@@ -58,7 +57,7 @@ def test_an_update_survives_the_wire(update):
         SequenceProposals(
             sequence_id=1,
             acked_length=9,
-            branches=(Branch(9, 2**64 - 1, (1, 2), (0.5, 0.25)), Branch(8, 0, (3,))),
+            branches=(Branch(9, 2**64 - 1, (1, 2)), Branch(8, 0, (3,))),
         ),
         SequenceProposals(sequence_id=1, acked_length=9),
         SequenceProposals(sequence_id=1, need_sync=True),

@@ -29,7 +29,6 @@ class Proposal:
     sequence_id: int
     length: int  # of the committed prefix that it was made from
     token_ids: tuple[int, ...] = ()
-    confidences: tuple[float, ...] = ()  # the proposer's own probabilities; empty: unknown
     caught_up: bool = True  # False: still computing the prefix, ask again with the newest state
 
 
