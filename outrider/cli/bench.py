@@ -24,7 +24,7 @@ from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
-from outrider.client.sync import DEFAULT_TARGET
+from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError
 from outrider.rpc.credentials import TlsConfig
 

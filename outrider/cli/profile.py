@@ -12,7 +12,7 @@ import grpc
 
 from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.client import Client
-from outrider.client.sync import DEFAULT_TARGET
+from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import NodeRole, NodeState
 from outrider.profile import (

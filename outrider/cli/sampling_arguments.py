@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from outrider.client import GenerateOptions
-from outrider.client.sync import DEFAULT_TARGET
+from outrider.client.targets import DEFAULT_TARGET
 
 _NUMBERS = {
     "temperature": (float, "T", "0 takes the most likely token; default 1"),
@@ -26,7 +26,10 @@ _NUMBERS = {
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=f"the router; default {DEFAULT_TARGET}"
+        "--target",
+        default=DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help=f"the router, or several with commas between them; default {DEFAULT_TARGET}",
     )
     for name, (kind, metavar, text) in _NUMBERS.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")

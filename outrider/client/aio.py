@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -11,7 +13,10 @@ import grpc
 import grpc.aio
 
 from outrider.answer import CompleteResult, Delta
+from outrider.client.asked import Asked
+from outrider.client.continuation import Continuation, Step
 from outrider.client.options import (
+    DEFAULT_RESUME_WINDOW_SECONDS,
     GenerateOptions,
     Prompt,
     make_detokenize_request,
@@ -19,15 +24,18 @@ from outrider.client.options import (
     set_prompt,
     to_duration,
     with_request_id,
+    with_resume_window,
 )
 from outrider.client.record import StreamRecord
 from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
-from outrider.client.sync import DEFAULT_TARGET, DEFAULT_TIMEOUT_SECONDS
+from outrider.client.sync import ABORT_SECONDS, DEFAULT_TIMEOUT_SECONDS
+from outrider.client.targets import DEFAULT_TARGET, Targets
+from outrider.errors import OutriderError, PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import ChatMessage
 from outrider.rpc.channels import open_channel
 from outrider.rpc.credentials import TlsConfig, client_credentials
-from outrider.rpc.status import from_rpc_error
+from outrider.rpc.status import UNREACHABLE, from_rpc_error
 from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import complete_from_proto
 from outrider.wire.cluster import cluster_from_proto, model_from_proto
@@ -36,20 +44,27 @@ from outrider.wire.cluster import cluster_from_proto, model_from_proto
 class AsyncGenerateStream(StreamRecord):
     """Iterates over the Deltas of one request as they are verified. One reader.
 
-    Iterating raises OutriderErrors. Leaving the `async with` block, or `cancel()`, stops
-    the request on all nodes; iteration then just ends. (`break` alone would not: gRPC
-    cancels nothing then.)
+    A request with a resume window goes on as `GenerateStream` does. Iterating raises
+    OutriderErrors. Leaving the `async with` block, or `cancel()`, stops the request on all
+    nodes; iteration then just ends. (`break` alone would not: gRPC cancels nothing then.)
     """
 
     def __init__(
-        self, open_call: Callable[[float | None], Any], *, request_id: str, target: str, attempts: Attempts
+        self,
+        asked: Asked,
+        *,
+        open_call: Callable[[Step, float | None], Any],
+        abort: Callable[[str], Coroutine[Any, Any, None]],
+        targets: Targets,
+        attempts: Attempts,
     ) -> None:
-        super().__init__(request_id)
+        super().__init__(asked)
         self._open_call = open_call
-        self._target = target
-        self._attempts = attempts
+        self._abort = abort
+        self._aborting: asyncio.Task[None] | None = None
+        self._continuation = Continuation(self, asked, targets=targets, attempts=attempts)
         self._cancelled = asyncio.Event()
-        self._call = open_call(attempts.remaining_seconds())
+        self._call = self._open()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
@@ -64,30 +79,42 @@ class AsyncGenerateStream(StreamRecord):
                             yield delta
                 except grpc.RpcError as error:
                     if not self._cancelled.is_set():
-                        await self._try_again_after(error)
+                        await self._go_on_after(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._cancelled.is_set() or (task is not None and task.cancelling()):
                 raise  # it is the task that is cancelled, not this stream
         finally:
-            self._call.cancel()
+            self.cancel()
 
-    async def _try_again_after(self, rpc_error: grpc.RpcError) -> None:
-        """Waits and opens the next attempt. Raises: OutriderError when there is none."""
-        error = from_rpc_error(rpc_error, target=self._target)
-        seconds = self.next_attempt_after(error, self._attempts)
-        if seconds is None:
-            raise error from rpc_error
+    def _open(self) -> Any:
+        return self._open_call(self._continuation.step, self._continuation.remaining_seconds())
+
+    async def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
+        """Waits and opens the next call. Raises: OutriderError when there is none."""
+        error = from_rpc_error(rpc_error, target=self._continuation.step.target)
         try:
-            async with asyncio.timeout(seconds):
+            step = self._continuation.next_after(error)
+        except OutriderError as last:
+            raise last from rpc_error
+        try:
+            async with asyncio.timeout(step.pause_seconds):
                 await self._cancelled.wait()
         except TimeoutError:
-            self._call = self._open_call(self._attempts.remaining_seconds())
+            self._call = self._open()
 
     def cancel(self) -> None:
         """Stops the request everywhere. Idempotent."""
+        was_cancelled = self._cancelled.is_set()
         self._cancelled.set()
         self._call.cancel()
+        if not was_cancelled and self._continuation.leaves_work:
+            self._aborting = asyncio.create_task(self._abort(self.request_id))
+
+    async def wait_stopped(self) -> None:
+        """After `cancel`: until a router has said that the request is stopped, or none can be asked."""
+        if self._aborting is not None:
+            await self._aborting
 
     async def __aenter__(self) -> Self:
         return self
@@ -96,6 +123,7 @@ class AsyncGenerateStream(StreamRecord):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
+        await self.wait_stopped()
 
 
 class AsyncClient:
@@ -106,22 +134,33 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | Sequence[str] = DEFAULT_TARGET,
         *,
         tls: TlsConfig | None = None,
         token: str | None = None,
         retry: RetryPolicy = ONE_ATTEMPT,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        self.target = target
+        self._targets = Targets(target)
         self._timeout_seconds = timeout_seconds
         self._retry = retry
-        self._channel = open_channel(target, credentials=client_credentials(tls, token))
-        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
+        credentials, several = client_credentials(tls, token), len(self._targets) > 1
+        self._channels = {
+            target: open_channel(target, credentials=credentials, is_replaceable=several)
+            for target in self._targets.all
+        }
+        self._stubs = {target: router_pb2_grpc.RouterServiceStub(channel) for target, channel in self._channels.items()}
+        self._streams: weakref.WeakSet[AsyncGenerateStream] = weakref.WeakSet()
+
+    @property
+    def target(self) -> str:
+        """The one that answered last, at first the first one."""
+        return self._targets.current
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
         """Streams an answer."""
-        return self.generate_message(make_request(prompt, options), timeout_seconds=options.get("timeout_seconds"))
+        request = make_request(prompt, with_resume_window(options, self._targets))
+        return self.generate_message(request, timeout_seconds=options.get("timeout_seconds"))
 
     def generate_message(
         self,
@@ -131,43 +170,65 @@ class AsyncClient:
         metadata: Sequence[tuple[str, str]] = (),
     ) -> AsyncGenerateStream:
         """Streams an answer to a message that was made elsewhere."""
-        named = with_request_id(request)
-        return AsyncGenerateStream(
-            lambda seconds: self._stub.Generate(named, timeout=seconds, metadata=tuple(metadata)),
-            request_id=named.request_id,
-            target=self.target,
-            attempts=Attempts(self._retry, timeout_seconds=timeout_seconds),
+        asked = Asked.answer_to(with_request_id(request))
+        return self._stream(asked, timeout_seconds=timeout_seconds, metadata=metadata)
+
+    def resume(
+        self,
+        request_id: str,
+        next_positions: Mapping[int, int] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        resume_window_seconds: float = DEFAULT_RESUME_WINDOW_SECONDS,
+    ) -> AsyncGenerateStream:
+        """Streams the rest of an answer, as `Client.resume`."""
+        asked = Asked(
+            request_id=request_id,
+            request=None,
+            resume_window_seconds=resume_window_seconds,
+            next_positions=next_positions or {},
         )
+        return self._stream(asked, timeout_seconds=timeout_seconds)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""
         request = with_request_id(make_request(prompt, options))
-        return complete_from_proto(await self._call(self._stub.Complete, request, options.get("timeout_seconds")))
+        return complete_from_proto(await self._call("Complete", request, options.get("timeout_seconds")))
 
     async def abort(self, request_id: str) -> bool:
         """Stops a request everywhere. False: unknown or already finished."""
         request = router_pb2.AbortRequest(request_id=request_id)
-        return bool((await self._call(self._stub.Abort, request, self._timeout_seconds)).aborted)
+        lost: list[PeerLostError] = []
+        for target in self._targets.in_order():  # without a common store each knows only its own
+            try:
+                if (await self._call("Abort", request, self._timeout_seconds, only=target)).aborted:
+                    return True
+            except PeerLostError as error:
+                lost.append(error)
+        if len(lost) == len(self._targets):
+            raise lost[0]
+        return False
 
     async def tokenize(
         self, prompt: str | Sequence[ChatMessage], *, add_generation_prompt: bool | None = None
     ) -> list[int]:
         request = router_pb2.TokenizeRequest()
         set_prompt(request, prompt, add_generation_prompt=add_generation_prompt)
-        return list((await self._call(self._stub.Tokenize, request, self._timeout_seconds)).token_ids)
+        return list((await self._call("Tokenize", request, self._timeout_seconds)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
         request = make_detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
-        return str((await self._call(self._stub.Detokenize, request, self._timeout_seconds)).text)
+        return str((await self._call("Detokenize", request, self._timeout_seconds)).text)
 
     async def model(self) -> Model:
         request = router_pb2.GetModelRequest()
-        return model_from_proto(await self._call(self._stub.GetModel, request, self._timeout_seconds))
+        return model_from_proto(await self._call("GetModel", request, self._timeout_seconds))
 
     async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncGenerator[ClusterStatus, None]:
         """The cluster now, then again at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
-        call = self._stub.WatchCluster(request)
+        target = self._targets.current
+        call = self._stubs[target].WatchCluster(request)
         try:
             while True:
                 response = await call.read()
@@ -175,13 +236,17 @@ class AsyncClient:
                     return
                 yield cluster_from_proto(response)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, target=self.target) from error
+            raise from_rpc_error(error, target=target) from error
         finally:
             call.cancel()
 
     async def close(self) -> None:
         """Cancels what runs, and disconnects."""
-        await self._channel.close()
+        for stream in list(self._streams):
+            stream.cancel()
+            await stream.wait_stopped()
+        for channel in self._channels.values():
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,14 +256,44 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _call(self, method: Any, request: Any, timeout_seconds: float | None) -> Any:
+    def _stream(
+        self, asked: Asked, *, timeout_seconds: float | None, metadata: Sequence[tuple[str, str]] = ()
+    ) -> AsyncGenerateStream:
+        stream = AsyncGenerateStream(
+            asked,
+            open_call=lambda step, seconds: getattr(self._stubs[step.target], step.method)(
+                step.request, timeout=seconds, metadata=tuple(metadata)
+            ),
+            abort=self._abort_anywhere,
+            targets=self._targets,
+            attempts=Attempts(self._retry, timeout_seconds=timeout_seconds),
+        )
+        self._streams.add(stream)
+        return stream
+
+    async def _abort_anywhere(self, request_id: str) -> None:
+        """Asks each router that can be reached; one that cannot loses the request with its resume window."""
+        request = router_pb2.AbortRequest(request_id=request_id)
+        for target in self._targets.in_order():
+            with contextlib.suppress(grpc.RpcError):
+                if (await self._stubs[target].Abort(request, timeout=ABORT_SECONDS)).aborted:
+                    return
+
+    async def _call(self, method: str, request: Any, timeout_seconds: float | None, *, only: str | None = None) -> Any:
         attempts = Attempts(self._retry, timeout_seconds=timeout_seconds)
         while True:
-            try:
-                return await method(request, timeout=attempts.remaining_seconds())
-            except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error, target=self.target)
-                seconds = attempts.next_after(error)
-                if seconds is None:
-                    raise error from rpc_error
+            for target in self._targets.in_order() if only is None else (only,):
+                try:
+                    call = getattr(self._stubs[target], method)(request, timeout=attempts.remaining_seconds())
+                    response = await call
+                except grpc.RpcError as rpc_error:
+                    error, cause = from_rpc_error(rpc_error, target=target), rpc_error
+                    if error.reason != UNREACHABLE:
+                        break
+                else:
+                    self._targets.current = target
+                    return response
+            seconds = attempts.next_after(error)
+            if seconds is None:
+                raise error from cause
             await asyncio.sleep(seconds)

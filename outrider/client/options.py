@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from google.protobuf import duration_pb2
 
+from outrider.client.targets import Targets
 from outrider.errors import InvalidRequestError
 from outrider.request import ChatMessage
 from outrider.v1 import router_pb2
@@ -16,6 +17,8 @@ from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids, or a chat."""
+DEFAULT_RESUME_WINDOW_SECONDS = 30.0
+"""For clients of several routers."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -59,7 +62,7 @@ class GenerateOptions(TypedDict, total=False):
     verification_method: str  # "coupled", "rejection", "typical"
     # the request
     priority: int
-    resume_window_seconds: float
+    resume_window_seconds: float | None  # None: not resumable
     generated_token_ids: Sequence[int]
     # the call
     timeout_seconds: float
@@ -99,8 +102,9 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
         request.speculation.method = _choose(VERIFICATION_METHODS, options["verification_method"], "speculation.method")
     for name in _PLAIN:
         _assign(request, name, values.get(name), name)
-    if "resume_window_seconds" in options:
-        request.resume_window.CopyFrom(to_duration(options["resume_window_seconds"], field="resume_window"))
+    resume_window_seconds = options.get("resume_window_seconds")
+    if resume_window_seconds is not None:
+        request.resume_window.CopyFrom(to_duration(resume_window_seconds, field="resume_window"))
     return request
 
 
@@ -111,6 +115,13 @@ def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateR
     named = router_pb2.GenerateRequest(request_id=str(uuid4()))
     named.MergeFrom(request)
     return named
+
+
+def with_resume_window(options: GenerateOptions, targets: Targets) -> GenerateOptions:
+    """With several routers an answer is resumable, unless the options say how long, or None."""
+    if len(targets) == 1 or "resume_window_seconds" in options:
+        return options
+    return {**options, "resume_window_seconds": DEFAULT_RESUME_WINDOW_SECONDS}
 
 
 def make_detokenize_request(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.answer import Delta, Finished, Started, Summary
-from outrider.client.retry import Attempts
-from outrider.errors import InternalError, OutriderError, PeerLostError
+from outrider.client.asked import Asked
+from outrider.errors import InternalError
 from outrider.v1 import router_pb2
 from outrider.wire.answer import event_from_proto
 
@@ -12,49 +14,82 @@ from outrider.wire.answer import event_from_proto
 class StreamRecord:
     """Sorts a stream's events. The base of both clients' streams."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, asked: Asked) -> None:
+        self.request_id = asked.request_id
         """The request's name on its router from the first moment, for `abort` and for logs."""
+        self.num_events = 0
+        self._num_brought_tokens = 0 if asked.request is None else len(asked.request.generated_token_ids)
+        self._is_sent_again = False
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
         self._token_ids: dict[int, list[int]] = {}
+        self._next_positions = dict(asked.next_positions)
+        self._ended_texts: set[int] = set()  # samples whose held-back text has come
         self.finished: dict[int, Finished] = {}
         """By sample, as they end."""
 
     def take(self, event: router_pb2.GenerateResponse) -> Delta | None:
-        """The event's Delta; other events are only recorded."""
+        """The event's Delta; other events are only recorded.
+
+        Raises: InternalError for a Delta that leaves a gap or repeats a token, and for a
+        Started of another request.
+        """
+        self.num_events += 1
         value = event_from_proto(event)
         match value:
             case Started():
-                self._started = value
+                self._take_started(value)
             case Delta():
-                self._text.setdefault(value.sample, []).append(value.text)
-                self._token_ids.setdefault(value.sample, []).extend(value.token_ids)
-                return value
+                return self._take_delta(value)
             case Finished():
                 self.finished[value.sample] = value
             case Summary():
+                if self._is_sent_again:  # that call made only a part of them
+                    value = replace(value, usage=replace(value.usage, num_generated_tokens=self.num_tokens))
                 self._summary = value
         return None
 
-    def next_attempt_after(self, error: OutriderError, attempts: Attempts) -> float | None:
-        """How long to wait before the request is sent again; None: the error stands.
+    def _take_started(self, started: Started) -> None:
+        before = self._started
+        if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
+            raise InternalError(f"{started.router} resumed another request than {self.request_id!r}")
+        self._started = started
 
-        What has begun to arrive is not begun again: the error's notes then say how to go on.
-        """
-        if self.has_deltas:
-            if isinstance(error, PeerLostError):
-                num_tokens = sum(map(len, self._token_ids.values()))
-                error.add_note(
-                    f"{num_tokens} tokens had arrived, and this version has no Resume: to go on, send the request "
-                    "again with this seed and generated_token_ids"
-                )
-            return None
-        seconds = attempts.next_after(error)
-        if seconds is not None:
-            self._started = None  # of the next attempt nothing is known yet
-        return seconds
+    def _take_delta(self, delta: Delta) -> Delta | None:
+        """None for text that came before the stream was resumed: no token tells the router that we have it."""
+        sample = delta.sample
+        expected = self._next_positions.get(sample, delta.start_position)
+        if delta.start_position != expected:
+            raise InternalError(f"sample {sample} went on at {delta.start_position}, {expected} was next")
+        if not delta.token_ids:
+            if sample in self._ended_texts:
+                return None
+            self._ended_texts.add(sample)
+        self._next_positions[sample] = expected + len(delta.token_ids)
+        self._text.setdefault(sample, []).append(delta.text)
+        self._token_ids.setdefault(sample, []).extend(delta.token_ids)
+        return delta
+
+    def next_positions(self) -> dict[int, int]:
+        """By sample, as Resume asks for them: what is left out starts at the end of the prompt."""
+        if self._num_brought_tokens and self._started is not None:
+            first = self._started.num_prompt_tokens + self._num_brought_tokens
+            return {0: first, **self._next_positions}
+        return dict(self._next_positions)
+
+    def mark_sent_again(self) -> None:
+        """The next call brings the tokens that have come so far."""
+        self._is_sent_again = True
+
+    def forget_start(self) -> None:
+        """Another attempt begins, which may draw another seed."""
+        self._started = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples so far."""
+        return sum(map(len, self._token_ids.values()))
 
     @property
     def has_started(self) -> bool:

@@ -19,8 +19,8 @@ class RetryPolicy:
     a node or the router lost (PeerLostError).
 
     Every attempt has the same `request_id`, so the router never runs two of them at a time.
-    Once a part of an answer has arrived there is no other attempt: that would take
-    `Resume`, which this version of the router does not have.
+    Once a part of an answer has arrived it is resumed instead, if the request has a resume
+    window, as often as that takes: no attempt is counted.
     """
 
     max_attempts: int = 4

@@ -36,14 +36,21 @@ def server_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Cha
     ]
 
 
-def channel_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk: bool = False) -> ChannelOptions:
-    """Options of a channel. `bulk`: a TCP connection of its own, so that payload never delays a token stream."""
+def channel_options(
+    *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk: bool = False, is_replaceable: bool = False
+) -> ChannelOptions:
+    """Options of a channel.
+
+    `bulk`: a TCP connection of its own, so that payload never delays a token stream.
+    `is_replaceable`: another server can do the same, so one that does not answer pings for
+    some seconds is given up.
+    """
     options: ChannelOptions = [
         ("grpc.enable_http_proxy", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_time_ms", 2_000 if is_replaceable else 10_000),
+        ("grpc.keepalive_timeout_ms", 3_000 if is_replaceable else 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # How long one attempt to connect may take, whatever its name says: a busy server needs a moment.
@@ -54,7 +61,7 @@ def channel_options(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk:
     if not bulk:
         # gRPC's own pings, by which it measures, hold the keepalive up until they time out: after a minute by default.
         # Behind payload on a slow network an answer may take as long.
-        options.append(("grpc.http2.ping_timeout_ms", 15_000))
+        options.append(("grpc.http2.ping_timeout_ms", 3_000 if is_replaceable else 15_000))
     else:
         options += [
             ("grpc.use_local_subchannel_pool", 1),
@@ -72,6 +79,7 @@ def open_channel(
     credentials: grpc.ChannelCredentials | None = None,
     server_name: str = "",
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    is_replaceable: bool = False,
 ) -> grpc.aio.Channel:
     """A channel to "host:port" (or any gRPC target). Dials lazily, never through a proxy.
 
@@ -79,7 +87,7 @@ def open_channel(
     `server_name`: what the other side's certificate must be for, where the target is an
     address that was found by that name.
     """
-    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk)
+    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk, is_replaceable=is_replaceable)
     credentials = credentials or _credentials_of(tls)
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
@@ -89,10 +97,14 @@ def open_channel(
 
 
 def open_sync_channel(
-    target: str, *, credentials: grpc.ChannelCredentials | None = None, server_name: str = ""
+    target: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+    is_replaceable: bool = False,
 ) -> grpc.Channel:
     """As `open_channel`, for threads without an event loop."""
-    options = channel_options()
+    options = channel_options(is_replaceable=is_replaceable)
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
     if server_name:

@@ -13,6 +13,8 @@ from outrider import errors
 
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
+UNREACHABLE = "UNREACHABLE"
+"""Reason of a PeerLostError where gRPC itself says so: nobody answered, or the connection broke."""
 
 _CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -82,7 +84,7 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
     if kind is errors.PeerLostError:
         arguments["node"] = info.metadata.get("node", target)
         if not info.reason:  # gRPC's own words: nobody answered
-            arguments["reason"] = "UNREACHABLE"
+            arguments["reason"] = UNREACHABLE
             message = f"{target} cannot be reached: {message}" if target else message
     return kind(message, **arguments)
 

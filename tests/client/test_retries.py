@@ -49,12 +49,12 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
     def Generate(self, request, context):
         parts, error = self._next(request, context)
-        for part in parts:
+        for index, part in enumerate(parts):
             if part == "started":
                 started = router_pb2.Started(num_prompt_tokens=3, seed=len(self.requests))
                 yield router_pb2.GenerateResponse(request_id=request.request_id, started=started)
             else:
-                delta = router_pb2.Delta(start_position=3, token_ids=[7], text=part)
+                delta = router_pb2.Delta(start_position=2 + index, token_ids=[7], text=part)
                 yield router_pb2.GenerateResponse(delta=delta)
         self._end(context, error)
         yield router_pb2.GenerateResponse(request_id=request.request_id, summary=router_pb2.Summary())
@@ -150,7 +150,7 @@ def test_after_the_first_token_there_is_no_second_attempt(generate, router):
     with pytest.raises(PeerLostError, match="decode-0 is lost") as caught:
         generate()
     assert len(router.requests) == 1
-    assert "1 tokens had arrived, and this version has no Resume" in caught.value.__notes__[0]
+    assert "1 tokens had arrived of a request without a resume window" in caught.value.__notes__[0]
 
 
 def test_our_own_earlier_attempt_that_still_runs_is_waited_for(generate, complete, router):

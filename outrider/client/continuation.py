@@ -1,0 +1,190 @@
+"""How a Generate stream goes on when its call has failed: where, with which call, and when.
+
+A request with a resume window is resumed: on the router that it was on, then on the others,
+until its window has passed. A router that does not know it (it died before it stored the
+request, or there is no common store) gets it again, with the tokens that have arrived and
+the seed of Started. A request without a window is sent again only while nothing of its
+answer has arrived.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.client.asked import Asked
+from outrider.client.record import StreamRecord
+from outrider.client.retry import Attempts
+from outrider.client.targets import Targets
+from outrider.errors import (
+    AbortedError,
+    AlreadyRunningError,
+    CapacityError,
+    NotFoundError,
+    NotSupportedError,
+    OutriderError,
+    PeerLostError,
+)
+from outrider.rpc.status import UNREACHABLE
+from outrider.v1 import router_pb2
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next call of a stream."""
+
+    target: str
+    request: router_pb2.GenerateRequest | router_pb2.ResumeRequest
+    pause_seconds: float = 0.0  # before it
+
+    @property
+    def method(self) -> str:
+        return "Resume" if isinstance(self.request, router_pb2.ResumeRequest) else "Generate"
+
+
+class Continuation:
+    """One stream's way through calls and routers. One owner."""
+
+    def __init__(
+        self,
+        record: StreamRecord,
+        asked: Asked,
+        *,
+        targets: Targets,
+        attempts: Attempts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._record = record
+        self._request = asked.request
+        self._window_seconds = asked.resume_window_seconds
+        self._targets = targets
+        self._attempts = attempts
+        self._clock = clock
+        self._num_events = 0  # that the record had when the last call began
+        self._num_failures = 0  # since the last event
+        self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
+        self._is_over = False  # refused, or another stream's now
+        self.step = Step(targets.current, self._resume() if asked.request is None else asked.request)
+
+    @property
+    def leaves_work(self) -> bool:
+        """Whether a router would keep on with the answer when nobody reads it any more."""
+        return self._window_seconds is not None and not self._record.is_complete and not self._is_over
+
+    def remaining_seconds(self) -> float | None:
+        """What is left for the call at hand; None: no limit."""
+        return self._attempts.remaining_seconds()
+
+    def next_after(self, error: OutriderError) -> Step:
+        """The call that follows one that failed. Raises: `error`, where none does."""
+        self.note_progress()
+        try:
+            resumable = self._window_seconds is not None
+            self.step = self._resumed_after(error) if resumable else self._begun_again_after(error)
+            remaining = self.remaining_seconds()
+            if remaining is not None and self.step.pause_seconds >= remaining:
+                raise error
+        except OutriderError:
+            is_late = isinstance(error, AbortedError) and error.reason == "DEADLINE_EXCEEDED"
+            self._is_over = not is_late and (isinstance(error, AbortedError) or not self._record.has_started)
+            raise
+        return self.step
+
+    def note_progress(self) -> None:
+        """Takes note of what has arrived."""
+        if self._record.num_events > self._num_events:
+            self._num_events = self._record.num_events
+            self._num_failures, self._lost_at = 0, None
+            self._targets.current = self.step.target
+
+    # ------------------------------------------------------------ with a resume window
+
+    def _resumed_after(self, error: OutriderError) -> Step:
+        assert self._window_seconds is not None
+        step, is_first = self.step, self._lost_at is None
+        if is_first and isinstance(error, CapacityError) and not self._record.has_started:
+            return self._attempted_again(error, step.target)  # refused, not lost
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+        if self._clock() - self._lost_at > self._window_seconds:
+            raise error
+        if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
+            return self._sent_again(error)
+        if step.method == "Generate" and isinstance(error, AlreadyRunningError) and not is_first:
+            return self._paused(step.target, self._resume())  # an earlier call reached it after all
+        if not isinstance(error, (PeerLostError, CapacityError)) and not _was_cancelled_there(error):
+            raise error
+        if not self._record.has_started and self._num_failures >= len(self._targets):
+            self._num_failures, self._lost_at = 0, None
+            return self._attempted_again(error, step.target)  # no router could be asked
+        # The router that had the call first: it may only have lost the connection.
+        return self._paused(step.target if is_first else self._targets.after(step.target), self._resume())
+
+    def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
+        """Every target gets a call at once; then there are pauses."""
+        self._num_failures += 1
+        num_pauses = self._num_failures - len(self._targets)
+        if num_pauses <= 0:
+            return Step(target, request)
+        seconds = min(_FIRST_PAUSE_SECONDS * 2.0 ** (num_pauses - 1), _LONGEST_PAUSE_SECONDS)
+        return Step(target, request, seconds * random.uniform(0.75, 1.25))  # noqa: S311 no secret
+
+    def _resume(self) -> router_pb2.ResumeRequest:
+        return router_pb2.ResumeRequest(
+            request_id=self._record.request_id, next_positions=self._record.next_positions()
+        )
+
+    def _sent_again(self, error: OutriderError) -> Step:
+        """The request, to a router that does not know it. Raises: `error`."""
+        record = self._record
+        if self._request is None:
+            raise error
+        request = router_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        if record.has_started:
+            request.sampling.seed = record.started.seed
+        if record.has_deltas:
+            if request.sampling.n > 1:
+                error.add_note("the samples had begun to arrive, and only an answer of one sample can be sent again")
+                raise error
+            request.generated_token_ids.extend(record.token_ids())
+            record.mark_sent_again()
+        return Step(self.step.target, request)
+
+    # ------------------------------------------------------------ without
+
+    def _begun_again_after(self, error: OutriderError) -> Step:
+        record, request = self._record, self._request
+        if record.has_deltas or request is None:
+            if isinstance(error, PeerLostError):
+                error.add_note(
+                    f"{record.num_tokens} tokens had arrived of a request without a resume window: to go on, send it "
+                    "again with this seed and generated_token_ids"
+                )
+            raise error
+        if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:
+            self._num_failures += 1
+            target = self._targets.after(self.step.target)
+            if self._num_failures % len(self._targets):  # not every one was tried
+                record.forget_start()
+                return Step(target, request)
+            return self._attempted_again(error, target)
+        return self._attempted_again(error, self.step.target)
+
+    def _attempted_again(self, error: OutriderError, target: str) -> Step:
+        """As the retry policy says. Raises: `error`, where that says no."""
+        seconds = self._attempts.next_after(error)
+        if seconds is None or self._request is None:
+            raise error
+        self._record.forget_start()  # of the next attempt nothing is known yet
+        return Step(target, self._request, seconds)
+
+
+def _was_cancelled_there(error: OutriderError) -> bool:
+    """A router that stops may cancel its calls. (A call that is cancelled here is not continued.)"""
+    return isinstance(error, AbortedError) and error.reason == "CANCELLED"

@@ -1,0 +1,160 @@
+"""A router without nodes that resumes: its tokens follow from seed, sample and position alone.
+
+Requests are files of a directory, which several such routers may share. As a program:
+`python -m tests.client.answering_router DIRECTORY PORT SECONDS_PER_STEP`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+
+from outrider.errors import AbortedError, AlreadyRunningError, NotFoundError, PeerLostError
+from outrider.rpc.status import DETAILS_KEY, status_code, to_status
+from outrider.v1 import router_pb2, router_pb2_grpc
+
+NUM_PROMPT_TOKENS = 3
+NUM_TOKENS = 40
+TOKENS_PER_DELTA = 2
+WAIT_SECONDS = 30.0
+
+
+def token_at(seed, sample, position):
+    return (seed * 7919 + sample * 104_729 + position * 31) % 50_000
+
+
+def answer(seed, *, n=1, starts=None):
+    """Messages from `starts` (by sample, else the prompt's end): Deltas of two tokens, held-back text, Finished."""
+    starts = starts or {}
+    end = NUM_PROMPT_TOKENS + NUM_TOKENS
+    by_sample = []
+    for sample in range(n):
+        first = starts.get(sample, NUM_PROMPT_TOKENS)
+        deltas = []
+        for position in range(first, end, TOKENS_PER_DELTA):
+            ids = [token_at(seed, sample, at) for at in range(position, min(position + TOKENS_PER_DELTA, end))]
+            deltas.append(delta(sample, position, ids, "".join(f" {token}" for token in ids)))
+        deltas.append(delta(sample, end, [], " held back"))
+        finished = router_pb2.Finished(sample=sample, reason=router_pb2.FINISH_REASON_LENGTH)
+        by_sample.append([*deltas, router_pb2.GenerateResponse(finished=finished)])
+    for messages in itertools.zip_longest(*by_sample):
+        yield from (message for message in messages if message is not None)
+
+
+def delta(sample, position, token_ids, text):
+    return router_pb2.GenerateResponse(
+        delta=router_pb2.Delta(sample=sample, start_position=position, token_ids=token_ids, text=text)
+    )
+
+
+class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
+    """`faults`: what the next calls do, first first: a number of messages before UNAVAILABLE, an error, or None."""
+
+    def __init__(self, directory: Path, *, seconds_per_step: float = 0.0) -> None:
+        self.directory = directory
+        self.seconds_per_step = seconds_per_step
+        self.faults = []
+        self.calls = []  # (method, request)
+        self.aborted = []
+        self._attached = {}  # by request id: the number of the stream that has the answer
+        self._numbers = itertools.count()
+
+    def Generate(self, request, context):
+        fault = self._begin("Generate", request)
+        path = self.directory / request.request_id
+        if isinstance(fault, Exception):
+            fail(context, fault)
+        if path.exists():
+            fail(context, AlreadyRunningError("running"))
+        if not request.sampling.HasField("seed"):
+            request.sampling.seed = time.monotonic_ns() % 1000
+        path.write_bytes(request.SerializeToString())
+        num_brought = len(request.generated_token_ids)
+        expected = [token_at(request.sampling.seed, 0, NUM_PROMPT_TOKENS + index) for index in range(num_brought)]
+        assert list(request.generated_token_ids) == expected
+        yield from self._stream(request, {0: NUM_PROMPT_TOKENS + num_brought}, fault, context)
+
+    def Resume(self, request, context):
+        fault = self._begin("Resume", request)
+        path = self.directory / request.request_id
+        if isinstance(fault, Exception):
+            fail(context, fault)
+        if not path.exists():
+            fail(context, NotFoundError(f"no request {request.request_id}"))
+        stored = router_pb2.GenerateRequest.FromString(path.read_bytes())
+        yield from self._stream(stored, dict(request.next_positions), fault, context)
+
+    def Abort(self, request, context):
+        path = self.directory / request.request_id
+        is_known = path.exists()
+        path.unlink(missing_ok=True)
+        if is_known:
+            self.aborted.append(request.request_id)
+        return router_pb2.AbortResponse(aborted=is_known)
+
+    def GetModel(self, request, context):
+        fault = self._begin("GetModel", request)
+        if isinstance(fault, Exception):
+            fail(context, fault)
+        return router_pb2.GetModelResponse(name="m")
+
+    def store(self, request_id, *, seed=0):
+        """As another router of this store would have done."""
+        request = router_pb2.GenerateRequest(request_id=request_id)
+        request.sampling.seed = seed
+        (self.directory / request_id).write_bytes(request.SerializeToString())
+
+    def methods(self):
+        return [method for method, _ in self.calls]
+
+    def _begin(self, method, request):
+        self.calls.append((method, request))
+        return self.faults.pop(0) if self.faults else None
+
+    def _stream(self, request, starts, num_messages, context):
+        request_id, seed, n = request.request_id, request.sampling.seed, request.sampling.n or 1
+        number = self._attached[request_id] = next(self._numbers)
+        started = router_pb2.Started(num_prompt_tokens=NUM_PROMPT_TOKENS, seed=seed)
+        first = router_pb2.GenerateResponse(request_id=request_id, started=started)
+        for num_sent, message in enumerate([first, *answer(seed, n=n, starts=starts)]):
+            if num_messages is not None and num_sent == num_messages:
+                fail(context, PeerLostError("scripted", retry_after_seconds=0.0))
+            if self._attached[request_id] != number:
+                fail(context, AbortedError("another stream has the answer"))
+            yield message
+            time.sleep(self.seconds_per_step)
+        num_generated = n * NUM_TOKENS - len(request.generated_token_ids)
+        usage = router_pb2.Usage(num_prompt_tokens=NUM_PROMPT_TOKENS, num_generated_tokens=num_generated)
+        yield router_pb2.GenerateResponse(request_id=request_id, summary=router_pb2.Summary(usage=usage))
+
+
+def fail(context, error):
+    context.set_trailing_metadata(((DETAILS_KEY, to_status(error).SerializeToString()),))
+    context.abort(status_code(error), error.message)
+
+
+class Serving:
+    """A router on a port; `stop` breaks its calls off."""
+
+    def __init__(self, router: AnsweringRouter, *, port: int = 0) -> None:
+        self.router = router
+        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        router_pb2_grpc.add_RouterServiceServicer_to_server(router, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        assert self._server.stop(0).wait(WAIT_SECONDS)
+
+
+if __name__ == "__main__":
+    serving = Serving(AnsweringRouter(Path(sys.argv[1]), seconds_per_step=float(sys.argv[3])), port=int(sys.argv[2]))
+    sys.stdout.write(serving.address + "\n")
+    sys.stdout.flush()
+    threading.Event().wait()

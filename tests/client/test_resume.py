@@ -1,0 +1,416 @@
+"""A stream survives its router: resumed there, on another one, or sent again; and when it is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider.client import AsyncClient, Client, RetryPolicy
+from outrider.client.targets import Targets
+from outrider.errors import (
+    AbortedError,
+    AlreadyRunningError,
+    CapacityError,
+    InternalError,
+    NotFoundError,
+    PeerLostError,
+)
+from tests.client.answering_router import NUM_PROMPT_TOKENS, NUM_TOKENS, AnsweringRouter, Serving, answer, delta
+
+WAIT_SECONDS = 30.0
+NOBODY = "127.0.0.1:1"
+SEED = 5
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(store) → a Serving; those of the same store know each other's requests."""
+    running = []
+
+    def start_router(store="store", **options):
+        directory = tmp_path / store
+        directory.mkdir(exist_ok=True)
+        running.append(Serving(AnsweringRouter(directory, **options)))
+        return running[-1]
+
+    yield start_router
+    for serving in running:
+        serving.stop()
+
+
+def at(number, action):
+    """What `on_delta` may be: does something at this Delta."""
+    return lambda index: action() and False if index == number else None
+
+
+class SyncReader:
+    """Runs a whole stream and keeps its Deltas."""
+
+    def __init__(self, targets, **client_options):
+        self.deltas = []
+        self._client = Client(targets, **client_options)
+
+    def read(self, open_stream, on_delta=lambda _index: None):
+        with self._client as client, open_stream(client) as stream:
+            for index, new in enumerate(stream):
+                self.deltas.append(new)
+                if on_delta(index):
+                    break
+        return stream
+
+    def generate(self, *, on_delta=lambda _index: None, **options):
+        return self.read(lambda client: client.generate("hello", **{"seed": SEED, **options}), on_delta)
+
+
+class AsyncReader(SyncReader):
+    def __init__(self, targets, **client_options):
+        self.deltas = []
+        self._make_client = lambda: AsyncClient(targets, **client_options)
+
+    def read(self, open_stream, on_delta=lambda _index: None):
+        async def run():
+            async with self._make_client() as client, open_stream(client) as stream:
+                index = 0
+                async for new in stream:
+                    self.deltas.append(new)
+                    if on_delta(index):
+                        break
+                    index += 1
+            return stream
+
+        return asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
+
+
+@pytest.fixture(params=[SyncReader, AsyncReader])
+def reader_of(request):
+    return request.param
+
+
+def assert_whole(reader, stream, *, n=1, seed=SEED):
+    """Every token and all text once, in order, whatever happened in between."""
+    expected = [message.delta for message in answer(seed, n=n) if message.HasField("delta")]
+    for sample in range(n):
+        of_sample = [entry for entry in expected if entry.sample == sample]
+        token_ids = tuple(token for entry in of_sample for token in entry.token_ids)
+        assert stream.token_ids(sample) == token_ids
+        assert stream.text(sample) == "".join(entry.text for entry in of_sample)
+        position = NUM_PROMPT_TOKENS
+        for new in (new for new in reader.deltas if new.sample == sample):
+            assert new.start_position == position
+            position += len(new.token_ids)
+    assert stream.is_complete
+    assert stream.finished.keys() == set(range(n))
+    assert stream.started.seed == seed
+    assert stream.summary.usage.num_generated_tokens == n * NUM_TOKENS
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_broken_stream_is_resumed_on_the_same_router(reader_of, start, n):
+    first, second = start(), start()
+    whole = list(answer(SEED, n=n))
+    # Before and after Started, in the middle, behind a sample's held-back text, before the summary.
+    first.router.faults = [0, 1, 7, len(whole) // 2, 1]
+    reader = reader_of([first.address, second.address])
+    stream = reader.generate(n=n)
+    assert_whole(reader, stream, n=n)
+    assert first.router.methods()[0] == "Generate"
+    assert set(first.router.methods()[1:]) == {"Resume"}
+    assert second.router.calls == []
+    assert not first.router.aborted
+
+
+def test_every_place_where_a_stream_can_break(reader_of, start):
+    whole = list(answer(SEED))
+    serving = start()
+    for num_messages in range(len(whole) + 2):
+        serving.router.faults = [num_messages, None]
+        reader = reader_of(serving.address)
+        assert_whole(reader, reader.generate(resume_window_seconds=10.0, request_id=f"r{num_messages}"))
+
+
+def test_a_router_that_is_gone_is_replaced_by_another_of_its_store(reader_of, start):
+    first, second = start(seconds_per_step=0.005), start()
+    reader = reader_of(f"{first.address}, {second.address}")
+    stream = reader.generate(n=2, on_delta=at(9, first.stop))
+    assert_whole(reader, stream, n=2)
+    assert second.router.methods() == ["Resume"]
+    first_resumed = second.router.calls[0][1]
+    assert first_resumed.next_positions.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("seed", [SEED, None])
+def test_without_a_common_store_the_request_is_sent_again_with_what_has_come(reader_of, start, seed):
+    first, second = start("one", seconds_per_step=0.005), start("other")
+    reader = reader_of([first.address, second.address])
+    stream = reader.generate(seed=seed, on_delta=at(4, first.stop))
+    assert_whole(reader, stream, seed=stream.started.seed)
+    assert second.router.methods() == ["Resume", "Generate"]
+    again = second.router.calls[1][1]
+    assert len(again.generated_token_ids) >= 10
+    assert (again.request_id, again.sampling.seed) == (stream.request_id, stream.started.seed)
+
+
+def test_several_samples_that_had_begun_cannot_be_sent_again(reader_of, start):
+    first, second = start("one", seconds_per_step=0.005), start("other")
+    with pytest.raises(NotFoundError) as raised:
+        reader_of([first.address, second.address]).generate(n=2, on_delta=at(4, first.stop))
+    assert "only an answer of one sample" in raised.value.__notes__[0]
+
+
+def test_a_router_that_cannot_be_reached_at_first_is_passed_over(reader_of, start):
+    serving = start()
+    reader = reader_of([NOBODY, serving.address])
+    assert_whole(reader, reader.generate())
+    assert serving.router.methods() == ["Resume", "Generate"]
+    reader = reader_of([NOBODY, serving.address])
+    assert_whole(reader, reader.generate(resume_window_seconds=None))
+    assert not serving.router.calls[-1][1].HasField("resume_window")
+
+
+@pytest.mark.parametrize("first_fault", [PeerLostError("?"), 6])
+def test_an_earlier_call_that_arrived_after_all_is_resumed(reader_of, start, first_fault):
+    serving = start()
+    if first_fault != 6:
+        serving.router.store("mine", seed=SEED)
+    serving.router.faults = [first_fault, NotFoundError("not yet"), AlreadyRunningError("now"), None]
+    reader = reader_of(serving.address)
+    assert_whole(reader, reader.generate(request_id="mine", resume_window_seconds=10.0))
+    assert serving.router.methods() == ["Generate", "Resume", "Generate", "Resume"]
+
+
+def test_an_id_that_is_in_use_is_an_error_and_is_not_aborted(reader_of, start):
+    serving = start()
+    serving.router.store("theirs")
+    with pytest.raises(AlreadyRunningError):
+        reader_of([serving.address, NOBODY]).generate(request_id="theirs")
+    assert serving.router.methods() == ["Generate"]
+    assert not serving.router.aborted
+
+
+def test_no_room_while_resuming_is_waited_for(reader_of, start):
+    serving = start()
+    full = CapacityError("full", retry_after_seconds=0.1)
+    serving.router.faults = [4, full, full, PeerLostError("no node", reason="NO_NODE"), None]
+    reader = reader_of(serving.address)
+    assert_whole(reader, reader.generate(resume_window_seconds=10.0))
+
+
+def test_a_full_system_refuses_as_ever(reader_of, start):
+    first, second = start(), start()
+    first.router.faults = [CapacityError("full", retry_after_seconds=0.01)] * 2
+    with pytest.raises(CapacityError):
+        reader_of([first.address, second.address]).generate()
+    assert second.router.calls == []
+    reader = reader_of([first.address, second.address], retry=RetryPolicy(initial_backoff_seconds=0.01))
+    assert_whole(reader, reader.generate())
+    assert first.router.methods() == ["Generate"] * 3
+
+
+def test_a_stream_whose_answer_another_one_took_over_ends(reader_of, start):
+    serving = start(seconds_per_step=0.005)
+    other = Client(serving.address)
+    taken = []
+
+    def take_over(index):
+        if index == 3:
+            taken.append(threading.Thread(target=lambda: taken.append(list(other.resume("mine")))))
+            taken[0].start()
+
+    with pytest.raises(AbortedError, match="another stream has the answer"):
+        reader_of([serving.address, NOBODY]).generate(request_id="mine", on_delta=take_over)
+    taken[0].join(WAIT_SECONDS)
+    assert sum(len(new.token_ids) for new in taken[1]) == NUM_TOKENS  # and it was not aborted
+    other.close()
+
+
+def test_the_resume_window_limits_how_long_it_is_tried(reader_of, start):
+    serving = start(seconds_per_step=0.005)
+    lost_at = []
+
+    def stop(index):
+        if index == 3:
+            serving.stop()
+            lost_at.append(time.monotonic())
+
+    with pytest.raises(PeerLostError):
+        reader_of([serving.address, NOBODY]).generate(resume_window_seconds=1.0, on_delta=stop)
+    assert 0.9 < time.monotonic() - lost_at[0] < 6.0  # the last pause and the last tries come on top
+
+
+def test_the_deadline_limits_it_as_well(reader_of, start):
+    serving = start(seconds_per_step=0.005)
+    began_at = time.monotonic()
+    with pytest.raises((PeerLostError, AbortedError)):
+        reader_of([serving.address, NOBODY]).generate(
+            timeout_seconds=1.5,
+            on_delta=at(3, serving.stop),
+        )
+    assert time.monotonic() - began_at < 5.0
+
+
+def test_nobody_at_all_is_told_at_once(reader_of):
+    began_at = time.monotonic()
+    with pytest.raises(PeerLostError):
+        reader_of([NOBODY, "127.0.0.1:2"]).generate()
+    assert time.monotonic() - began_at < 10.0
+
+
+def test_an_answer_that_is_left_early_is_aborted_in_spite_of_its_window(reader_of, start):
+    serving = start(seconds_per_step=0.01)
+    stream = reader_of(serving.address).generate(resume_window_seconds=30.0, on_delta=lambda index: index == 3)
+    assert serving.router.aborted == [stream.request_id]
+    stream = reader_of(serving.address).generate(on_delta=lambda index: index == 3)
+    assert serving.router.aborted == [serving.router.aborted[0]]  # without one, gRPC's cancellation does it
+
+
+def test_closing_the_client_aborts_what_it_streams(start):
+    serving = start(seconds_per_step=0.01)
+    client = Client(serving.address)
+    stream = client.generate("hello", resume_window_seconds=30.0)
+    assert next(iter(stream)).token_ids
+    client.close()
+    assert serving.router.aborted == [stream.request_id]
+
+
+async def test_closing_the_async_client_aborts_what_it_streams(start):
+    serving = start(seconds_per_step=0.01)
+    client = AsyncClient(serving.address)
+    stream = client.generate("hello", resume_window_seconds=30.0)
+    async for _ in stream:
+        await client.close()
+        break
+    assert serving.router.aborted == [stream.request_id]
+
+
+def test_a_resume_window_is_the_default_with_several_routers_only(reader_of, start):
+    serving = start()
+
+    def window(targets, **options):
+        reader_of(targets).generate(**options)
+        asked = [request for method, request in serving.router.calls if method == "Generate"][-1]
+        return asked.resume_window.seconds if asked.HasField("resume_window") else None
+
+    assert window(serving.address) is None
+    assert window([serving.address, NOBODY]) == 30
+    assert window([serving.address, NOBODY], resume_window_seconds=7.0) == 7
+    assert window([serving.address, NOBODY], resume_window_seconds=None) is None
+    assert window(serving.address, resume_window_seconds=9.0) == 9
+
+
+def test_an_answer_is_resumed_by_its_id_from_any_position(reader_of, start):
+    first, second = start(), start()
+    first.router.faults = [9]
+    with pytest.raises(PeerLostError):
+        reader_of(first.address).generate(request_id="mine", n=2)
+    reader = reader_of([NOBODY, second.address])
+    stream = reader.read(lambda client: client.resume("mine", {1: NUM_PROMPT_TOKENS + NUM_TOKENS - 1}))
+    assert len(stream.token_ids(0)) == NUM_TOKENS
+    assert len(stream.token_ids(1)) == 1
+    assert stream.is_complete
+    with pytest.raises(NotFoundError):
+        reader_of(second.address).read(lambda client: client.resume("nobody's"))
+
+
+def test_a_delta_that_leaves_a_gap_or_comes_twice_is_never_handed_on(reader_of, start):
+    for messages in (
+        [delta(0, 3, [1, 2], "a"), delta(0, 6, [3], "b")],
+        [delta(0, 3, [1, 2], "a"), delta(0, 4, [2], "b")],
+    ):
+        serving = start()
+        serving.router.Generate = lambda request, context, messages=messages: iter(messages)
+        stopped = Serving(serving.router)
+        with pytest.raises(InternalError, match="5 was next"):
+            reader_of(stopped.address).generate()
+        stopped.stop()
+
+
+def test_a_router_that_resumes_another_request_is_found_out(reader_of, start):
+    first, second = start("one"), start("other")
+    first.router.faults = [4, PeerLostError("gone")]
+    second.router.store("mine", seed=SEED + 1)
+    with pytest.raises(InternalError, match="another request"):
+        reader_of([first.address, second.address]).generate(request_id="mine")
+
+
+def test_other_calls_go_to_a_router_that_can_be_reached(start):
+    serving = start()
+    with Client([NOBODY, serving.address]) as client:
+        assert client.model().name == "m"
+        assert client.target == serving.address
+        serving.router.faults = [PeerLostError("no node", reason="NO_NODE")]
+        with pytest.raises(PeerLostError, match="no node"):
+            client.model()
+    with Client([NOBODY, "127.0.0.1:2"]) as client, pytest.raises(PeerLostError, match="cannot be reached"):
+        client.model()
+
+
+async def test_the_async_clients_other_calls_do_so_too(start):
+    serving = start()
+    async with AsyncClient([NOBODY, serving.address]) as client:
+        assert (await client.model()).name == "m"
+        assert client.target == serving.address
+
+
+async def test_abort_reaches_the_router_that_knows_the_request(start):
+    first, second = start("one"), start("other")
+    for name in ("a", "b"):
+        second.router.store(name)
+    with Client([first.address, second.address]) as client:
+        assert client.abort("a")
+        assert not client.abort("a")
+    with Client([NOBODY, second.address]) as client:
+        assert not client.abort("a")
+    async with AsyncClient([first.address, NOBODY, second.address]) as client:
+        assert await client.abort("b")
+        assert not await client.abort("b")
+    with Client([NOBODY]) as client, pytest.raises(PeerLostError):
+        client.abort("a")
+
+
+def test_targets():
+    assert Targets(" a:1, b:2,,a:1").all == ("a:1", "b:2")
+    assert Targets("ipv4:1.2.3.4:5,6.7.8.9:5").all == ("ipv4:1.2.3.4:5,6.7.8.9:5",)
+    assert Targets(["a:1"]).after("a:1") == "a:1"
+    targets = Targets(["a", "b", "c"])
+    targets.current = "b"
+    assert targets.in_order() == ("b", "c", "a")
+    with pytest.raises(ValueError, match="at least one"):
+        Targets(" , ")
+
+
+@pytest.mark.parametrize(
+    ("number", "most_seconds"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 15.0)], ids=["killed", "frozen"]
+)
+def test_a_router_process_that_is_killed_or_frozen_goes_unnoticed(reader_of, start, tmp_path, number, most_seconds):
+    second = start()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.client.answering_router", str(tmp_path / "store"), "0", "0.02"],
+        stdout=subprocess.PIPE, cwd=PROJECT, text=True,
+    )  # fmt: skip
+    try:
+        first_address = process.stdout.readline().strip()
+        times = []
+
+        def strike(index):
+            times.append(time.monotonic())
+            if index == 5:
+                os.kill(process.pid, number)
+
+        reader = reader_of([first_address, second.address])
+        assert_whole(reader, reader.generate(on_delta=strike))
+        assert max(later - earlier for earlier, later in itertools.pairwise(times)) < most_seconds
+        assert second.router.methods() == ["Resume"]
+    finally:
+        process.kill()
+        process.wait(WAIT_SECONDS)
+        process.stdout.close()
