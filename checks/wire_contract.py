@@ -5,8 +5,8 @@ them, compares as well as any other. Where the tags are there, the last one must
 and every copy must be what its tag holds. `--release` writes the copy for the version that is
 about to be tagged.
 
-Internal protos may change from one version to the next: nodes of different versions are not
-mixed, which PROTOCOL_VERSION in their hellos holds.
+Internal protos are not compared: what two nodes speak is agreed in their hellos
+(`outrider/protocol_versions.py`).
 """
 
 from __future__ import annotations
