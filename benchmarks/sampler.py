@@ -1,4 +1,4 @@
-"""What a step's decisions cost, by numpy and by the native kernels: milliseconds for several logits and settings.
+"""What a step's decisions cost, by torch and by the native kernels: milliseconds for several logits and settings.
 
     python benchmarks/sampler.py [--vocab-size 49152] [--threads 2] [--rounds 200]
 
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = torch.ones(arguments.vocab_size, dtype=torch.bool)
     samplers = {
         name: Sampler(vocab_size=arguments.vocab_size, known_token_ids=known, kernels=kernels)
-        for name, kernels in (("native", team), ("numpy", None))
+        for name, kernels in (("native", team), ("torch", None))
     }
     machine = describe_machine()
     print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit}")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for i in range(arguments.rounds):
                     decided = [each.decide(logits, i * POSITIONS_BETWEEN_ROUNDS) for each in timed.values()]
                     if decided[0] != decided[1]:
-                        print(f"native and numpy differ: {kind}, {setting}, position {i * POSITIONS_BETWEEN_ROUNDS}")
+                        print(f"native and torch differ: {kind}, {setting}, position {i * POSITIONS_BETWEEN_ROUNDS}")
                         return 1
                 figures = ", ".join(f"{name} {median(each.seconds) * 1000:.3f}" for name, each in timed.items())
                 print(f"{kind:13} {num_sequences:2} x {num_rows}  {setting:28} {figures}")

@@ -164,10 +164,10 @@ def certificate(tmp_path_factory):
     return TlsConfig(certificate=directory / "cert.pem", private_key=directory / "key.pem")
 
 
-@pytest.fixture(scope="session", params=["numpy", "native"])
+@pytest.fixture(scope="session", params=["torch", "native"])
 def sampler_kernels(request):
-    """What a Sampler decides with: None for numpy. Both must pass the same tests."""
-    if request.param == "numpy":
+    """What a Sampler decides with: None for torch. Both must pass the same tests."""
+    if request.param == "torch":
         return None
     from outrider.engine.cpu_kernels.kernels import CpuKernels
     from outrider.engine.cpu_kernels.library import KernelLibrary, Team

@@ -6,15 +6,14 @@ cannot fail is noticed. Seeds are fixed: a passing test passes always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.sampler import Sampler, SampleRows, arrivals, race
+from outrider.engine.sampler import Sampler, SampleRows, arrivals, order, race
+from outrider.engine.sampler import draw as draw_of_rows
 from outrider.request import SamplingParams
 
 Floats = npt.NDArray[np.float64]
@@ -135,38 +134,30 @@ def test_a_wrong_temperature_is_noticed(sampler_kernels):
 
 def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
     """Negative control: every single token is still exact, pairs of them are not."""
-    whole_windows, waits = arrivals.block_arrivals, arrivals.waits_behind_winner
-    monkeypatch.setattr(
-        arrivals, "block_arrivals", lambda seed, sample, positions, n: whole_windows(seed, sample, halved(positions), n)
-    )
-    monkeypatch.setattr(
-        race,
-        "waits_behind_winner",
-        lambda keys, rows, groups: waits([k._replace(position=k.position // 2) for k in keys], rows, groups),
-    )
+    key = draw_of_rows.RaceKey
+    monkeypatch.setattr(draw_of_rows, "RaceKey", lambda seed, sample, position: key(seed, sample, position // 2))
     probs = probabilities(small_logits())
     assert pairs_z(draw(small_logits(), 6_400), probs) > PASS
-
-
-def halved(positions: Sequence[int]) -> list[int]:
-    return [position // 2 for position in positions]
 
 
 def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
     """Negative control: a counter without the position makes neighbours alike."""
     waits = arrivals.waits_behind_winner
-    monkeypatch.setattr(
-        race,
-        "waits_behind_winner",
-        lambda keys, rows, groups: waits([k._replace(position=0) for k in keys], rows, groups),
-    )
+
+    def of_position_zero(keys, blocks):
+        words = keys.words.clone()
+        words[0] = 0
+        return waits(arrivals.RaceKeys(words), blocks)
+
+    monkeypatch.setattr(race, "waits_behind_winner", of_position_zero)
     assert chi_square_z(draw(small_logits(), 6_400), probabilities(small_logits())) > PASS
 
 
 @pytest.mark.parametrize("logits", [small_logits(), large_logits()], ids=["small", "large"])
-def test_a_bound_that_gives_up_too_early_is_noticed(monkeypatch, logits):
+def test_a_race_that_gives_up_too_early_is_noticed(monkeypatch, logits):
     """Negative control: without going on to every block that could win, likely tokens lose."""
-    monkeypatch.setattr(race, "_with_slack", lambda scores: scores + np.float32(1.0))
+    monkeypatch.setattr(draw_of_rows, "_USUAL_CANDIDATES", 1)
+    monkeypatch.setattr(race, "_with_slack", lambda scores: scores + 100.0)
     num_draws = 6_400 if len(logits) == SMALL else 1_920
     assert chi_square_z(draw(logits, num_draws), probabilities(logits)) > PASS
 
@@ -176,13 +167,13 @@ def test_a_filter_without_renormalising_is_noticed(monkeypatch):
     settings = {"top_p": 0.6}
     probs = probabilities(small_logits(), **settings)
     assert chi_square_z(draw(small_logits(), 6_400, **settings), probs) < PASS
+    largest = int(small_logits().argmax())
     unmasked = race.run_race
-    monkeypatch.setattr(
-        "outrider.engine.sampler.numpy_decider.run_race",
-        lambda blocks, arrived, keys, limits=None: (
-            [int(np.argmax(blocks.whole_row(row))) for row in range(blocks.num_rows)]
-            if limits is not None and any(limit.value > -np.inf for limit in limits)
-            else unmasked(blocks, arrived, keys, limits)
-        ),
-    )
+
+    def largest_where_limited(blocks, keys, times, *, num_candidates, limits=None):
+        winners, is_open = unmasked(blocks, keys, times, num_candidates=num_candidates, limits=limits)
+        is_limited = (limits > order.LOWEST_KEY).squeeze(1)
+        return torch.where(is_limited, largest, winners), is_open
+
+    monkeypatch.setattr(draw_of_rows, "run_race", largest_where_limited)
     assert chi_square_z(draw(small_logits(), 6_400, **settings), probs) > PASS

@@ -1,4 +1,4 @@
-"""Who decides rows of logits: numpy, or the native kernels where their library is loaded."""
+"""Who decides rows of logits: the native kernels where they are loaded, else torch on the logits' device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.request import SamplingParams
 
-Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
@@ -34,15 +33,6 @@ class Vocabulary:
         num_ids = int(np.flatnonzero(known)[-1]) + 1
         return cls(len(known), num_ids, np.flatnonzero(~known[:num_ids]))
 
-    def edits(self, penalties: PenaltyState, num_assumed: int) -> bool:
-        """Whether `edit` would change anything with this many assumed tokens."""
-        return self.holes.size > 0 or penalties.changes(num_assumed)
-
-    def edit(self, logits: Floats, penalties: PenaltyState, assumed_token_ids: Sequence[int]) -> None:
-        """Steps 1 to 4 on a row's `logits` [size] float32, in place: holes go, then penalties apply."""
-        logits[self.holes] = -np.inf
-        penalties.apply(logits, assumed_token_ids)
-
 
 class Decider(Protocol):
     """Steps 1 to 7 of the contract's SamplingParams, for all rows of a step at once.
@@ -59,7 +49,6 @@ class Decider(Protocol):
         """A token for each row.
 
         Args:
-            logits: [num_rows, vocab_size] float32 on the CPU, contiguous, without grad, not changed; at least
-                one row.
+            logits: [num_rows, vocab_size] float32, contiguous, without grad, not changed; at least one row.
             rows: whose they are, in order.
         """

@@ -2,19 +2,32 @@
 
 Libraries differ in the last bits of both, from one processor to the next. Plus, minus and
 times of float32 do not: these polynomials (of Cephes' logf and expf) give the same bits in
-numpy, in the native kernels (`cpu_kernels/source/elementary.h`) and on any machine, so races
-and filters are decided alike everywhere, near ties included. Good to one unit in the last place.
+torch on any device, in the native kernels (`cpu_kernels/source/elementary.h`) and in the tests'
+numpy, so races and filters are decided alike everywhere, near ties included. Good to one unit in
+the last place.
+
+Each line below is an operation of torch by itself. `torch.addcmul`, an `alpha` or a compiler that
+merges lines would fuse a product with a sum, and change bits.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import math
+import struct
 
-Floats = npt.NDArray[np.float32]
+import torch
+from torch import Tensor
 
-_LOG_POLYNOMIAL = np.asarray(
-    [
+
+def _float32(value: float) -> float:
+    """The nearest float32, so that a device has nothing left to round."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+_LOG_POLYNOMIAL = tuple(
+    _float32(coefficient)
+    for coefficient in (
         7.0376836292e-2,
         -1.1514610310e-1,
         1.1676998740e-1,
@@ -24,50 +37,51 @@ _LOG_POLYNOMIAL = np.asarray(
         2.0000714765e-1,
         -2.4999993993e-1,
         3.3333331174e-1,
-    ],
-    dtype=np.float32,
+    )
 )
-_EXP_POLYNOMIAL = np.asarray(
-    [
+_EXP_POLYNOMIAL = tuple(
+    _float32(coefficient)
+    for coefficient in (
         1.9875691500e-4,
         1.3981999507e-3,
         8.3334519073e-3,
         4.1665795894e-2,
         1.6666665459e-1,
         5.0000001201e-1,
-    ],
-    dtype=np.float32,
+    )
 )
-_LOG2_HIGH, _LOG2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is log 2
-_LOG2_E = np.float32(1.44269504088896)
-_SQRT_HALF_BITS = np.int32(0x3F3504F3)
-_MANTISSA_BITS = np.int32(23)
-_EXPONENT_BIAS = np.int32(127)
-_ONE, _HALF = np.float32(1.0), np.float32(0.5)
+_LOG2_HIGH, _LOG2_LOW = 0.693359375, _float32(-2.12194440e-4)  # their sum is log 2
+_LOG2_E = _float32(1.44269504088896)
+_SQRT_HALF_BITS = 0x3F3504F3
+_MANTISSA_BITS = 23
+_EXPONENT_BIAS = 127
 _MASS_EXPONENT = 44
-_LOWEST = np.float32(-32.0)
+_LOWEST = -32.0
+
+MASS_OF_LARGEST = 1 << _MASS_EXPONENT
+"""What the largest value of a row weighs."""
 
 
-def logarithm(values: Floats, rests: Floats | None = None) -> Floats:
+def logarithm(values: Tensor, rests: Tensor | None = None) -> Tensor:
     """log(value + rest): same shape, float32.
 
     Args:
         values: float32, positive and normal.
         rests: what rounding took from the values, at most half a unit in their last place; None: nothing.
     """
-    bits = values.view(np.int32)
+    bits = values.view(torch.int32)
     exponents = (bits - _SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
-    f = (bits - (exponents << _MANTISSA_BITS)).view(np.float32)
-    f -= _ONE
+    f = (bits - (exponents << _MANTISSA_BITS)).view(torch.float32)
+    f -= 1.0
     if rests is not None:
-        f += rests * ((_EXPONENT_BIAS - exponents) << _MANTISSA_BITS).view(np.float32)
+        f += rests * ((_EXPONENT_BIAS - exponents) << _MANTISSA_BITS).view(torch.float32)
     polynomial = _evaluate(_LOG_POLYNOMIAL, f)
     squares = f * f
-    powers = exponents.astype(np.float32)
+    powers = exponents.to(torch.float32)
     logarithms = f * squares
     logarithms *= polynomial
     logarithms += powers * _LOG2_LOW
-    squares *= _HALF
+    squares *= 0.5
     logarithms -= squares
     logarithms += f
     powers *= _LOG2_HIGH
@@ -75,7 +89,7 @@ def logarithm(values: Floats, rests: Floats | None = None) -> Floats:
     return logarithms
 
 
-def masses_of(values: Floats, largest: Floats | np.float32) -> npt.NDArray[np.int64]:
+def masses_of(values: Tensor, largest: Tensor) -> Tensor:
     """e^(value - largest) in steps of 2^-44, rounded to the nearest: same shape, int64, 2^44 for the largest.
 
     Integers, so that a sum does not depend on its order.
@@ -84,30 +98,34 @@ def masses_of(values: Floats, largest: Floats | np.float32) -> npt.NDArray[np.in
         values: float32, none above its row's largest.
         largest: float32, broadcasts to them. Where it is infinite its equals weigh 2^44, all others nothing.
     """
-    with np.errstate(invalid="ignore"):
-        x = values - largest
-    infinite = np.isinf(largest)
-    if infinite.any():  # a bias beyond float32, or nothing left: the infinite ones share everything
-        x = np.where(infinite, np.where(values == largest, np.float32(0.0), _LOWEST), x)
-    np.maximum(x, _LOWEST, out=x)  # what is less rounds to 0
-    exponents = np.rint(x * _LOG2_E)
+    x = values - largest
+    # A bias beyond float32, or nothing left: the infinite ones share everything.
+    x = torch.where(torch.isinf(largest), torch.where(values == largest, 0.0, _LOWEST), x)
+    x.clamp_(min=_LOWEST)  # what is less rounds to 0
+    exponents = torch.round(x * _LOG2_E)
     x -= exponents * _LOG2_HIGH
     x -= exponents * _LOG2_LOW
     weights = _evaluate(_EXP_POLYNOMIAL, x)
     weights *= x * x
     weights += x
-    weights += _ONE
-    powers = exponents.astype(np.int32)
+    weights += 1.0
+    powers = exponents.to(torch.int32)
     powers += _EXPONENT_BIAS + _MASS_EXPONENT
     powers <<= _MANTISSA_BITS
-    weights *= powers.view(np.float32)
-    return np.rint(weights, out=weights).astype(np.int64)
+    weights *= powers.view(torch.float32)
+    return weights.round_().to(torch.int64)
 
 
-def _evaluate(coefficients: Floats, x: Floats) -> Floats:
+def log_of_mass(mass: float, largest: float) -> float:
+    """Log of a sum of masses, as a value beside those of its row; infinite or NaN as `largest` is."""
+    return largest + math.log(mass / MASS_OF_LARGEST) if math.isfinite(largest) else largest
+
+
+def _evaluate(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
     """The polynomial with these coefficients, that of the highest power first."""
-    value = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
+    value = x * coefficients[0]
+    value += coefficients[1]
+    for coefficient in coefficients[2:]:
         value *= x
         value += coefficient
     return value

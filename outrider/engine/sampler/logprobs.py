@@ -1,83 +1,104 @@
-"""Logprobs of a chosen token: the model's own, or of the distribution that it was drawn from."""
+"""Logprobs of chosen tokens: the model's own, or of the distribution that they were drawn from.
+
+Sums are of masses (integers), so a row's logprobs are the same bits in any batch and on any device.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from outrider.engine.sampler.filters import Filters, first_in_order, has_filters
+from outrider.engine.sampler.draw import divide_by_temperatures
+from outrider.engine.sampler.edits import LogitEditor
+from outrider.engine.sampler.elementary import log_of_mass, masses_of
+from outrider.engine.sampler.filters import Filters, has_filters
 from outrider.engine.sampler.logit_blocks import LogitBlocks
-from outrider.request import SamplingParams, TokenLogprobs
-
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
-
-
-def model_logprobs(logits: Floats, token_id: int, *, num_top: int) -> TokenLogprobs:
-    """LOGPROBS_MODE_MODEL: log-softmax of the raw logits [vocab] float32."""
-    blocks = LogitBlocks.of(
-        logits[None], np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.float32), num_ids=len(logits)
-    )
-    return _of_whole_row(blocks, 0, token_id, num_top=num_top)
+from outrider.engine.sampler.order import ids_of_keys, order_keys
+from outrider.engine.sampler.sequence_sampling import Decision
+from outrider.engine.sampler.transfer import download, upload_ids
+from outrider.request import LogprobsMode, TokenLogprobs
 
 
-def sampled_logprobs(
-    blocks: LogitBlocks, row: int, params: SamplingParams, token_id: int, *, num_top: int
-) -> TokenLogprobs:
-    """LOGPROBS_MODE_SAMPLED: of what the token was drawn from.
+@torch.inference_mode()
+def logprobs_of(
+    logits: Tensor, decisions: Sequence[Decision], token_ids: Sequence[int], editor: LogitEditor
+) -> list[TokenLogprobs | None]:
+    """Of the rows whose samples asked for them, each by its mode; None for the others.
 
     Args:
-        blocks: values after steps 1 to 5; for greedy rows after step 4, at temperature 1.
-        row: which of its rows.
-        params: the filters of step 6, unless it is greedy.
-        token_id: the chosen token.
-        num_top: alternatives wanted; those of probability 0 are left out.
+        logits: [num_rows, vocab_size] float32, not changed.
+        decisions: one for each row.
+        token_ids: the chosen tokens.
+        editor: steps 1 to 4, for LOGPROBS_MODE_SAMPLED.
     """
-    if params.is_greedy:
-        return _of_whole_row(blocks, row, token_id, num_top=num_top)
-    if not has_filters(params):
-        return _of_whole_row(blocks, row, token_id, num_top=num_top)
-    blocks = blocks.select(np.asarray([row], dtype=np.int64))
-    token_ids, values = Filters([params], blocks).kept(0)
-    log_total = _log_sum_exp(values)
-    value = blocks.value(0, token_id)
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=_logprob(value, log_total),
-        rank=1 + int(np.count_nonzero(values > value)),
-        top=_top(token_ids[:num_top], values[:num_top], log_total),
-    )
+    answers: list[TokenLogprobs | None] = [None] * len(decisions)
+    for mode in LogprobsMode:
+        rows = [
+            row
+            for row, decision in enumerate(decisions)
+            if decision.state.logprobs is not None and decision.state.logprobs.mode is mode
+        ]
+        if not rows:
+            continue
+        asking = [decisions[row] for row in rows]
+        values = logits.index_select(0, upload_ids(rows, logits.device))
+        if mode is LogprobsMode.SAMPLED:
+            values = _drawn_from(editor.edit(values, asking), asking)
+        chosen = [token_ids[row] for row in rows]
+        for row, answer in zip(rows, _logprobs_of_values(values, asking, chosen), strict=True):
+            answers[row] = answer
+    return answers
 
 
-def _of_whole_row(blocks: LogitBlocks, row: int, token_id: int, *, num_top: int) -> TokenLogprobs:
-    values = blocks.whole_row(row)
-    value = values[token_id]
-    log_total = _log_sum_exp(values)
-    return TokenLogprobs(
-        token_id=token_id,
-        logprob=_logprob(value, log_total),
-        rank=1 + int(np.count_nonzero(values > value)),
-        top=_top(*first_in_order(blocks, row, num_top), log_total),
-    )
+def _drawn_from(values: Tensor, decisions: Sequence[Decision]) -> Tensor:
+    """Values after steps 5 and 6, -inf where they are filtered out: [num_rows, num_ids]. Greedy rows stay."""
+    drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
+    if not drawn:
+        return values
+    rows = upload_ids(drawn, values.device)
+    params = [decisions[row].params for row in drawn]
+    some = divide_by_temperatures(values.index_select(0, rows), params)
+    if any(map(has_filters, params)):
+        blocks = LogitBlocks.of(some)
+        filters = Filters.of(params, blocks, num_candidates=blocks.num_blocks)
+        is_out = filters.keys.narrow(1, 0, blocks.num_ids) < filters.limits_with_top_p()
+        some = some.masked_fill(is_out, -torch.inf)
+    return values.index_copy(0, rows, some)
 
 
-def _top(token_ids: Ints, values: Floats, log_total: float) -> tuple[tuple[int, float], ...]:
-    return tuple(
-        (token_id, _logprob(value, log_total))
-        for token_id, value in zip(token_ids.tolist(), values, strict=True)
-        if value > -math.inf
-    )
+def _logprobs_of_values(
+    values: Tensor, decisions: Sequence[Decision], token_ids: Sequence[int]
+) -> Iterator[TokenLogprobs]:
+    """Of values [num_rows, n] float32 that a softmax makes a distribution."""
+    nums_top = [decision.state.logprobs.num_top for decision in decisions if decision.state.logprobs is not None]
+    num_top = min(max(nums_top), values.shape[1])
+    chosen = values.gather(1, upload_ids(token_ids, values.device).unsqueeze(1))
+    largest = values.amax(dim=1, keepdim=True)
+    masses = masses_of(values, largest).sum(dim=1, keepdim=True)
+    ranks = (values > chosen).sum(dim=1, keepdim=True) + 1
+    ids = torch.arange(values.shape[1], device=values.device)
+    top_ids = ids_of_keys(order_keys(values, ids).topk(num_top, dim=1).values)
+    columns = (chosen, largest, masses, ranks, top_ids, values.gather(1, top_ids))
+    # float64 holds ids, ranks and values as they are, and rounds a sum of masses like any other integer.
+    read = download(torch.cat([column.to(torch.float64) for column in columns], dim=1))
+    for token_id, wanted, (value, most, mass, rank, *top) in zip(token_ids, nums_top, read, strict=True):
+        log_total = log_of_mass(mass, most)
+        alternatives = zip(top[:wanted], top[num_top : num_top + wanted], strict=True)
+        yield TokenLogprobs(
+            token_id=token_id,
+            logprob=_logprob(value, log_total),
+            rank=int(rank),
+            top=tuple(
+                (int(top_id), _logprob(top_value, log_total))
+                for top_id, top_value in alternatives
+                if top_value > -math.inf
+            ),
+        )
 
 
-def _logprob(value: np.float32, log_total: float) -> float:
+def _logprob(value: float, log_total: float) -> float:
     """At most 0: rounding may leave a certain token an ulp above."""
-    return min(0.0, float(value) - log_total)
-
-
-def _log_sum_exp(values: Floats) -> float:
-    largest = values.max()
-    if np.isinf(largest):  # a bias beyond float32, or nothing left: the equals share everything
-        return float(largest)
-    return float(largest) + math.log(float(np.exp(values - largest).sum(dtype=np.float64)))
+    return min(0.0, value - log_total)

@@ -1,4 +1,4 @@
-"""Steps 1 to 4 of the contract's SamplingParams: what is added to, or taken out of, a row of logits."""
+"""What steps 2 to 4 of the contract's SamplingParams need to know of one sample: bans, biases, penalties, counts."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class TokenCounts:
 class PenaltyState:
     """One sample's bans, biases and penalties, and the counts that they depend on.
 
-    What native kernels read in its place is public: `stop_ids` and `bias_ids` [n] int64,
-    `biases` [n] float32, `counts` (None: no penalties) and `num_generated`.
+    What deciders read is public: `stop_ids` and `bias_ids` [n] int64, each id once and below
+    vocab_size, `biases` [n] float32, `counts` (None: no penalties) and `num_generated`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PenaltyState:
         stop_token_ids: Sequence[int],
         vocab_size: int,
     ) -> None:
-        self._params = params
+        self._min_tokens = params.min_tokens
         self.num_generated = 0
         # An id beyond the logits can be neither drawn nor biased: nothing to do for it.
         self.stop_ids = _ids_below(vocab_size, stop_token_ids)
@@ -96,29 +96,12 @@ class PenaltyState:
             self.counts.add(token_ids)
 
     def changes(self, num_assumed: int) -> bool:
-        """Whether `apply` would change anything with this many assumed tokens."""
-        return self.counts is not None or len(self.bias_ids) > 0 or self._bans_stops(num_assumed)
+        """Whether a row changes at all with this many assumed tokens."""
+        return self.counts is not None or len(self.bias_ids) > 0 or self.bans_stops(num_assumed)
 
-    def _bans_stops(self, num_assumed: int) -> bool:
-        return len(self.stop_ids) > 0 and self.num_generated + num_assumed < self._params.min_tokens
-
-    def apply(self, logits: FloatRow, assumed_token_ids: Sequence[int]) -> None:
-        """Steps 2 to 4 on `logits` [vocab] float32, in place; `assumed_token_ids` count as generated."""
-        if self._bans_stops(len(assumed_token_ids)):
-            logits[self.stop_ids] = -np.inf
-        if len(self.bias_ids) > 0:
-            logits[self.bias_ids] += self.biases
-        if self.counts is not None:
-            ids, counts = self.counts.with_assumed(assumed_token_ids)
-            logits[ids] = self._penalised(logits[ids], counts)
-
-    def _penalised(self, logits: FloatRow, counts: FloatRow) -> FloatRow:
-        params = self._params
-        repetition = np.float32(params.repetition_penalty)
-        if params.repetition_penalty != 1.0:
-            logits = np.where(logits > 0.0, logits / repetition, logits * repetition)
-        logits = logits - np.float32(params.frequency_penalty) * counts
-        return logits - np.float32(params.presence_penalty) * (counts > 0.0).astype(np.float32)
+    def bans_stops(self, num_assumed: int) -> bool:
+        """Whether `stop_ids` are out as min_tokens is not reached with this many assumed tokens."""
+        return len(self.stop_ids) > 0 and self.num_generated + num_assumed < self._min_tokens
 
 
 def _ids_below(vocab_size: int, token_ids: Iterable[int]) -> TokenIds:

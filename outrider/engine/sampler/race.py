@@ -1,119 +1,59 @@
-"""The race: argmax(logits - log a), looking only into blocks that can win."""
+"""The race: argmax(values - log a), looking only into blocks that can win."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import torch
+from torch import Tensor
 
-import numpy as np
-import numpy.typing as npt
-
-from outrider.engine.sampler.arrivals import BLOCK_SIZE, GROUP_SIZE, BlockArrivals, RaceKey, waits_behind_winner
+from outrider.engine.sampler.arrivals import BLOCK_SIZE, BlockArrivals, RaceKeys, waits_behind_winner
 from outrider.engine.sampler.elementary import logarithm
-from outrider.engine.sampler.filters import NO_LIMIT, Limit
-from outrider.engine.sampler.logit_blocks import LogitBlocks
-
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-
-_GROUPS_PER_BLOCK = BLOCK_SIZE // GROUP_SIZE
-_OFFSETS = np.arange(GROUP_SIZE, dtype=np.int64)
+from outrider.engine.sampler.logit_blocks import LogitBlocks, highest_blocks
+from outrider.engine.sampler.order import order_keys
 
 
 def run_race(
-    blocks: LogitBlocks, arrivals: BlockArrivals, keys: Sequence[RaceKey], limits: Sequence[Limit] | None = None
-) -> list[int]:
+    blocks: LogitBlocks, keys: RaceKeys, arrivals: BlockArrivals, *, num_candidates: int, limits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The winner of each row: argmax_v (value_v - log a_v), the lowest id among equals.
 
-    Exactly what evaluating every token gives. The blocks' winners, whose arrivals are
-    known, set a score to beat; by the bound max(values) - log e_b only blocks that can
-    still beat it are looked into, and in those only groups of four tokens that can. That
-    is 18 to 29 of 768 blocks on a flat distribution; on a peaked one about 64 tokens plus
-    the few that hold the mass.
+    No score of a block is above max(values) - log e_b. Only the blocks of the highest bounds
+    are looked into; a row is decided if its best score is above the bounds of all others.
 
     Args:
         blocks: the values of the rows.
+        keys: of the rows.
         arrivals: the block arrivals of the rows.
-        keys: the decision of each row.
-        limits: for each row the last token that takes part; None: all do.
+        num_candidates: blocks to look into. If it is all of them, every row is decided.
+        limits: [num_rows, 1] int64, the order key of the last token that takes part; None: all do.
 
     Returns:
-        One token id for each row: the first NaN's where there is one.
+        Winners [num_rows] int64: the first NaN where there is one, 0 where nothing is above -inf. And
+        [num_rows] bool: whether the row is open, as another block may hold its winner.
     """
-    if limits is not None and all(limit == NO_LIMIT for limit in limits):
-        limits = None
-    rows, groups, block_indices = _groups_that_can_win(blocks, arrivals, limits)
-    values, can_win = groups
-    pair_indices, group_offsets = np.nonzero(can_win)
-    rows, block_indices = rows[pair_indices], block_indices[pair_indices]
-    values = values[pair_indices, group_offsets]  # [num_groups, 4]
-    group_ids = block_indices * _GROUPS_PER_BLOCK + group_offsets
-    token_ids = group_ids[:, None] * GROUP_SIZE + _OFFSETS
-
-    first = arrivals.first[rows, block_indices][:, None]
-    winners = block_indices * BLOCK_SIZE + arrivals.winner_offsets[rows, block_indices]
-    times = first + waits_behind_winner(keys, rows, group_ids)
-    times = np.where(token_ids == winners[:, None], first, times)
-    scores = values - logarithm(times)
+    bounds = blocks.maxima - arrivals.log_first
     if limits is not None:
-        scores[~_takes_part(values, token_ids, rows[:, None], limits)] = -np.inf
-    return _best_of_each_row(blocks, rows, token_ids, scores)
-
-
-def _groups_that_can_win(
-    blocks: LogitBlocks, arrivals: BlockArrivals, limits: Sequence[Limit] | None
-) -> tuple[Ints, tuple[Floats, Bools], Ints]:
-    """Blocks that can win, n of them by rising row and block, and what is in them.
-
-    Returns rows [n], (values [n, 16, 4], whether a group can win [n, 16]), block indices [n].
-    """
-    winner_ids = np.arange(blocks.num_blocks, dtype=np.int64) * BLOCK_SIZE + arrivals.winner_offsets
-    winner_values = blocks.tokens(winner_ids)
-    winner_scores = winner_values - arrivals.log_first
-    lowest = None
+        bounds = bounds.masked_fill(blocks.largest_keys() < limits, -torch.inf)
+    candidates, next_bound = highest_blocks(bounds, num_candidates, nothing=-torch.inf)
+    values, token_ids = blocks.look_into(candidates)  # [num_rows, n * 64]
     if limits is not None:
-        each_row = np.arange(blocks.num_rows, dtype=np.int64)[:, None]
-        winner_scores[~_takes_part(winner_values, winner_ids, each_row, limits)] = -np.inf
-        lowest = np.asarray([limit.value for limit in limits], dtype=np.float32)[:, None]
-    to_beat = _with_slack(winner_scores.max(axis=1))[:, None]
-    block_can_win = blocks.maxima - arrivals.log_first >= to_beat
-    if lowest is not None:
-        block_can_win &= blocks.maxima >= lowest
-    rows, block_indices = np.nonzero(block_can_win)
+        values = values.masked_fill((order_keys(values, token_ids) < limits) & values.isnan().logical_not(), -torch.inf)
 
-    values = blocks.blocks(rows, block_indices).reshape(len(rows), _GROUPS_PER_BLOCK, GROUP_SIZE)
-    # Slices, not an axis of 4: numpy's reductions cost per output element.
-    largest = np.maximum(
-        np.maximum(values[..., 0], values[..., 1]), np.maximum(values[..., 2], values[..., 3])
-    )  # [n, 16]
-    log_first = arrivals.log_first[rows, block_indices][:, None]
-    can_win = largest - log_first >= to_beat[rows]
-    if lowest is not None:
-        can_win &= largest >= lowest[rows]
-    return rows, (values, can_win), block_indices
+    first = arrivals.first.gather(1, candidates).unsqueeze(2)
+    winner_ids = candidates * BLOCK_SIZE + arrivals.winner_offsets.gather(1, candidates)
+    times = first + waits_behind_winner(keys, candidates)  # [num_rows, n, 64]
+    times = torch.where(token_ids.view_as(times) == winner_ids.unsqueeze(2), first, times)
+    scores = values - logarithm(times).flatten(1)
+
+    best = scores.amax(dim=1, keepdim=True)
+    is_best = (scores == best) | scores.isnan()
+    winners = torch.where(is_best, token_ids, blocks.num_blocks * BLOCK_SIZE).amin(dim=1, keepdim=True)
+    winners = torch.where(best == -torch.inf, 0, winners)
+    is_open = torch.zeros_like(winners, dtype=torch.bool)
+    if num_candidates < blocks.num_blocks:
+        is_open = (next_bound >= _with_slack(best)) | blocks.maxima.isnan().any(dim=1, keepdim=True)
+    return winners.squeeze(1), is_open.squeeze(1)
 
 
-def _with_slack(scores: Floats) -> Floats:
+def _with_slack(scores: Tensor) -> Tensor:
     """A little less than each score: float32 logarithms need not be monotone to the last bit."""
-    return scores - (np.float32(1e-5) + np.float32(1e-6) * np.minimum(np.abs(scores), np.float32(1e30)))
-
-
-def _takes_part(values: Floats, token_ids: Ints, rows: Ints, limits: Sequence[Limit]) -> Bools:
-    lowest = np.asarray([limit.value for limit in limits], dtype=np.float32)[rows]
-    last_ids = np.asarray([limit.last_id for limit in limits], dtype=np.int64)[rows]
-    return (values > lowest) | ((values == lowest) & (token_ids <= last_ids))
-
-
-def _best_of_each_row(blocks: LogitBlocks, rows: Ints, token_ids: Ints, scores: Floats) -> list[int]:
-    """Groups come by rising row and id, so the first of equal scores has the lowest id."""
-    edges = np.searchsorted(rows, np.arange(blocks.num_rows + 1)).tolist()
-    has_nan = np.isnan(blocks.maxima.max(axis=1)).tolist()
-    chosen = []
-    for row in range(blocks.num_rows):
-        start, end = edges[row], edges[row + 1]
-        if has_nan[row] or start == end:
-            chosen.append(int(np.argmax(blocks.whole_row(row))))
-            continue
-        best = int(scores[start:end].argmax())
-        chosen.append(int(token_ids[start:end].flat[best]))
-    return chosen
+    return scores - (scores.abs().clamp(max=1e30) * 1e-6 + 1e-5)

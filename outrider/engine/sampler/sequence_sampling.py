@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.engine.sampler.penalties import PenaltyState
@@ -43,9 +43,23 @@ class SampleRows:
     def num_rows(self) -> int:
         return len(self.draft_token_ids) + 1
 
-    def assumed_at(self, row: int) -> tuple[int, ...]:
-        """Tokens beyond the committed ones that count as generated for row `row`."""
-        return self.assumed_token_ids + self.draft_token_ids[:row]
+    def decisions(self) -> Iterator[Decision]:
+        """One for each of the rows, in order."""
+        for j in range(self.num_rows):
+            yield Decision(self.state, self.position + j, self.assumed_token_ids + self.draft_token_ids[:j])
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whom one row of logits is for."""
+
+    state: SequenceSampling
+    position: int  # absolute
+    assumed_token_ids: tuple[int, ...]  # count as generated, besides the committed
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.state.params
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +68,3 @@ class SampledRows:
 
     token_ids: list[int] = field(default_factory=list)  # [num_rows]
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [num_rows]; None: not asked for
-
-    def split(self, rows: Sequence[SampleRows]) -> list[tuple[list[int], list[TokenLogprobs | None]]]:
-        """The same, cut into each sequence's part."""
-        parts: list[tuple[list[int], list[TokenLogprobs | None]]] = []
-        start = 0
-        for part in rows:
-            end = start + part.num_rows
-            parts.append((self.token_ids[start:end], self.logprobs[start:end]))
-            start = end
-        return parts

@@ -147,10 +147,9 @@ def coupled_reference_fixture() -> Callable[..., int]:
 def make_sampler(sampler_kernels: CpuKernels | None) -> Callable[..., Sampler]:
     """Builds a sampler of each kind; every id is known unless said otherwise."""
 
-    def make(vocab_size: int, known: npt.NDArray[np.bool_] | None = None, **settings: int) -> Sampler:
-        mask = np.ones(vocab_size, dtype=np.bool_) if known is None else known
-        mask_tensor = torch.from_numpy(mask)
-        return Sampler(vocab_size=vocab_size, known_token_ids=mask_tensor, kernels=sampler_kernels, **settings)
+    def make(vocab_size: int, known: npt.NDArray[np.bool_] | None = None) -> Sampler:
+        mask = torch.from_numpy(np.ones(vocab_size, dtype=np.bool_) if known is None else known)
+        return Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=sampler_kernels)
 
     return make
 

@@ -2,97 +2,93 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from outrider.engine.sampler.arrivals import (
-    ArrivalCache,
-    RaceKey,
-    block_arrivals,
-    exponential,
-    waits_behind_winner,
-)
-from outrider.engine.sampler.philox import philox4x32, split_seed
+from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, block_arrivals, exponential, waits_behind_winner
+from tests.oracle import arrivals as oracle
 
-GOLDEN_SEED = 0x0123456789ABCDEF
+CPU = torch.device("cpu")
+GOLDEN_KEY = RaceKey(0x0123456789ABCDEF, 0, 1000)
 
 
-def all_arrivals(seed: int, sample: int, position: int, vocab_size: int) -> np.ndarray:
-    """Full evaluation with the shipped float32 primitives: [vocab] float32."""
+def all_arrivals(key: RaceKey, vocab_size: int) -> np.ndarray:
+    """Full evaluation with what torch decides by: [vocab] float32."""
+    keys = RaceKeys.of([key], CPU)
     num_blocks = -(-vocab_size // 64)
-    blocks = block_arrivals(seed, sample, [position], num_blocks)
-    groups = np.arange(num_blocks * 16)
-    waits = waits_behind_winner([RaceKey(seed, sample, position)], np.zeros_like(groups), groups).reshape(-1, 64)
-    times = blocks.first[0][:, None] + waits
-    times[np.arange(num_blocks), blocks.winner_offsets[0]] = blocks.first[0]
-    return times.reshape(-1)[:vocab_size]
+    blocks = block_arrivals(keys, num_blocks)
+    times = blocks.first.unsqueeze(2) + waits_behind_winner(keys, torch.arange(num_blocks)[None])
+    times.scatter_(2, blocks.winner_offsets.unsqueeze(2), blocks.first.unsqueeze(2))
+    return times.flatten().numpy()[:vocab_size]
 
 
-def test_golden_words():
-    key = split_seed(GOLDEN_SEED)
-    words = {
-        (0, 0): (0x9BA84CEC, 0xAABFA147, 0x7E39BAFD, 0x7ECCDE0E),
-        (0, 1): (0x64CD5031, 0x7CDE5F23, 0x95EAD298, 0xF65C0362),
-        (3, 1): (0x0C58B0E0, 0x6C1CDC8C, 0x2527A2ED, 0x6947B123),
-    }
-    for (sample, purpose), expected in words.items():
-        assert tuple(int(word) for word in philox4x32((0, 1000, sample, purpose), key)) == expected
-
-
-def test_golden_arrivals():
-    blocks = block_arrivals(GOLDEN_SEED, 0, [1000], 768)
-    assert blocks.first[0, 0] == pytest.approx(0.014634177, rel=1e-6)
-    assert blocks.winner_offsets[0, 0] == 7
-    arrivals = all_arrivals(GOLDEN_SEED, 0, 1000, 49152)
+@pytest.mark.parametrize("implementation", [all_arrivals, oracle.all_arrivals], ids=["torch", "oracle"])
+def test_golden_arrivals(implementation):
+    arrivals = implementation(GOLDEN_KEY, 49152)
+    assert arrivals[7] == pytest.approx(0.014634177, rel=1e-6)  # the first of block 0
+    assert arrivals[:64].argmin() == 7
     assert arrivals[:4] == pytest.approx([0.515110, 0.683612, 0.895593, 3.293830], abs=2e-6)
     assert arrivals[49151] == pytest.approx(2.658985, abs=2e-6)
     assert int(arrivals.argmin()) == 20435
     assert arrivals.min() == pytest.approx(5.834739e-05, rel=1e-6)
 
 
-def test_arrivals_agree_with_the_float64_reference(arrivals_reference):
+def test_golden_words():
+    words = {
+        (0, 0): (0x9BA84CEC, 0xAABFA147, 0x7E39BAFD, 0x7ECCDE0E),
+        (0, 1): (0x64CD5031, 0x7CDE5F23, 0x95EAD298, 0xF65C0362),
+        (3, 1): (0x0C58B0E0, 0x6C1CDC8C, 0x2527A2ED, 0x6947B123),
+    }
+    for (sample, purpose), expected in words.items():
+        keys = RaceKeys.of([GOLDEN_KEY._replace(sample=sample)], CPU)
+        assert tuple(int(word) for word in keys.draw(torch.zeros(1, 1, dtype=torch.int64), purpose)) == expected
+        words_of_oracle = oracle.philox4x32((0, 1000, sample, purpose), GOLDEN_KEY.seed)
+        assert tuple(int(word) for word in words_of_oracle) == expected
+
+
+@pytest.mark.parametrize("num_ids", [1, 64, 1000, 49_152, 151_936])
+def test_torch_and_the_oracle_give_the_same_bits(num_ids):
+    for key in (RaceKey(0, 0, 0), GOLDEN_KEY._replace(sample=3), RaceKey(2**64 - 1, 63, 2**32 - 1)):
+        expected = oracle.all_arrivals(key, num_ids)
+        assert np.array_equal(all_arrivals(key, num_ids).view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("implementation", [all_arrivals, oracle.all_arrivals], ids=["torch", "oracle"])
+def test_arrivals_agree_with_the_float64_reference(arrivals_reference, implementation):
     for sample, position in [(0, 0), (5, 12345)]:
         expected = arrivals_reference(99, sample, position, 200)
-        assert all_arrivals(99, sample, position, 200) == pytest.approx(expected, rel=1e-6)
+        assert implementation(RaceKey(99, sample, position), 200) == pytest.approx(expected, rel=1e-6)
 
 
 def test_exponential_stays_finite_and_precise_at_both_ends():
-    words = np.asarray([0, 1, 2**32 - 1, 2**32 - 128], dtype=np.uint64)
-    values = exponential(words)
+    values = exponential(torch.tensor([0, 1, 2**32 - 1, 2**32 - 128])).tolist()
     assert np.isfinite(values).all()
     assert values[0] == pytest.approx(0.5 * 2.0**-32, rel=1e-6)
     assert values[1] == pytest.approx(1.5 * 2.0**-32, rel=1e-6)
     assert values[2] == pytest.approx(24 * np.log(2), rel=1e-6)
 
 
-def test_cached_rows_are_those_computed_alone():
-    cache = ArrivalCache(num_blocks=5, max_bytes=1 << 20)
+def test_rows_are_those_computed_alone():
     keys = [
         RaceKey(seed, sample, position) for seed in (0, 7, 2**64 - 1) for sample in (0, 3) for position in range(20)
     ]
-    for wanted in (keys, keys[::-1], keys[3:4]):
-        rows = cache.rows(wanted)
-        for i, key in enumerate(wanted):
-            alone = block_arrivals(key.seed, key.sample, [key.position], 5)
-            assert np.array_equal(rows.first[i], alone.first[0])
-            assert np.array_equal(rows.log_first[i], alone.log_first[0])
-            assert np.array_equal(rows.winner_offsets[i], alone.winner_offsets[0])
-
-
-def test_cache_is_bounded_and_keeps_what_was_used_last():
-    cache = ArrivalCache(num_blocks=4, max_bytes=3 * 8 * 4 * 9)
-    for seed in range(50):
-        cache.rows([RaceKey(seed * 8, 0, 0)])
-    assert len(cache) == 3
-    cache.rows([RaceKey(47 * 8, 0, 1)])
-    cache.rows([RaceKey(400, 0, 0)])
-    held = {seed for seed, _, _ in cache._windows}
-    assert held == {49 * 8, 47 * 8, 400}
+    together = RaceKeys.of(keys, CPU)
+    blocks = block_arrivals(together, 5)
+    wanted = torch.tensor([4, 1]).expand(len(keys), 2)
+    waits = waits_behind_winner(together, wanted)
+    for i, key in enumerate(keys):
+        alone = RaceKeys.of([key], CPU)
+        expected = block_arrivals(alone, 5)
+        assert torch.equal(blocks.first[i], expected.first[0])
+        assert torch.equal(blocks.log_first[i], expected.log_first[0])
+        assert torch.equal(blocks.winner_offsets[i], expected.winner_offsets[0])
+        assert torch.equal(waits[i], waits_behind_winner(alone, wanted[:1])[0])
 
 
 def test_arrivals_are_independent_unit_exponentials():
     """Kolmogorov-Smirnov over a vocabulary, and no correlation within blocks, samples or positions."""
     vocab_size = 12800
     arrivals = [
-        all_arrivals(5, sample, position, vocab_size).astype(np.float64)
+        all_arrivals(RaceKey(5, sample, position), vocab_size).astype(np.float64)
         for sample, position in [(0, 0), (0, 1), (1, 0), (2, 77)]
     ]
     for times in arrivals:
@@ -111,12 +107,11 @@ def test_arrivals_are_independent_unit_exponentials():
 
 def test_a_wait_without_the_first_arrival_is_noticed():
     """Negative control: without e_b in front, arrivals are no longer Exp(1)."""
-    num_blocks = 3200
-    groups = np.arange(num_blocks * 16)
-    waits = waits_behind_winner([RaceKey(5, 0, 0)], np.zeros_like(groups), groups).reshape(-1, 64)
-    blocks = block_arrivals(5, 0, [0], num_blocks)
-    waits[np.arange(num_blocks), blocks.winner_offsets[0]] = blocks.first[0]
-    assert kolmogorov_smirnov(waits.ravel().astype(np.float64)) > 1.95
+    keys = RaceKeys.of([RaceKey(5, 0, 0)], CPU)
+    blocks = block_arrivals(keys, 3200)
+    waits = waits_behind_winner(keys, torch.arange(3200)[None])
+    waits.scatter_(2, blocks.winner_offsets.unsqueeze(2), blocks.first.unsqueeze(2))
+    assert kolmogorov_smirnov(waits.flatten().numpy().astype(np.float64)) > 1.95
 
 
 def kolmogorov_smirnov(times: np.ndarray) -> float:

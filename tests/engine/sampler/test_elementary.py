@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from outrider.engine.sampler.elementary import logarithm, masses_of
+from outrider.engine.sampler import elementary
+from tests.oracle import elementary as oracle
 
 MASS_ONE = 2**44
+
+
+def logarithm(values, rests=None):
+    """As torch has it: float32 arrays in and out."""
+    rests = None if rests is None else torch.from_numpy(rests)
+    return elementary.logarithm(torch.from_numpy(values), rests).numpy()
+
+
+def masses_of(values, largest):
+    return elementary.masses_of(torch.from_numpy(values), torch.as_tensor(largest)).numpy()
+
+
+def test_torch_and_the_oracle_give_the_same_bits():
+    rng = np.random.default_rng(4)
+    values = np.exp(rng.uniform(-60, 60, 300_000)).astype(np.float32)
+    rests = values * rng.uniform(-(2.0**-25), 2.0**-25, len(values)).astype(np.float32)
+    for rest in (None, rests):
+        assert np.array_equal(logarithm(values, rest).view(np.int32), oracle.logarithm(values, rest).view(np.int32))
+    below = -rng.uniform(0, 40, 300_000).astype(np.float32)
+    assert np.array_equal(masses_of(below, np.float32(0.0)), oracle.masses_of(below, np.float32(0.0)))
 
 
 def units_in_the_last_place(values, exact):

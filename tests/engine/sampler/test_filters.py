@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler.filters import Filters, first_in_order
+from outrider.engine.sampler.filters import Filters
 from outrider.engine.sampler.logit_blocks import LogitBlocks
+from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys
 from outrider.request import SamplingParams
 
 SETTINGS = [
@@ -48,49 +49,61 @@ def random_logits(kind, num_rows, vocab_size):
 KINDS = ["random", "ties", "flat", "flat top", "banned"]
 
 
+def blocks_of(logits, params):
+    """After step 5, as the sampler has them."""
+    return LogitBlocks.of(torch.from_numpy(logits / np.float32(params.temperature)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_kept_tokens_are_those_of_the_sorted_float64_reference(kind, settings, distribution_reference):
     params = params_of(**settings)
     for vocab_size in (5, 150, 448):
         logits = random_logits(kind, 3, vocab_size)
-        blocks = LogitBlocks.of(
-            logits, np.arange(3), np.full(3, params.temperature, dtype=np.float32), num_ids=vocab_size
-        )
-        filters = Filters([params] * 3, blocks)
+        blocks = blocks_of(logits, params)
+        filters = Filters.of([params] * 3, blocks, num_candidates=blocks.num_blocks)
+        is_kept = (filters.keys >= filters.limits_with_top_p()).numpy()[:, :vocab_size]
         for row in range(3):
             expected = np.flatnonzero(distribution_reference(logits[row], params) > -np.inf)
-            token_ids, values = filters.kept(row)
-            assert sorted(token_ids[values > -np.inf].tolist()) == expected.tolist()
+            assert np.flatnonzero(is_kept[row] & (logits[row] > -np.inf)).tolist() == expected.tolist()
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("flat_share", [1, 4], ids=["by blocks", "by whole rows"])
-def test_top_p_check_of_each_token_agrees_with_sorting(kind, settings, flat_share, monkeypatch):
-    """The lazy check names outside exactly what the sorted list does not keep, token by token."""
-    monkeypatch.setattr("outrider.engine.sampler.filters._FLAT_SHARE", flat_share)
-    params = params_of(**settings)
-    logits = random_logits(kind, 1, 150)
-    blocks = LogitBlocks.of(
-        np.repeat(logits, 150, axis=0),
-        np.arange(150),
-        np.full(150, params.temperature, dtype=np.float32),
-        num_ids=150,
-    )
-    filters = Filters([params] * 150, blocks)
-    limit = filters.limits[0]
-    within = [
-        token_id
-        for token_id in range(150)
-        if (value := float(blocks.value(0, token_id))) > limit.value
-        or (value == limit.value and token_id <= limit.last_id)
-    ]
-    outside = filters.outside(within, within)
-    assert set(within) - set(outside) == set(filters.kept(0)[0].tolist())
-    for token_id, before in outside.items():
-        assert before == (float(blocks.value(0, token_id)), token_id - 1)
+@pytest.mark.parametrize("num_candidates", [1, 2, 8])
+def test_top_p_check_of_each_token_agrees_with_sorting(kind, settings, num_candidates):
+    """What the check calls out is what the sorted order does not keep, token by token, or it says that it is open."""
+    params, num_ids = params_of(**settings), 448
+    logits = np.repeat(random_logits(kind, 1, num_ids), num_ids, axis=0)
+    blocks = blocks_of(logits, params)
+    keys = order_keys(blocks.values.flatten(1)[:1, :num_ids], torch.arange(num_ids))
+    sorting = Filters.of([params], blocks.select(torch.tensor([0])), num_candidates=blocks.num_blocks)
+    is_kept = (keys >= sorting.limits_with_top_p())[0]
+    is_within = (keys >= sorting.limits)[0]
+
+    filters = Filters.of([params] * num_ids, blocks, num_candidates=num_candidates)
+    is_out, is_open, narrowed = filters.check(keys.T)
+    is_out, is_open = is_out.squeeze(1), is_open.squeeze(1)
+    decided = is_within & ~is_open
+    assert torch.equal(is_out[decided], ~is_kept[decided])
+    assert torch.equal(narrowed.limits[is_out], keys.T[is_out] + 1)
+    assert torch.equal(narrowed.limits[~is_out], filters.limits[~is_out])
+    if num_candidates >= blocks.num_blocks:
+        assert not is_open.any()
+
+
+def test_the_blocks_of_the_largest_values_decide_for_usual_logits():
+    """The point of looking into few blocks: a distribution with most of its mass in ten tokens leaves no row open."""
+    logits = random_logits("random", 16, 49_152)
+    logits[:, :10] += 15.0
+    params = params_of(top_p=0.95)
+    blocks = blocks_of(logits, params)
+    filters = Filters.of([params] * 16, blocks, num_candidates=64)
+    winners = blocks.values.flatten(1).argmax(dim=1)
+    is_out, is_open, _ = filters.check(order_keys(blocks.token_values(winners), winners).unsqueeze(1))
+    assert not is_out.any()
+    assert not is_open.any()
 
 
 @pytest.mark.pairwise
@@ -107,15 +120,16 @@ def test_filtered_draws_are_those_of_the_reference(kind, settings, coupled_refer
     assert sampler.sample(torch.from_numpy(logits), rows).token_ids == expected
 
 
-def test_first_in_order_is_a_stable_sort():
+def test_keys_sort_as_values_do_and_equals_by_rising_id():
     rng = np.random.default_rng(0)
-    logits = np.round(rng.standard_normal((1, 1000)) * 3).astype(np.float32)
-    blocks = LogitBlocks.of(logits, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.float32), num_ids=1000)
-    order = np.lexsort((np.arange(1000), -logits[0]))
-    for count in (0, 1, 2, 15, 16, 17, 500, 1000, 2000):
-        token_ids, values = first_in_order(blocks, 0, count)
-        assert token_ids.tolist() == order[:count].tolist()
-        assert values.tolist() == logits[0][order[:count]].tolist()
+    values = np.round(rng.standard_normal(1000) * 3).astype(np.float32)
+    values[:8] = [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38]
+    keys = order_keys(torch.from_numpy(values), torch.arange(1000))
+    order = keys.argsort(descending=True)
+    assert order.tolist() == np.argsort(-values, kind="stable").tolist()
+    assert torch.equal(ids_of_keys(keys[order]), order)
+    lowest = lowest_keys(torch.from_numpy(values))
+    assert torch.equal(keys[:, None] >= lowest[None], torch.from_numpy(values[:, None] >= values[None]))
 
 
 def test_ties_at_the_edge_of_top_k_keep_the_lowest_ids(make_sampler):

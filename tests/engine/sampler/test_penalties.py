@@ -5,7 +5,10 @@ import pytest
 import torch
 
 from outrider.engine.sampler import SampleRows
+from outrider.engine.sampler.decider import Vocabulary
+from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.penalties import PenaltyState
+from outrider.engine.sampler.sequence_sampling import Decision, SequenceSampling
 from outrider.request import SamplingParams
 
 VOCAB_SIZE = 100
@@ -19,9 +22,15 @@ def applied(params, logits, *, prompt=(), generated=(), stops=(), assumed=()):
     state = PenaltyState(
         params, prompt_token_ids=prompt, generated_token_ids=generated, stop_token_ids=stops, vocab_size=len(logits)
     )
-    row = np.asarray(logits, dtype=np.float32)
-    state.apply(row, assumed)
-    return row.tolist()
+    return edited(params, logits, state, assumed)
+
+
+def edited(params, logits, penalties, assumed=()):
+    known = torch.ones(len(logits), dtype=torch.bool)
+    editor = LogitEditor(Vocabulary.of(known), torch.device("cpu"))
+    sampling = SequenceSampling(params=params, sample=0, logprobs=None, penalties=penalties)
+    row = torch.tensor(np.asarray(logits, dtype=np.float32))
+    return editor.edit(row[None], [Decision(sampling, 0, tuple(assumed))])[0].tolist()
 
 
 def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_output():
@@ -73,9 +82,7 @@ def test_committing_is_the_same_as_having_generated():
     for start in range(0, 300, 7):
         state.commit(generated[start : start + 7])
     assert state.num_generated == 300
-    row = logits.copy()
-    state.apply(row, ())
-    assert row.tolist() == applied(params, logits, prompt=range(40), generated=generated)
+    assert edited(params, logits, state) == applied(params, logits, prompt=range(40), generated=generated)
 
 
 PENALTIES = [

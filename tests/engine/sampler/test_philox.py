@@ -1,11 +1,15 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
+import torch
 
 from outrider.engine.sampler.philox import philox4x32, split_seed
 
 ALL_ONES = 0xFFFFFFFF
+
+
+def columns(*words):
+    return tuple(torch.tensor(word) for word in words)
 
 
 @pytest.mark.parametrize(
@@ -21,31 +25,28 @@ ALL_ONES = 0xFFFFFFFF
     ],
 )
 def test_known_answers_of_random123(counter, key, words):
-    assert tuple(int(word) for word in philox4x32(counter, key)) == words
+    assert tuple(int(word) for word in philox4x32(columns(*counter), columns(*key))) == words
 
 
-def test_arrays_give_what_each_counter_gives_alone(philox_reference):
-    rng = np.random.default_rng(1)
-    columns = rng.integers(0, 2**32, size=(6, 50), dtype=np.uint64)
-    words = np.stack(philox4x32(tuple(columns[:4]), tuple(columns[4:])), axis=1)
-    expected = [philox_reference(column[:4], column[4:]) for column in columns.T.tolist()]
-    assert words.tolist() == [list(row) for row in expected]
+def test_tensors_give_what_each_counter_gives_alone(philox_reference):
+    words = torch.randint(0, 2**32, (6, 50), generator=torch.Generator().manual_seed(1))
+    found = torch.stack(philox4x32(tuple(words[:4]), tuple(words[4:])), dim=1)
+    expected = [philox_reference(column[:4], column[4:]) for column in words.T.tolist()]
+    assert found.tolist() == [list(row) for row in expected]
 
 
 def test_counters_and_keys_broadcast(philox_reference):
-    rows = np.arange(3, dtype=np.uint64)[:, None]
-    columns = np.arange(5, dtype=np.uint64)
-    words = philox4x32((columns, rows, 7, 1), (11, 13))
+    rows, places = torch.arange(3).unsqueeze(1), torch.arange(5)
+    seven, one, eleven, thirteen = columns(7, 1, 11, 13)
+    words = philox4x32((places, rows, seven, one), (eleven, thirteen))
     assert words[0].shape == (3, 5)
     assert [int(word[2, 4]) for word in words] == list(philox_reference((4, 2, 7, 1), (11, 13)))
-    words = philox4x32((columns, 2, 7, 1), (columns, 13))
-    assert [int(word[4]) for word in words] == list(philox_reference((4, 2, 7, 1), (4, 13)))
-    words = philox4x32((columns, rows, 7, 1), (columns, 13))
-    assert [int(word[1, 3]) for word in words] == list(philox_reference((3, 1, 7, 1), (3, 13)))
+    words = philox4x32((places, rows, seven, one), (rows, thirteen))
+    assert [int(word[1, 3]) for word in words] == list(philox_reference((3, 1, 7, 1), (1, 13)))
 
 
 def test_arguments_are_not_changed():
-    counter = np.arange(4, dtype=np.uint64)
+    counter = torch.arange(4)
     philox4x32((counter, counter, counter, counter), (counter, counter))
     assert counter.tolist() == [0, 1, 2, 3]
 

@@ -2,37 +2,34 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.engine.sampler import race
-from outrider.engine.sampler.arrivals import ArrivalCache, RaceKey, block_arrivals, waits_behind_winner
-from outrider.engine.sampler.elementary import logarithm
-from outrider.engine.sampler.filters import NO_LIMIT, Limit
+from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, block_arrivals
 from outrider.engine.sampler.logit_blocks import LogitBlocks
+from outrider.engine.sampler.order import order_keys
 from outrider.engine.sampler.race import run_race
+from tests.oracle.arrivals import all_arrivals
+from tests.oracle.elementary import logarithm
 
 
-def full_race(logits, temperature, key, limit=NO_LIMIT):
-    """Every token evaluated with the shipped float32 primitives, nothing skipped."""
-    vocab_size = len(logits)
-    num_blocks = -(-vocab_size // 64)
-    blocks = block_arrivals(key.seed, key.sample, [key.position], num_blocks)
-    groups = np.arange(num_blocks * 16)
-    waits = waits_behind_winner([key], np.zeros_like(groups), groups).reshape(-1, 64)
-    times = blocks.first[0][:, None] + waits
-    times[np.arange(num_blocks), blocks.winner_offsets[0]] = blocks.first[0]
-    values = logits / np.float32(temperature)
-    scores = values - logarithm(times.reshape(-1)[:vocab_size])
-    ids = np.arange(vocab_size)
-    takes_part = (values > np.float32(limit.value)) | ((values == np.float32(limit.value)) & (ids <= limit.last_id))
-    return int(np.argmax(np.where(takes_part, scores, -np.inf)))
+def full_race(values, key, last=None):
+    """Every token evaluated by the oracle, nothing skipped: up to the token `last` of the row's order."""
+    takes_part = np.ones(len(values), dtype=np.bool_)
+    if last is not None:
+        order = np.argsort(-values, kind="stable")
+        takes_part[order[order.tolist().index(last) + 1 :]] = False
+    scores = np.where(takes_part, values - logarithm(all_arrivals(key, len(values))), -np.inf)
+    return int(np.argmax(scores))
 
 
-def lazy_race(logits, temperatures, keys, limits=None):
-    blocks = LogitBlocks.of(
-        logits, np.arange(len(logits)), np.asarray(temperatures, dtype=np.float32), num_ids=logits.shape[1]
-    )
-    arrivals = ArrivalCache(num_blocks=blocks.num_blocks, max_bytes=1 << 26).rows(keys)
-    return run_race(blocks, arrivals, keys, limits)
+def lazy_race(values, keys, *, num_candidates, limits=None):
+    """(winner, whether it is open) of each row."""
+    blocks = LogitBlocks.of(torch.from_numpy(values))
+    race_keys = RaceKeys.of(keys, torch.device("cpu"))
+    arrivals = block_arrivals(race_keys, blocks.num_blocks)
+    winners, is_open = run_race(blocks, race_keys, arrivals, num_candidates=num_candidates, limits=limits)
+    return list(zip(winners.tolist(), is_open.tolist(), strict=True))
 
 
 def logits_of(shape, num_rows, vocab_size, seed=0):
@@ -61,64 +58,64 @@ SHAPES = ["flat", "equal", "normal", "zipf", "peaked", "certain", "ties", "holes
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab_size", [1, 3, 64, 100, 4096, 5000])
-def test_lazy_race_is_the_full_race(shape, vocab_size):
-    logits = logits_of(shape, 24, vocab_size)
-    temperatures = np.asarray([1.0, 0.7, 1.3, 0.01, 5.0, 1.0] * 4)
+def test_what_the_lazy_race_decides_is_the_full_race(shape, vocab_size):
+    """However few blocks it looks into: a row that it does not leave open has its winner."""
+    values = logits_of(shape, 24, vocab_size)
     keys = [RaceKey(7 + i % 3, i % 2, 100 + i) for i in range(24)]
-    expected = [full_race(*row) for row in zip(logits, temperatures, keys, strict=True)]
-    assert lazy_race(logits, temperatures, keys) == expected
+    expected = [full_race(*row) for row in zip(values, keys, strict=True)]
+    for num_candidates in (1, 3, 16, 64):
+        found = lazy_race(values, keys, num_candidates=num_candidates)
+        assert [is_open or winner == full for (winner, is_open), full in zip(found, expected, strict=True)] == [
+            True
+        ] * 24
+    assert lazy_race(values, keys, num_candidates=79) == [(winner, False) for winner in expected]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lazy_race_with_limits_is_the_full_race(shape):
+def test_a_limit_leaves_out_what_comes_after_it(shape):
     vocab_size = 1000
-    logits = logits_of(shape, 24, vocab_size)
+    values = logits_of(shape, 24, vocab_size)
     keys = [RaceKey(11, 0, i) for i in range(24)]
-    limits = []
-    for i, row in enumerate(logits):
-        order = np.lexsort((np.arange(vocab_size), -row))
-        last = order[[0, 1, 5, 40, 500, 999][i % 6]]
-        limits.append(Limit(float(row[last]), int(last)))
-    expected = [full_race(row, 1.0, key, limit) for row, key, limit in zip(logits, keys, limits, strict=True)]
-    assert lazy_race(logits, np.ones(24), keys, limits) == expected
-
-
-def test_lazy_race_on_a_large_vocabulary():
-    logits = np.concatenate([logits_of("normal", 3, 151_665), logits_of("zipf", 3, 151_665)])
-    keys = [RaceKey(2**63 + i, 0, 4000) for i in range(6)]
-    assert lazy_race(logits, np.ones(6), keys) == [
-        full_race(row, 1.0, key) for row, key in zip(logits, keys, strict=True)
+    lasts = [
+        int(np.lexsort((np.arange(vocab_size), -row))[[0, 1, 5, 40, 500, 999][i % 6]]) for i, row in enumerate(values)
     ]
+    expected = [full_race(row, key, last) for row, key, last in zip(values, keys, lasts, strict=True)]
+    order = order_keys(torch.from_numpy(values), torch.arange(vocab_size))
+    limits = order.gather(1, torch.tensor(lasts).unsqueeze(1))
+    for num_candidates in (2, 16):
+        found = lazy_race(values, keys, num_candidates=num_candidates, limits=limits)
+        if num_candidates == 16:
+            assert [winner for winner, _ in found] == expected
+        assert all(is_open or winner == full for (winner, is_open), full in zip(found, expected, strict=True))
 
 
-def test_looking_into_too_few_blocks_is_noticed(monkeypatch):
-    """Negative control: with a bound that is too tight the lazy race differs from the full one."""
-    logits = logits_of("normal", 64, 4096)
+def test_sixty_four_blocks_decide_nearly_every_row_of_a_large_vocabulary():
+    values = np.concatenate([logits_of("normal", 24, 151_665), logits_of("zipf", 24, 151_665)])
+    keys = [RaceKey(2**63 + i, 0, 4000) for i in range(48)]
+    found = lazy_race(values, keys, num_candidates=64)
+    assert sum(is_open for _, is_open in found) < 12
+    decided = [i for i, (_, is_open) in enumerate(found) if not is_open][::6]
+    assert [found[i][0] for i in decided] == [full_race(values[i], keys[i]) for i in decided]
+
+
+def test_a_bound_that_gives_up_too_early_is_noticed(monkeypatch):
+    """Negative control: rows whose winner lies elsewhere would be called decided."""
+    values = logits_of("normal", 64, 4096)
     keys = [RaceKey(1, 0, i) for i in range(64)]
-    expected = [full_race(row, 1.0, key) for row, key in zip(logits, keys, strict=True)]
-    assert lazy_race(logits, np.ones(64), keys) == expected
-    monkeypatch.setattr(race, "_with_slack", lambda scores: scores + np.float32(0.5))
-    assert lazy_race(logits, np.ones(64), keys) != expected
+    expected = [full_race(row, key) for row, key in zip(values, keys, strict=True)]
+    monkeypatch.setattr(race, "_with_slack", lambda scores: scores + 3.0)
+    found = lazy_race(values, keys, num_candidates=4)
+    assert any(not is_open and winner != full for (winner, is_open), full in zip(found, expected, strict=True))
 
 
-def test_race_looks_into_few_blocks(monkeypatch):
-    """The point of being lazy: on a flat distribution about 18 to 29 of 768 blocks are needed."""
-    num_looked_at = []
-    original = LogitBlocks.blocks
-    monkeypatch.setattr(
-        LogitBlocks,
-        "blocks",
-        lambda self, rows, blocks: num_looked_at.append(len(rows)) or original(self, rows, blocks),
-    )
-    logits = logits_of("flat", 1, 49152)
-    for position in range(20):
-        lazy_race(logits, np.ones(1), [RaceKey(3, 0, position)])
-    assert np.mean(num_looked_at) < 80
-
-
-def test_a_row_of_nan_is_decided_for_the_first_of_them():
-    logits = logits_of("normal", 3, 200)
-    logits[1] = np.nan
-    logits[2, 77] = np.nan
+@pytest.mark.parametrize("nan", [np.nan, -np.nan])
+def test_a_row_of_nan_is_decided_for_the_first_of_them(nan):
+    values = logits_of("normal", 3, 200)
+    values[1] = nan
+    values[2, [77, 190]] = nan
     keys = [RaceKey(1, 0, i) for i in range(3)]
-    assert lazy_race(logits, np.ones(3), keys) == [full_race(logits[0], 1.0, keys[0]), 0, 77]
+    limits = order_keys(torch.from_numpy(values), torch.arange(200)).amax(dim=1, keepdim=True)
+    for limit in (None, limits):
+        winners = [winner for winner, _ in lazy_race(values, keys, num_candidates=4, limits=limit)]
+        assert winners[1:] == [0, 77]
+        assert [is_open for _, is_open in lazy_race(values, keys, num_candidates=3, limits=limit)[1:]] == [True, True]

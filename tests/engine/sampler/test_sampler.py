@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler.sampler import first_of_largest
+from outrider.engine.sampler.draw import first_of_largest
 from outrider.errors import InternalError
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
 
@@ -172,16 +172,6 @@ def test_the_same_luck_makes_a_similar_drafter_agree(make_sampler):
     assert independent < 0.25
 
 
-def test_a_forgetful_cache_changes_nothing(make_sampler):
-    logits = random_logits(40)
-    rows = [(i % 7, i // 7) for i in range(40)]
-    decided = []
-    for sampler in (make_sampler(VOCAB_SIZE), make_sampler(VOCAB_SIZE, arrival_cache_bytes=1)):
-        states = [sampler.start(params_of(seed=seed), sample=0, prompt_token_ids=[]) for seed in range(7)]
-        decided.append(sampler.sample(logits, [SampleRows(states[seed], place) for seed, place in rows]).token_ids)
-    assert decided[0] == decided[1]
-
-
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_extreme_logits_do_not_break_it(make_sampler):
     sampler = make_sampler(70)
@@ -230,14 +220,11 @@ def test_a_row_of_nan_is_decided_for_the_first_of_them(make_sampler, settings):
     assert draw(make_sampler(VOCAB_SIZE, known), logits, params_of(**settings)) == [*fine, 1, 77, 299]
 
 
-def test_results_split_by_sequence(make_sampler):
+def test_results_come_in_the_order_of_the_rows(make_sampler):
     sampler = make_sampler(VOCAB_SIZE)
     states = [sampler.start(params_of(temperature=0.0), sample=0, prompt_token_ids=[]) for _ in range(3)]
     rows = [SampleRows(states[0], 0, (1, 2)), SampleRows(states[1], 5), SampleRows(states[2], 0, (1,))]
-    logits = torch.eye(6, VOCAB_SIZE)
-    sampled = sampler.sample(logits, rows)
-    assert sampled.token_ids == [0, 1, 2, 3, 4, 5]
-    assert [token_ids for token_ids, _ in sampled.split(rows)] == [[0, 1, 2], [3], [4, 5]]
+    assert sampler.sample(torch.eye(6, VOCAB_SIZE), rows).token_ids == [0, 1, 2, 3, 4, 5]
 
 
 def test_logits_that_do_not_fit_are_refused(make_sampler):

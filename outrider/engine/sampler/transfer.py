@@ -1,0 +1,33 @@
+"""Small arrays on their way to the logits' device and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of the array's dtype and shape on `device`; on the CPU it may share the array's memory.
+
+    A GPU copies it from page-locked memory, in its turn behind the work that is queued: nobody waits.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def upload_ids(values: Sequence[int], device: torch.device) -> Tensor:
+    """[len(values)] int64."""
+    return upload(np.asarray(values, dtype=np.int64), device)
+
+
+def download(rows: Tensor) -> list[list[Any]]:
+    """The numbers of a tensor [n, m]. The host waits for all work that is queued on the tensor's device."""
+    numbers: list[list[Any]] = rows.tolist()
+    return numbers

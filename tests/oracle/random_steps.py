@@ -1,0 +1,129 @@
+"""Random steps of a sampler: parameters, histories, drafts and logits of every shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from outrider.engine.sampler import Sampler, SampleRows
+from outrider.request import SamplingParams
+from tests.oracle.sampler import OracleSampler
+
+
+def logits_of(shape, vocab_size, rng):
+    """One row: [vocab_size] float32."""
+    noise = rng.standard_normal(vocab_size)
+    ranks = np.log(np.arange(1, vocab_size + 1))
+    with np.errstate(over="ignore"):
+        row = {
+            "flat": noise * 0.01,
+            "equal": noise * 0,
+            "normal": noise * 2.5,
+            "zipf": rng.permutation(-1.3 * ranks) + noise * 0.3,
+            "peaked": rng.permutation(-8 * ranks),
+            "certain": np.where(np.arange(vocab_size) == vocab_size // 3, 500.0, noise),
+            "ties": np.round(noise * 2) / 2,
+            "bfloat16": noise * 4,
+            "banned": np.where(noise > 0.5, -np.inf, noise * 3),
+            "one left": np.where(np.arange(vocab_size) == vocab_size - 1, -30.0, -np.inf),
+            "nothing left": noise - np.inf,
+            "nan": np.where(noise > 3, np.nan, noise),
+            "huge": noise * 1e38,
+            "infinite": np.where(noise > 2.5, np.inf, noise),
+        }[shape].astype(np.float32)
+    return (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) if shape == "bfloat16" else row
+
+
+SHAPES = [
+    "flat",
+    "equal",
+    "normal",
+    "zipf",
+    "peaked",
+    "certain",
+    "ties",
+    "bfloat16",
+    "banned",
+    "one left",
+    "nothing left",
+    "nan",
+    "huge",
+    "infinite",
+]
+
+
+def random_params(rng, vocab_size, **fixed):
+    """`fixed`: settings that are not random."""
+    choices = {
+        "temperature": [0.0, 0.3, 0.7, 1.0, 1.0, 1.5, 20.0, 1e30],
+        "top_p": [1.0, 1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.95, 0.999],
+        "top_k": [0, 0, 0, 1, 2, 20, 100, 1000, 30_000],
+        "min_p": [0.0, 0.0, 0.0, 1e-30, 0.01, 0.1, 1.0],
+        "repetition_penalty": [1.0, 1.0, 1.0, 0.7, 1.3],
+        "frequency_penalty": [0.0, 0.0, -1.9, 0.3, 1.1],
+        "presence_penalty": [0.0, 0.0, -1.1, 0.7],
+        "min_tokens": [0, 0, 3, 12],
+    }
+    settings = {name: values[rng.integers(len(values))] for name, values in choices.items()}
+    biased = sorted({int(token_id) for token_id in rng.integers(0, vocab_size + 2, rng.choice([0, 0, 4]))})
+    biases = [-100.0, 5.0, 3e38, -3e38]
+    settings["logit_bias"] = tuple((token_id, biases[rng.integers(len(biases))]) for token_id in biased)
+    return SamplingParams(seed=int(rng.integers(2**63)) * 2 + 1, max_tokens=99, **{**settings, **fixed})
+
+
+def some_ids(rng, limit, most):
+    return rng.integers(0, limit, rng.integers(0, most + 1)).tolist()
+
+
+def random_known(rng, vocab_size):
+    """Padding at the end and holes, sometimes; at least one id is known."""
+    known = np.ones(vocab_size, dtype=np.bool_)
+    if rng.random() < 0.5:
+        known[vocab_size - int(rng.integers(0, vocab_size // 3 + 1)) :] = False
+    if rng.random() < 0.5:
+        known[rng.integers(0, vocab_size, 3)] = False
+    known[rng.integers(vocab_size)] = True
+    return known
+
+
+class Pair:
+    """The same samples in a sampler and in the oracle."""
+
+    def __init__(self, vocab_size, known, kernels=None):
+        mask = torch.from_numpy(known)
+        self.samplers = [
+            Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kernels),
+            OracleSampler(vocab_size=vocab_size, known_token_ids=mask),
+        ]
+
+    def start(self, params, *, committed, **options):
+        states = [sampler.start(params, **options) for sampler in self.samplers]
+        for sampler, state in zip(self.samplers, states, strict=True):
+            for token_id in committed:
+                sampler.commit(state, [token_id])
+        return states
+
+    def decide(self, logits, parts):
+        """`parts`: (states, position, draft ids, assumed ids). Returns what each sampler decides."""
+        return [
+            sampler.sample(logits, [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
+            for i, sampler in enumerate(self.samplers)
+        ]
+
+
+def random_step(rng, pair, vocab_size, num_sequences, shapes=SHAPES):
+    """Some sequences of random parameters, histories and drafts, and their logits."""
+    parts, rows = [], []
+    for _ in range(num_sequences):
+        states = pair.start(
+            random_params(rng, vocab_size),
+            committed=some_ids(rng, vocab_size + 2, 80),
+            sample=int(rng.integers(64)),
+            prompt_token_ids=some_ids(rng, vocab_size + 2, 200),
+            generated_token_ids=some_ids(rng, vocab_size, 80),
+            stop_token_ids=some_ids(rng, vocab_size + 2, 3),
+        )
+        draft, assumed = some_ids(rng, min(vocab_size + 2, 40), 4), some_ids(rng, min(vocab_size + 2, 20), 3)
+        parts.append((states, int(rng.integers(2**20)), tuple(draft), tuple(assumed)))
+        rows += [logits_of(shapes[rng.integers(len(shapes))], vocab_size, rng) for _ in range(len(draft) + 1)]
+    return torch.from_numpy(np.stack(rows)), parts

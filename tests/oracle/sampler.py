@@ -1,0 +1,125 @@
+"""The contract's SamplingParams in numpy, one row at a time: by sorting and by evaluating every token.
+
+What native kernels and torch decide is compared with this, to the last id. Float32 with the
+operations of `outrider/engine/sampler` where they decide (docs/adr/0016), and nothing of its code
+but what a sample remembers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from outrider.engine.sampler import SampledRows, Sampler, SampleRows
+from outrider.engine.sampler.penalties import PenaltyState
+from outrider.engine.sampler.sequence_sampling import Decision
+from outrider.request import LogprobsMode, SamplingParams, TokenLogprobs
+from tests.oracle.arrivals import RaceKey, all_arrivals
+from tests.oracle.elementary import logarithm, masses_of
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+MASS_ONE = 2**44
+
+
+class OracleSampler(Sampler):
+    """As a Sampler, for the same states."""
+
+    def __init__(self, *, vocab_size: int, known_token_ids: Tensor) -> None:
+        super().__init__(vocab_size=vocab_size, known_token_ids=known_token_ids)
+        self._known: Bools = known_token_ids.numpy()
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
+        decisions = [decision for part in rows for decision in part.decisions()]
+        sampled = SampledRows()
+        with np.errstate(over="ignore", invalid="ignore"):
+            for row, decision in zip(logits.numpy(), decisions, strict=True):
+                values = edited(row, self._known, decision)
+                token_id = decide(values, decision)
+                sampled.token_ids.append(token_id)
+                sampled.logprobs.append(logprobs_of(row, values, decision, token_id))
+        return sampled
+
+
+def edited(logits: Floats, known: Bools, decision: Decision) -> Floats:
+    """Steps 1 to 4: [num_ids] float32, ids up to the last known one."""
+    row = logits.copy()
+    row[~known] = -np.inf
+    apply_penalties(row, decision.params, decision.state.penalties, decision.assumed_token_ids)
+    return row[: np.flatnonzero(known)[-1] + 1]
+
+
+def apply_penalties(
+    row: Floats, params: SamplingParams, penalties: PenaltyState, assumed_token_ids: Sequence[int]
+) -> None:
+    """Steps 2 to 4 on `row` [vocab] float32, in place."""
+    if penalties.num_generated + len(assumed_token_ids) < params.min_tokens:
+        row[penalties.stop_ids] = -np.inf
+    for token_id, bias in params.logit_bias:
+        if token_id < len(row):
+            row[token_id] += np.float32(bias)
+    if penalties.counts is None:
+        return
+    ids, counts = penalties.counts.with_assumed(assumed_token_ids)
+    repetition = np.float32(params.repetition_penalty)
+    values = np.where(row[ids] > 0.0, row[ids] / repetition, row[ids] * repetition)
+    values = values - np.float32(params.frequency_penalty) * counts
+    row[ids] = values - np.float32(params.presence_penalty) * (counts > 0.0).astype(np.float32)
+
+
+def decide(values: Floats, decision: Decision) -> int:
+    """Steps 5 to 7 on `values` [num_ids] float32."""
+    params = decision.params
+    if params.is_greedy or np.isnan(values).any():
+        return int(values.argmax())  # numpy promises the first of equals, and of NaN
+    values = values / np.float32(params.temperature)
+    key = RaceKey(params.seed, decision.state.sample, decision.position)
+    scores = values - logarithm(all_arrivals(key, len(values)))
+    scores[~kept(values, params)] = -np.inf
+    return int(scores.argmax())
+
+
+def kept(values: Floats, params: SamplingParams) -> Bools:
+    """Step 6: [num_ids], by sorting."""
+    is_kept = np.ones(len(values), dtype=np.bool_)
+    order = np.argsort(-values, kind="stable")  # equals by rising id
+    if params.min_p > 0.0:
+        is_kept &= values >= values.max() + np.float32(math.log(params.min_p))
+    if params.top_k > 0:
+        is_kept[order[params.top_k :]] = False
+    if params.top_p < 1.0:
+        order = order[is_kept[order]]
+        masses = masses_of(values[order], values.max())
+        mass_before = np.cumsum(masses) - masses
+        num_kept = int(np.searchsorted(mass_before, math.ceil(params.top_p * float(masses.sum()))))
+        is_kept[order[max(1, num_kept) :]] = False
+    return is_kept
+
+
+def logprobs_of(logits: Floats, values: Floats, decision: Decision, token_id: int) -> TokenLogprobs | None:
+    """By the sample's mode: of the raw logits [vocab], or of what `values` after step 4 become by steps 5 and 6."""
+    wanted, params = decision.state.logprobs, decision.params
+    if wanted is None:
+        return None
+    if wanted.mode is LogprobsMode.MODEL:
+        values = logits
+    elif not params.is_greedy:
+        values = values / np.float32(params.temperature)
+        values = np.where(kept(values, params), values, np.float32(-np.inf))
+    largest = float(values.max())
+    total = largest
+    if math.isfinite(largest):
+        total += math.log(float(masses_of(values, values.max()).sum()) / MASS_ONE)
+    top = np.argsort(-values, kind="stable")[: wanted.num_top].tolist()
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=min(0.0, float(values[token_id]) - total),
+        rank=1 + int(np.count_nonzero(values > values[token_id])),
+        top=tuple((each, min(0.0, float(values[each]) - total)) for each in top if values[each] > -np.inf),
+    )
