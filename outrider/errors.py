@@ -3,6 +3,7 @@
 OutriderError
 ├── InvalidRequestError      INVALID_ARGUMENT     names the field
 ├── NotFoundError            NOT_FOUND
+├── OutOfRangeError          OUT_OF_RANGE         a position that the answer does not have
 ├── AlreadyRunningError      ALREADY_EXISTS
 ├── CapacityError            RESOURCE_EXHAUSTED   carries retry_after_seconds
 ├── NotSupportedError        UNIMPLEMENTED        a later version may
@@ -47,6 +48,12 @@ class NotFoundError(OutriderError):
     """A model, file or request that is not here."""
 
     reason = "NOT_FOUND"
+
+
+class OutOfRangeError(OutriderError):
+    """A position or sample that an answer does not have."""
+
+    reason = "OUT_OF_RANGE"
 
 
 class AlreadyRunningError(OutriderError):

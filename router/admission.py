@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
-from outrider.request import Request
-from router.placement import FULL_SECONDS, Place
+from router.placement import FULL_SECONDS, Demand, Place
 
 _MAX_RETRY_SECONDS = 30.0
 
@@ -22,15 +21,15 @@ class Places(Protocol):
     @property
     def has_nodes(self) -> bool: ...
 
-    def place(self, request: Request, *, excluded: frozenset[bytes]) -> Place | None: ...
+    def place(self, demand: Demand) -> Place | None: ...
 
 
 class Waiting:
-    """One request's place in the queue. It keeps it when a decode node sends it back."""
+    """One request's turn in the queue. It keeps it when a decode node sends it back, and when a node is lost."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.excluded: frozenset[bytes] = frozenset()  # decode nodes that it can never fit on
+    def __init__(self, demand: Demand, *, priority: int) -> None:
+        self.demand = demand
+        self.priority = priority
         self.arrival: int | None = None  # order among equals; set when it first asks
         self.has_waited = False  # accepted into the queue: it is not refused any more
         self.place: asyncio.Future[Place] | None = None  # set while it is in the queue
@@ -41,7 +40,7 @@ class Waiting:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.request.generated_token_ids)
+        return len(self.demand.token_ids)
 
 
 class Admission:
@@ -90,7 +89,7 @@ class Admission:
         if waiting.arrival is None:
             waiting.arrival = next(self._arrivals)
         if not self._is_behind_others(waiting):
-            place = self._places.place(waiting.request, excluded=waiting.excluded)
+            place = self._places.place(waiting.demand)
             if place is not None:
                 return place
         if not waiting.has_waited:
@@ -98,9 +97,10 @@ class Admission:
             waiting.has_waited = True
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         waiting.place = future
-        heapq.heappush(self._heap, (-waiting.request.priority, waiting.arrival, waiting))
+        heapq.heappush(self._heap, (-waiting.priority, waiting.arrival, waiting))
         self._num_waiting += 1
-        self._num_waiting_tokens += waiting.num_tokens
+        num_tokens = waiting.num_tokens
+        self._num_waiting_tokens += num_tokens
         self._set_timer()
         try:
             return await future
@@ -111,13 +111,15 @@ class Admission:
         finally:
             waiting.place = None
             self._num_waiting -= 1
-            self._num_waiting_tokens -= waiting.num_tokens
+            self._num_waiting_tokens -= num_tokens
             self._drop_gone()
 
     def pump(self) -> None:
         """Gives places to the first in line, as long as there are any."""
+        if self._places.has_nodes:
+            self._no_nodes_since = None
         while (first := self._first()) is not None:
-            place = self._places.place(first.request, excluded=first.excluded)
+            place = self._places.place(first.demand)
             if place is None:
                 self._give_up_without_nodes()
                 return
@@ -156,7 +158,7 @@ class Admission:
             return False
         assert waiting.arrival is not None, "it has asked"
         assert first.arrival is not None, "it is in the queue"
-        return (-first.request.priority, first.arrival) < (-waiting.request.priority, waiting.arrival)
+        return (-first.priority, first.arrival) < (-waiting.priority, waiting.arrival)
 
     def _first(self) -> Waiting | None:
         self._drop_gone()
@@ -172,7 +174,6 @@ class Admission:
 
     def _give_up_without_nodes(self) -> None:
         if self._places.has_nodes:
-            self._no_nodes_since = None
             return
         now = self._clock()
         if self._no_nodes_since is None:

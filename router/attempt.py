@@ -1,280 +1,316 @@
-"""One request on one decode node: its sequence group, its hand-off, its events."""
+"""One try at the unfinished samples of an answer, on one decode node: its sequence group, its hand-off, its outcome."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 
-import grpc
 from google.rpc import code_pb2
 
-from outrider.errors import (
-    AbortedError,
-    CapacityError,
-    InternalError,
-    InvalidRequestError,
-    OutriderError,
-    PeerLostError,
-)
-from outrider.request import FinishReason, Request
-from outrider.rpc.status import from_rpc_error
-from outrider.service.telemetry.metrics import RouterMetrics
+from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
+from outrider.node import NodeState
 from outrider.session import (
     Granted,
     KvFailed,
     KvReady,
     OpenSequenceGroup,
     Rejected,
+    RejectReason,
     SampleDone,
-    SampleStart,
     SampleTokens,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
-from outrider.v1 import prefill_pb2
-from router.journal import Journal
-from router.placement import Place
-from router.request_record import RequestRecord
+from router.answer import Answer
+from router.hand_off import ID_BYTES, HandOff
+from router.hedge_budget import HedgeBudget
+from router.placement import Demand, Place
+from router.request_record import AttemptFigures
+from router.sample_answer import TokenMismatchError
 from router.sessions import DecodeSession
 
-_ID_BYTES = 16
-PREFILL_ANSWER_SECONDS = 0.5
-"""How long a finished answer waits for the prefill node's figures."""
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Every sample that was opened has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The decode node keeps nothing of it."""
+
+    reason: RejectReason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The work is gone, or must not go on where it was; what the answer has is kept."""
+
+    error: PeerLostError
+    cause: str  # one word, for metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """No other node would do better."""
+
+    error: OutriderError
+
+
+Outcome = Completed | Refused | Lost | Fatal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSettings:
+    """What all attempts of a request share."""
+
+    fingerprint: str
+    stop_token_ids: tuple[int, ...]
+    open_timeout_seconds: float
+    kv_ready_timeout_seconds: float
+    hedges: HedgeBudget
+
+
+class AttemptListener:
+    """Told what happens, on the event loop; must not raise. (`router.request_flow.RequestFlow`.)"""
+
+    def on_granted(self, attempt: Attempt, granted: Granted) -> None: ...
+
+    def on_tokens(self, attempt: Attempt, tokens: SampleTokens) -> None:
+        """Raises: TokenMismatchError, InternalError for tokens that do not continue the answer."""
+
+    def on_done(self, attempt: Attempt, done: SampleDone) -> None:
+        """Raises: InternalError."""
+
+    def on_prefill(self, attempt: Attempt) -> None:
+        """A prefill node begins with the prompt."""
+
+    def on_prefill_moved(self, attempt: Attempt, error: PeerLostError) -> None: ...
+
+    def on_attempt_changed(self) -> None:
+        """An outcome, or another standing of the node."""
 
 
 class Attempt:
-    """Owns a place, a sequence group and at most one Prefill call, and frees all three.
+    """Owns a place, a sequence group and a hand-off, and frees all three. Owned by the event loop.
 
-    Events go into the journal as they come, whatever the client's pace; `wake` tells the
-    request's writer that there is something new, a failure included. Owned by the event
-    loop.
+    It ends by itself when it has an outcome, which is set once; `end` gives it up.
     """
 
     def __init__(
         self,
         *,
         place: Place,
-        journal: Journal,
-        record: RequestRecord,
-        metrics: RouterMetrics,
-        wake: Callable[[], None],
+        demand: Demand,
+        answer: Answer,
+        settings: AttemptSettings,
+        listener: AttemptListener,
     ) -> None:
         self.place = place
-        self._journal = journal
-        self._record = record
-        self._metrics = metrics
-        self._wake = wake
-        self._group_id = os.urandom(_ID_BYTES)
-        self._transfer_id = os.urandom(_ID_BYTES)
-        self._session: DecodeSession | None = None  # None: not opened, or left
-        self._answer: asyncio.Future[Granted | Rejected] = asyncio.get_running_loop().create_future()
-        self._prefill: asyncio.Task[None] | None = None
-        self._kv_timer: asyncio.TimerHandle | None = None
-        self._running_samples = set(range(record.request.sampling.n))  # on the decode node
-        self._last_tokens_at: dict[int, float] = {}
-        self.failure: OutriderError | None = None
-
-    async def open(self, *, stop_token_ids: tuple[int, ...], timeout_seconds: float) -> Granted | Rejected:
-        """Opens the group and gives the decode node's answer. Raises: OutriderError when the node is lost."""
-        request, decode = self._record.request, self.place.decode
-        self._session = decode.open_session()
-        command = _open_command(request, self._group_id, self._transfer_id, stop_token_ids)
-        self._session.open_group(command, self)
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                return await self._answer
-        except TimeoutError as error:
-            raise PeerLostError(f"decode node {decode.name} does not answer", node=decode.name) from error
-
-    def start_prefill(self, granted: Granted, *, fingerprint: str, kv_ready_timeout_seconds: float) -> None:
-        """Has the prompt computed where that is a prefill node's work."""
-        if not granted.kv_address:
-            self.place.release_prefill()
-            return
-        link = self.place.prefill
-        self._record.use_node(link.name, link.numerics)
-        link.add_listener(self)
-        decode_info = self.place.decode.info
-        assert decode_info is not None, "a node with a session has said who it is"
-        token_ids = self._record.request.prompt_token_ids + self._record.request.generated_token_ids
-        call = prefill_pb2.PrefillRequest(
-            sequence_group_id=self._group_id,
-            transfer_id=self._transfer_id,
-            request_id=self._record.request.request_id,
-            token_ids=token_ids[: len(token_ids) - granted.num_tokens_to_compute],
-            kv_address=granted.kv_address,
-            decode_incarnation=decode_info.incarnation,
-            held_prefix_length=granted.held_prefix_length,
-            priority=self._record.request.priority,
-            fingerprint=fingerprint,
+        self.outcome: Outcome | None = None
+        self.has_tokens = False  # it has computed some itself
+        self.is_granted = False
+        self.figures = AttemptFigures(num_known_tokens=len(demand.token_ids))
+        self._demand = demand
+        self._settings = settings
+        self._listener = listener
+        request = answer.request
+        self._opened = OpenSequenceGroup(
+            sequence_group_id=os.urandom(ID_BYTES),
+            transfer_id=os.urandom(ID_BYTES),
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            samples=answer.unfinished_samples(),
+            sampling=request.sampling,
+            stop_token_ids=settings.stop_token_ids,
+            logprobs=request.output.logprobs,
+            num_speculative_tokens=request.num_speculative_tokens,
+            priority=request.priority,
         )
-        self._prefill = asyncio.create_task(self._run_prefill(call, kv_ready_timeout_seconds), name="prefill")
+        self._running = {start.sample for start in self._opened.samples}  # on the decode node
+        self._session: DecodeSession | None = None  # None: not opened, or left
+        self._timer: asyncio.TimerHandle | None = None  # for the node's answer to Open
+        self._hand_off: HandOff | None = None
+        self._hand_off_task: asyncio.Task[None] | None = None
+        self._incarnation = place.decode.incarnation
 
-    async def wait_for_prefill_answer(self) -> None:
-        """The prefill node's figures come about when the KV does; a short answer may be there before them."""
-        if self._prefill is not None:
-            await asyncio.wait((self._prefill,), timeout=PREFILL_ANSWER_SECONDS)
+    @property
+    def numerics(self) -> str:
+        return self.place.decode.numerics
 
-    def leave(self, *, was_refused: bool = False) -> None:
-        """Frees the group on the decode node, unless it has ended there, and the place. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.forget(self._group_id)
-            if self._running_samples:
-                session.cancel(self._group_id)
-        self.place.release(is_full=was_refused)
+    @property
+    def incarnation(self) -> bytes:
+        """Of the decode node's process."""
+        return self._incarnation
 
-    def close(self) -> None:
-        """Frees everything, the Prefill call included. Idempotent."""
-        self.leave()
-        self._stop_watching_prefill()
-        if self._prefill is not None:
-            self._prefill.cancel()
-        if not self._answer.done():
-            self._answer.set_exception(AbortedError("the attempt was given up"))
-        if not self._answer.cancelled():
-            self._answer.exception()  # seen: nobody may be waiting for it any more
+    @property
+    def is_suspect(self) -> bool:
+        """The node's progress is overdue."""
+        return self.place.decode.is_late
+
+    @property
+    def is_leaving(self) -> bool:
+        """The node drains: it goes on, and the work should move."""
+        return self.place.decode.state is NodeState.DRAINING
+
+    def start(self) -> None:
+        """Opens the group. What goes wrong becomes the outcome."""
+        decode = self.place.decode
+        decode.add_listener(self)
+        try:
+            self._session = decode.open_session()
+            self._session.open_group(self._opened, self)
+        except PeerLostError as error:
+            self._finish(Lost(error, "decode_lost"))
+            return
+        late = PeerLostError(f"decode node {decode.name} does not answer", node=decode.name)
+        loop = asyncio.get_running_loop()
+        timeout = self._settings.open_timeout_seconds
+        self._timer = loop.call_later(timeout, self._finish, Lost(late, "decode_silent"))
+
+    def cancel_sample(self, sample: int) -> None:
+        """It has ended by what the router knows."""
+        if sample in self._running:
+            self._running.discard(sample)
+            if self._session is not None:
+                self._session.cancel(self._opened.sequence_group_id, (sample,))
+            self._finish_if_done()
+
+    async def wait_for_figures(self) -> None:
+        """Frees the place, then waits a little for the prefill node's figures."""
+        self._leave()
+        if self._hand_off is not None:
+            await self._hand_off.wait_for_figures()
+
+    def end(self) -> None:
+        """Frees everything, on the nodes too. Idempotent."""
+        self._leave()
+        if self._hand_off_task is not None:
+            self._hand_off_task.cancel()
+        if self._hand_off is not None:
+            self._hand_off.close()
 
     # ------------------------------------------------------------ what nodes say
 
+    def on_standing(self) -> None:
+        """Of the decode node."""
+        self._listener.on_attempt_changed()
+
     def on_event(self, event: SequenceGroupEvent) -> None:
+        """Of this group. A node that breaks the protocol loses the attempt, and no other one."""
         try:
             match event:
                 case SampleTokens():
-                    self._take_tokens(event)
+                    self.has_tokens = self.figures.has_tokens = True
+                    self._listener.on_tokens(self, event)
                 case SampleDone():
-                    self._take_done(event)
-                case Granted() | Rejected():
-                    self._take_answer(event)
+                    self._running.discard(event.sample)
+                    self._listener.on_done(self, event)
+                    self._finish_if_done()
+                case Granted():
+                    self._take_grant(event)
+                case Rejected():
+                    self._running.clear()
+                    self._finish(Refused(event.reason, event.message))
                 case KvReady():
-                    self._take_kv_ready(event)
+                    self.figures.kv_ready = event
+                    if self._hand_off is not None:
+                        self._hand_off.on_kv_ready(event)
                 case KvFailed():
-                    self.fail(PeerLostError(event.message, node=self.place.prefill.name))
+                    if self._hand_off is not None:
+                        self._hand_off.on_kv_failed(event)
                 case SequenceGroupFailed():
-                    self._running_samples.clear()
-                    self.fail(_error_of(event, self.place.decode.name))
+                    self._running.clear()
+                    self._finish(self._outcome_of(event))
+        except TokenMismatchError as error:
+            self._finish(Lost(self._lost(error.message), "token_mismatch"))
         except InternalError as error:
-            self.fail(error)
+            self._finish(Lost(self._lost(error.message), "protocol"))
 
     def on_lost(self, error: OutriderError) -> None:
-        """The decode node's session broke, or the prefill node is gone."""
-        self.fail(error if isinstance(error, PeerLostError) else PeerLostError(error.message))
+        """The decode node's session broke."""
+        self._running.clear()
+        lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
+        self._finish(Lost(lost, "decode_lost"))
 
-    def fail(self, error: OutriderError) -> None:
-        """Ends the attempt; the first reason counts."""
-        if self.failure is None and not self._journal.is_finished:
-            self.failure = error
-            if not self._answer.done():
-                self._answer.set_exception(error)
-            self.close()
-        self._wake()
-
-    def _take_answer(self, answer: Granted | Rejected) -> None:
-        if isinstance(answer, Rejected):
-            self._running_samples.clear()
-        elif answer.transfer_id != self._transfer_id:
-            raise InternalError("a grant names another transfer")
-        else:
-            self._record.mark_admitted()
-        if not self._answer.done():
-            self._answer.set_result(answer)
-
-    def _take_tokens(self, tokens: SampleTokens) -> None:
-        now = self._record.clock()
-        if self._record.first_token_at is None:
-            self._record.first_token_at = now
-            self._metrics.observe_first_token(now - self._record.arrived_at)
-        num_taken, has_ended = self._journal.append(tokens)
-        self._record.speculation.add(tokens.speculation)
-        last = self._last_tokens_at.get(tokens.sample)
-        self._metrics.observe_tokens(num_tokens=num_taken, seconds_since_last=None if last is None else now - last)
-        self._last_tokens_at[tokens.sample] = now
-        if has_ended:
-            self._take_end(tokens.sample)
-        self._wake()
-
-    def _take_end(self, sample: int) -> None:
-        """A sample ended by what the router saw; only a stop string is news to the decode node."""
-        finished = self._journal.samples[sample].finished
-        if finished is not None and finished.stop_string is not None:
-            self._running_samples.discard(sample)
-            if self._session is not None:
-                self._session.cancel(self._group_id, (sample,))
-        self._take_possible_end()
-
-    def _take_done(self, done: SampleDone) -> None:
-        self._running_samples.discard(done.sample)
-        if done.reason is FinishReason.ABORTED:
-            raise InternalError("a decode node aborted a sample by itself")
-        self._journal.finish(done)
-        self._take_possible_end()
-        self._wake()
-
-    def _take_possible_end(self) -> None:
-        if self._journal.is_finished:
-            self._record.mark_end()
-            if not self._running_samples:
-                self.leave()
-
-    def _take_kv_ready(self, ready: KvReady) -> None:
-        if ready.transfer_id != self._transfer_id:
-            raise InternalError("KV of another transfer is ready")
-        self._record.kv_ready = ready
-        self.place.release_prefill()
-        self._stop_watching_prefill()
-
-    # ------------------------------------------------------------ the hand-off
-
-    async def _run_prefill(self, call: prefill_pb2.PrefillRequest, kv_ready_timeout_seconds: float) -> None:
-        name = self.place.prefill.name
-        try:
-            self._record.prefill = await self.place.prefill.prefill_stub().Prefill(call)
-        except grpc.RpcError as rpc_error:
-            error = from_rpc_error(rpc_error, target=name)
-            if self._record.kv_ready is None:
-                self.fail(PeerLostError(f"prefill node {name} failed: {error.message}", node=name))
+    def _take_grant(self, granted: Granted) -> None:
+        if self.is_granted:
+            if self._hand_off is not None:
+                self._hand_off.on_granted(granted)
             return
-        if self._record.kv_ready is None and self._session is not None:
-            late = PeerLostError(f"the prompt's KV did not arrive from {name}", node=name)
-            loop = asyncio.get_running_loop()
-            self._kv_timer = loop.call_later(kv_ready_timeout_seconds, self.fail, late)
+        if granted.transfer_id != self._opened.transfer_id:
+            raise InternalError("a grant names another transfer")
+        self.is_granted = True
+        self._stop_timer()
+        self.figures.num_tokens_to_compute = granted.num_tokens_to_compute
+        self._listener.on_granted(self, granted)
+        if self._session is None:  # ended by what the listener made of it
+            return
+        self._hand_off = HandOff(
+            opened=self._opened,
+            demand=self._demand,
+            place=self.place,
+            session=self._session,
+            figures=self.figures,
+            fingerprint=self._settings.fingerprint,
+            open_timeout_seconds=self._settings.open_timeout_seconds,
+            kv_ready_timeout_seconds=self._settings.kv_ready_timeout_seconds,
+            hedges=self._settings.hedges,
+            on_prefill=lambda: self._listener.on_prefill(self),
+            on_moved=lambda error: self._listener.on_prefill_moved(self, error),
+        )
+        self._hand_off_task = asyncio.create_task(self._run_hand_off(self._hand_off, granted), name="hand-off")
 
-    def _stop_watching_prefill(self) -> None:
-        self.place.prefill.remove_listener(self)
-        if self._kv_timer is not None:
-            self._kv_timer.cancel()
-            self._kv_timer = None
+    async def _run_hand_off(self, hand_off: HandOff, granted: Granted) -> None:
+        try:
+            await hand_off.run(granted)
+        except PeerLostError as error:
+            self._finish(Lost(error, "decode_silent"))
 
+    # ------------------------------------------------------------ the end
 
-def _open_command(
-    request: Request, group_id: bytes, transfer_id: bytes, stop_token_ids: tuple[int, ...]
-) -> OpenSequenceGroup:
-    return OpenSequenceGroup(
-        sequence_group_id=group_id,
-        transfer_id=transfer_id,
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=request.sampling,
-        samples=tuple(SampleStart(sample, request.generated_token_ids) for sample in range(request.sampling.n)),
-        stop_token_ids=stop_token_ids,
-        logprobs=request.output.logprobs,
-        num_speculative_tokens=request.num_speculative_tokens,
-        priority=request.priority,
-    )
+    def _finish_if_done(self) -> None:
+        if not self._running:
+            self._finish(Completed())
 
+    def _finish(self, outcome: Outcome) -> None:
+        """The first outcome counts."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        if isinstance(outcome, Completed):
+            self._leave()  # the prefill node's figures may still come
+        else:
+            self.end()
+        self._listener.on_attempt_changed()
 
-def _error_of(failed: SequenceGroupFailed, node: str) -> OutriderError:
-    """What the client is told when a decode node gives a group up."""
-    message = f"decode node {node}: {failed.message}"
-    match failed.code:
-        case code_pb2.INVALID_ARGUMENT:
-            return InvalidRequestError(failed.message, field="prompt")
-        case code_pb2.RESOURCE_EXHAUSTED:
-            return CapacityError(message)
-        case code_pb2.ABORTED:
-            return AbortedError(message)
-        case code_pb2.INTERNAL:
-            return InternalError(message)
-        case _:
-            return PeerLostError(message, node=node)
+    def _leave(self) -> None:
+        """Frees the group on the decode node, unless it has ended there, and the place."""
+        self._stop_timer()
+        session, self._session = self._session, None
+        if session is not None:
+            session.forget(self._opened.sequence_group_id)
+            if self._running:
+                session.cancel(self._opened.sequence_group_id)
+        self.place.decode.remove_listener(self)
+        has_no_room = isinstance(self.outcome, Refused) and self.outcome.reason in (
+            RejectReason.NO_ROOM,
+            RejectReason.DRAINING,
+        )
+        self.place.release(is_full=has_no_room)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _outcome_of(self, failed: SequenceGroupFailed) -> Outcome:
+        if failed.code == code_pb2.INVALID_ARGUMENT:
+            return Fatal(InvalidRequestError(failed.message, field="prompt"))
+        return Lost(self._lost(failed.message), "group_failed")
+
+    def _lost(self, message: str) -> PeerLostError:
+        name = self.place.decode.name
+        return PeerLostError(f"decode node {name}: {message}", node=name)

@@ -40,6 +40,13 @@ async def read_request(proto: router_pb2.GenerateRequest, served: ServedModel, *
     )
 
 
+def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
+    """None: the answer ends with its stream."""
+    if not proto.HasField("resume_window"):
+        return None
+    return proto.resume_window.seconds + proto.resume_window.nanos / 1e9
+
+
 async def encode_prompt(
     proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, tokenizer: Tokenizer
 ) -> list[int]:

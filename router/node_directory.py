@@ -14,11 +14,15 @@ from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, host_name_of, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
+from router.grpc_transport import GrpcTransport
 from router.node_link import DecodeLink, NodeLink, PrefillLink
-from router.sessions import RouterIdentity
 from router.tokenizer import Tokenizer
+from router.transport import NodeTransport, RouterIdentity
 
 WAITING_LOG_SECONDS = 5.0
+
+Connect = Callable[[str, str], NodeTransport]
+"""(target, address) → the way to the node there."""
 
 _log = get_logger("nodes")
 
@@ -45,10 +49,12 @@ class NodeDirectory:
         identity: RouterIdentity,
         *,
         resolver: Resolver = resolve_with_dns,
+        connect: Connect | None = None,
         on_lost: Callable[[NodeRole], None] = lambda _role: None,
     ) -> None:
         self._config = config
         self._identity = identity
+        self._connect = connect if connect is not None else partial(_connect_by_grpc, config)
         self._on_lost = on_lost
         self._nodes = {
             role: PeerSet(
@@ -170,7 +176,7 @@ class NodeDirectory:
             role=role,
             target=target,
             address=address,
-            channel=open_channel(address, tls=self._config.node_tls, server_name=host_name_of(target)),
+            transport=self._connect(target, address),
             identity=self._identity,
             approve=self._approve,
             on_change=self._changed_now,
@@ -237,10 +243,15 @@ class NodeDirectory:
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> ServedModel:
-        files = await link.watcher.get_tokenizer()
+        files = await link.transport.tokenizer_files()
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
         return ServedModel(model, tokenizer, name)
+
+
+def _connect_by_grpc(config: RouterConfig, target: str, address: str) -> NodeTransport:
+    channel = open_channel(address, tls=config.node_tls, server_name=host_name_of(target))
+    return GrpcTransport(channel, address=address, grace_seconds=config.liveness_timeout_seconds)
 
 
 def _targets(config: RouterConfig) -> dict[NodeRole, Sequence[str]]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol
-
-import grpc.aio
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
-from outrider.service.node_service import NodeWatcher
+from outrider.service.liveness import STALL_SECONDS, ProgressDeadline
 from outrider.service.telemetry.logging import get_logger
-from outrider.v1 import prefill_pb2_grpc
-from router.sessions import DecodeSession, RouterIdentity
+from router.sessions import DecodeSession
+from router.transport import NodeTransport, RouterIdentity
 
 LEAST_BACKOFF_SECONDS = 0.1
 MOST_BACKOFF_SECONDS = 2.0
@@ -28,17 +27,18 @@ Approve = Callable[["NodeLink", NodeInfo], Awaitable[str]]
 """Raises MismatchError for a node that does not fit, else gives the fingerprint served."""
 
 
-class LossListener(Protocol):
-    """Who has work on a node."""
+class LinkListener(Protocol):
+    """Told when the standing of a node changes: late, on time again, draining. Must not block."""
 
-    def on_lost(self, error: OutriderError) -> None: ...
+    def on_standing(self) -> None: ...
 
 
 class NodeLink:
     """One address. Owned by the event loop; `run` goes on until it is cancelled.
 
-    A node is SERVING here when it says so, its model fits, and its reports arrive. When
-    they cease it is LOST, with no report, until it serves again.
+    A node is SERVING here when it says so, its model fits, and its reports arrive. While a
+    report or its step is overdue it is late; when its progress stays away it is LOST, with
+    no report, until it serves again.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class NodeLink:
         role: NodeRole,
         target: str,
         address: str,
-        channel: grpc.aio.Channel,
+        transport: NodeTransport,
         identity: RouterIdentity,
         approve: Approve,
         on_change: Callable[[], None],
@@ -63,20 +63,27 @@ class NodeLink:
         self.refusal = ""  # why the node is not used; empty when it may be
         self.last_error = ""  # why it could not be reached, while it cannot
         self.is_alias = False  # another link leads to the same process
-        self.channel = channel
-        self.watcher = NodeWatcher(channel, target=address, grace_seconds=liveness_timeout_seconds)
+        self.is_late = False  # its progress is overdue; it is not lost yet
+        self.transport = transport
         self._identity = identity
         self._liveness_timeout_seconds = liveness_timeout_seconds
         self._fingerprint = ""
         self._approve = approve
         self._on_change = on_change
         self._on_lost = on_lost
-        self._listeners: set[LossListener] = set()
+        self._listeners: set[LinkListener] = set()
+        self._progress = ProgressDeadline()
+        self._late_timer: asyncio.TimerHandle | None = None
 
     @property
     def name(self) -> str:
         """The node's own, or role and address before it has said it."""
         return self.info.name if self.info is not None else f"{self.role.name.lower()}@{self.address}"
+
+    @property
+    def incarnation(self) -> bytes:
+        """Of the process that was identified last; empty before."""
+        return self.info.incarnation if self.info is not None else b""
 
     @property
     def numerics(self) -> str:
@@ -92,10 +99,10 @@ class NodeLink:
         """Whether reports arrive: also from a node that drains."""
         return self.report is not None
 
-    def add_listener(self, listener: LossListener) -> None:
+    def add_listener(self, listener: LinkListener) -> None:
         self._listeners.add(listener)
 
-    def remove_listener(self, listener: LossListener) -> None:
+    def remove_listener(self, listener: LinkListener) -> None:
         self._listeners.discard(listener)
 
     async def run(self) -> None:
@@ -104,7 +111,7 @@ class NodeLink:
         try:
             while True:
                 try:
-                    info = await self.watcher.get_node(timeout_seconds=IDENTIFY_SECONDS)
+                    info = await self.transport.identify(timeout_seconds=IDENTIFY_SECONDS)
                     if await self._identify(info):
                         backoff = LEAST_BACKOFF_SECONDS
                         await self._follow(info)
@@ -115,7 +122,8 @@ class NodeLink:
                 else:
                     await asyncio.sleep(POLL_SECONDS)
         finally:
-            await self.channel.close()
+            self._stop_late_timer()
+            await self.transport.close()
 
     async def _identify(self, info: NodeInfo) -> bool:
         """Whether the node may be used now. Raises: MismatchError."""
@@ -136,20 +144,61 @@ class NodeLink:
 
     async def _follow(self, info: NodeInfo) -> None:
         """Takes the node's reports until it is lost. Raises: PeerLostError."""
-        async with aclosing(self.watcher.reports(incarnation=info.incarnation)) as reports:
+        async with aclosing(self.transport.reports(incarnation=info.incarnation)) as reports:
             async for report in reports:
                 self._take_report(report)
 
     def _take_report(self, report: NodeReport) -> None:
+        has_changed = self.is_late
         if self.state is not report.state:
             _log.info("node changed state", node=self.name, address=self.address, state=report.state.name)
+            has_changed = True
+        if self.report is None:
+            self._progress = ProgressDeadline()
         self.report = report
         self.state = report.state
+        self._progress.feed(report)
+        self.is_late = self._progress.is_late()
+        self._set_late_timer()
+        if has_changed:
+            self._tell_standing()
         self._on_change()
+
+    def _set_late_timer(self) -> None:
+        """One timer a link, moved only when it fires: reports come many times a second."""
+        if self._late_timer is None and not self.is_late:
+            loop = asyncio.get_running_loop()
+            due = loop.time() + max(self._progress.seconds_until_late(), 0.01)
+            self._late_timer = loop.call_at(due, self._on_late_timer, due)
+
+    def _on_late_timer(self, due: float) -> None:
+        self._late_timer = None
+        loop = asyncio.get_running_loop()
+        if loop.time() - due > STALL_SECONDS:  # this process was stalled: reports may lie unread
+            again = loop.time() + STALL_SECONDS
+            self._late_timer = loop.call_at(again, self._on_late_timer, again)
+        elif not self._progress.is_late():
+            self._set_late_timer()
+        elif self.is_connected:
+            self.is_late = True
+            _log.info("node is late", node=self.name, address=self.address)
+            self._tell_standing()
+            self._on_change()
+
+    def _stop_late_timer(self) -> None:
+        if self._late_timer is not None:
+            self._late_timer.cancel()
+            self._late_timer = None
+
+    def _tell_standing(self) -> None:
+        for listener in tuple(self._listeners):
+            listener.on_standing()
 
     def _take_failure(self, error: OutriderError) -> None:
         was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
         self.last_error = error.message
+        self._stop_late_timer()
+        self.is_late = False
         if isinstance(error, (MismatchError, ModelError)):
             if self.refusal != error.message:
                 _log.error("node refused", node=self.name, address=self.address, error=error.message)
@@ -158,9 +207,7 @@ class NodeLink:
         if was_up:
             self.report = None
             self.state = NodeState.LOST
-            listeners, self._listeners = list(self._listeners), set()
-            for listener in listeners:
-                listener.on_lost(error)
+            self._tell_standing()
             if was_draining:
                 _log.info("node left", node=self.name, address=self.address)
             else:
@@ -172,8 +219,42 @@ class NodeLink:
 class PrefillLink(NodeLink):
     """A prefill node: prompts go there."""
 
-    def prefill_stub(self) -> prefill_pb2_grpc.PrefillServiceStub:
-        return prefill_pb2_grpc.PrefillServiceStub(self.channel)
+    async def prefill(self, call: PrefillCall) -> PrefillFigures:
+        """Has the prompt's KV computed and pushed. Cancelling stops both.
+
+        Raises: PeerLostError for whatever kept the node from it, its loss included.
+        """
+        lost = asyncio.get_running_loop().create_future()
+        watch = _LossWatch(self, lost)
+        self.add_listener(watch)
+        work = asyncio.ensure_future(self.transport.prefill(call))
+        try:
+            watch.on_standing()
+            await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise PeerLostError(f"prefill node {self.name} is lost", node=self.name)
+            return work.result()
+        except OutriderError as error:
+            raise PeerLostError(f"prefill node {self.name} failed: {error.message}", node=self.name) from error
+        finally:
+            self.remove_listener(watch)
+            lost.cancel()
+            if not work.done():
+                work.cancel()
+                with suppress(asyncio.CancelledError, OutriderError):
+                    await work
+
+
+class _LossWatch:
+    """Resolves a future when a link's node is lost."""
+
+    def __init__(self, link: NodeLink, lost: asyncio.Future[None]) -> None:
+        self._link = link
+        self._lost = lost
+
+    def on_standing(self) -> None:
+        if not self._link.is_connected and not self._lost.done():
+            self._lost.set_result(None)
 
 
 class DecodeLink(NodeLink):
@@ -183,11 +264,8 @@ class DecodeLink(NodeLink):
 
     async def _follow(self, info: NodeInfo) -> None:
         session = DecodeSession(
-            self.channel,
-            address=self.address,
+            await self.transport.open_session(self._identity, fingerprint=self._fingerprint),
             node=info,
-            identity=self._identity,
-            fingerprint=self._fingerprint,
             liveness_timeout_seconds=self._liveness_timeout_seconds,
             on_report=self._take_report,
         )

@@ -6,12 +6,14 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import xxhash
 
-from outrider.request import Request
+from outrider.node import NodeLoad
 from router.node_directory import NodeDirectory
 from router.node_link import DecodeLink, NodeLink, PrefillLink
 
@@ -21,7 +23,9 @@ PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 65_536
 """Chunks that are remembered, over all nodes: 2 million prompt tokens."""
 FULL_SECONDS = 0.25
-"""A decode node that had no room is asked again after this long, or when something has ended there."""
+MAX_FULL_SECONDS = 2.0
+"""A decode node that had no room is asked again when a report shows more room, or after so long: the prompt goes
+over the wire with each question. The pause doubles from refusal to refusal."""
 PREFIX_WORTH_SEQUENCES = 4
 """A node that holds the prompt's prefix may run this many more sequences than another and is still preferred."""
 
@@ -60,6 +64,32 @@ def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
     return hashes
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What a place is sought for."""
+
+    token_ids: tuple[int, ...]  # the prompt, and what was generated: KV is wanted of all but the last
+    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that will not do
+
+    @cached_property
+    def prefix_hashes(self) -> list[int]:
+        """Made once, however often the queue's head is offered to placement."""
+        return prefix_hashes(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A decode node had no room."""
+
+    seconds: float  # until it is asked again all the same
+    until: float
+    load: NodeLoad  # by its last report then
+
+    def is_over(self, load: NodeLoad, now: float) -> bool:
+        has_more_room = load.kv_blocks_free > self.load.kv_blocks_free or load.num_running < self.load.num_running
+        return now >= self.until or has_more_room
+
+
 class Place:
     """A decode node and a prefill node, held for one request until released. Releasing twice does nothing."""
 
@@ -69,6 +99,19 @@ class Place:
         self._placement = placement
         self._num_prefill_tokens = num_prefill_tokens
         self._holds_decode = True
+
+    def change_prefill(self, demand: Demand) -> bool:
+        """Another prefill node in place of the one held. False: there is none, and none is held any more."""
+        self.release_prefill()
+        chosen = self._placement.choose_other_prefill(demand, self.prefill)
+        if chosen is None:
+            return False
+        self.prefill, self._num_prefill_tokens = chosen
+        return True
+
+    def has_other_prefill(self) -> bool:
+        """Whether another prefill node serves whose progress is not overdue."""
+        return self._placement.has_timely_prefill_node(besides=self.prefill)
 
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
@@ -105,7 +148,7 @@ class Placement:
         self._clock = clock
         self._outstanding: dict[PrefillLink, int] = {}  # uncached prompt tokens that this router sent
         self._num_placed: dict[DecodeLink, int] = {}  # requests that this router placed
-        self._full_until: dict[DecodeLink, float] = {}
+        self._refusals: WeakKeyDictionary[DecodeLink, _Refusal] = WeakKeyDictionary()
         self._num_chosen = 0
         self._chosen_at: WeakKeyDictionary[NodeLink, int] = WeakKeyDictionary()  # equals take turns
         self._held_by_decode = PrefixMap()
@@ -127,28 +170,44 @@ class Placement:
         """`on_room` is called when a place may have become free."""
         self._on_room = on_room
 
-    def place(self, request: Request, *, excluded: frozenset[bytes] = frozenset()) -> Place | None:
-        """A place now, or None. `excluded`: incarnations of decode nodes that this request can never fit on."""
-        token_ids = request.prompt_token_ids + request.generated_token_ids
-        hashes = prefix_hashes(token_ids)
-        decode = self._choose_decode(hashes, excluded)
+    def place(self, demand: Demand, *, must_be_timely: bool = False) -> Place | None:
+        """A place now, or None. `must_be_timely`: not on a decode node whose progress is overdue."""
+        decode = self._choose_decode(demand, must_be_timely=must_be_timely)
         if decode is None:
             return None
-        chosen = self._choose_prefill(hashes, len(token_ids))
+        chosen = self._choose_prefill(demand)
         if chosen is None:
             return None
         prefill, num_uncached = chosen
-        self._num_chosen += 1
-        self._chosen_at[decode] = self._chosen_at[prefill] = self._num_chosen
-        self._held_by_decode.remember(hashes, _incarnation(decode))
-        self._held_by_prefill.remember(hashes, _incarnation(prefill))
-        self._outstanding[prefill] = self._outstanding.get(prefill, 0) + num_uncached
+        self._held_by_decode.remember(demand.prefix_hashes, decode.incarnation)
         self._num_placed[decode] = self._num_placed.get(decode, 0) + 1
+        self._take_prefill(demand, prefill, num_uncached)
+        self._chosen_at[decode] = self._num_chosen
         return Place(self, decode, prefill, num_uncached)
+
+    def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
+        """(node, uncached tokens there), counted as under way; the one that failed only where it serves again."""
+        chosen = self._choose_prefill(demand, avoided=failed, is_limited=False)
+        if chosen is not None:
+            self._take_prefill(demand, *chosen)
+        return chosen
+
+    def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
+        self._num_chosen += 1
+        self._chosen_at[prefill] = self._num_chosen
+        self._held_by_prefill.remember(demand.prefix_hashes, prefill.incarnation)
+        self._outstanding[prefill] = self._outstanding.get(prefill, 0) + num_uncached
+
+    def has_timely_decode_node(self, excluded: frozenset[bytes]) -> bool:
+        """Whether work could move to a decode node that is not among these."""
+        return any(not link.is_late and link.incarnation not in excluded for link in self._nodes.decode_nodes)
+
+    def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
+        return any(link is not besides and not link.is_late for link in self._nodes.prefill_nodes)
 
     def can_fit_elsewhere(self, excluded: frozenset[bytes]) -> bool:
         """Whether a decode node is left that has not called the request too large."""
-        return any(_incarnation(link) not in excluded for link in self._nodes.decode_nodes)
+        return any(link.incarnation not in excluded for link in self._nodes.decode_nodes)
 
     def release_prefill(self, prefill: PrefillLink, num_tokens: int) -> None:
         left = self._outstanding[prefill] - num_tokens
@@ -158,51 +217,61 @@ class Placement:
 
     def release_decode(self, decode: DecodeLink, *, is_full: bool) -> None:
         _set_or_drop(self._num_placed, decode, self._num_placed[decode] - 1)
-        self._full_until.pop(decode, None)
-        if is_full:
-            now = self._clock()
-            self._full_until = {link: until for link, until in self._full_until.items() if until > now}
-            self._full_until[decode] = now + FULL_SECONDS
+        refusal = self._refusals.pop(decode, None)
+        if is_full and decode.report is not None:
+            seconds = FULL_SECONDS if refusal is None else min(2 * refusal.seconds, MAX_FULL_SECONDS)
+            self._refusals[decode] = _Refusal(seconds, self._clock() + seconds, decode.report.load)
         self._on_room()
 
-    def _choose_decode(self, hashes: Sequence[int], excluded: frozenset[bytes]) -> DecodeLink | None:
-        now = self._clock()
+    def _choose_decode(self, demand: Demand, *, must_be_timely: bool) -> DecodeLink | None:
         candidates = [
             link
             for link in self._nodes.decode_nodes
-            if self._full_until.get(link, 0.0) <= now and _incarnation(link) not in excluded
+            if link.incarnation not in demand.excluded
+            and not (must_be_timely and link.is_late)
+            and not self._has_no_room(link)
         ]
-        return min(candidates, key=lambda link: self._decode_cost(link, hashes), default=None)
+        return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
 
-    def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[float, float, float, int, str]:
+    def _has_no_room(self, link: DecodeLink) -> bool:
+        refusal = self._refusals.get(link)
+        return refusal is not None and link.report is not None and not refusal.is_over(link.report.load, self._clock())
+
+    def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
         report = link.report
         assert report is not None, "a serving node has reported"
         num_running = max(report.load.num_running, self._num_placed.get(link, 0))
-        held = self._held_by_decode.num_held_tokens(hashes, _incarnation(link))
+        held = self._held_by_decode.num_held_tokens(hashes, link.incarnation)
         share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
         free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
         cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
         turn = self._chosen_at.get(link, 0)
-        return cost, -round(free_share, 1), report.expected_step_seconds, turn, link.name
+        return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, turn, link.name
 
-    def _choose_prefill(self, hashes: Sequence[int], num_tokens: int) -> tuple[PrefillLink, int] | None:
-        """(node, uncached tokens there) with the least work ahead, this prompt included; None without room."""
-        best: tuple[int, int, str, PrefillLink, int] | None = None
+    def _choose_prefill(
+        self, demand: Demand, *, avoided: PrefillLink | None = None, is_limited: bool = True
+    ) -> tuple[PrefillLink, int] | None:
+        """(node, uncached tokens there) with the least work ahead, this prompt included; None without room.
+
+        `avoided` comes last; it does not come at all while it is late or lost. Without `is_limited`
+        room is not asked for: the blocks of this prompt are reserved already.
+        """
+        best: tuple[tuple[bool, bool, int, int, str], PrefillLink, int] | None = None
         for link in self._nodes.prefill_nodes:
-            held = self._held_by_prefill.num_held_tokens(hashes, _incarnation(link))
-            num_uncached = max(num_tokens - 1 - held, 1)
+            if link is avoided and link.is_late:
+                continue
+            held = self._held_by_prefill.num_held_tokens(demand.prefix_hashes, link.incarnation)
+            num_uncached = max(len(demand.token_ids) - 1 - held, 1)
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
-            outstanding = max(self._outstanding.get(link, 0), reported)
-            if self._outstanding.get(link, 0) and outstanding + num_uncached > self._limit:
+            own = self._outstanding.get(link, 0)
+            outstanding = max(own, reported)
+            if is_limited and own and outstanding + num_uncached > self._limit:
                 continue  # a prompt beyond the limit goes to a node that has nothing else of ours
             turn = self._chosen_at.get(link, 0)
-            cost = (outstanding + num_uncached, turn, link.name, link, num_uncached)
-            best = cost if best is None or cost[:3] < best[:3] else best
-        return None if best is None else (best[3], best[4])
-
-
-def _incarnation(link: DecodeLink | PrefillLink) -> bytes:
-    return link.info.incarnation if link.info is not None else b""
+            cost = (link is avoided, link.is_late, outstanding + num_uncached, turn, link.name)
+            if best is None or cost < best[0]:
+                best = (cost, link, num_uncached)
+        return None if best is None else (best[1], best[2])
 
 
 def _set_or_drop(counts: dict[Link, int], link: Link, count: int) -> None:

@@ -1,32 +1,39 @@
-"""READ FIRST. The life cycle of one request: admit → open → prefill → stream.
+"""READ FIRST. How one request is served: attempts on nodes, one after the other, until the answer is complete.
 
-`RequestFlow.run` has all of these steps. `admission.py` and `placement.py` contain the queue and the
-choice of nodes, `attempt.py` the nodes' answers, `journal.py` what the client receives.
+`RequestFlow.run` is the whole story. The queue and the choice of nodes are in
+`admission.py` and `placement.py`, one try on one decode node in `attempt.py`, what the
+client is told in `answer.py`, and the client's streams in `running_requests.py`.
+
+Tokens depend on model, prompt, parameters and seed only. So whatever is lost, another
+attempt goes on from the tokens that the answer has; and where nodes compute alike, two
+attempts may run at once: the first token of a position counts, a second one is compared.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from outrider.answer import AnswerEvent, Started, Summary
-from outrider.errors import AbortedError, InternalError, InvalidRequestError, OutriderError
-from outrider.request import Request
+from outrider.answer import Started
+from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
-from outrider.session import Granted, Rejected, RejectReason
+from outrider.session import Granted, RejectReason, SampleDone, SampleTokens
 from router.admission import Admission, Waiting
-from router.attempt import Attempt
+from router.answer import Answer
+from router.answer_budget import AnswerBudget
+from router.attempt import Attempt, AttemptListener, AttemptSettings, Completed, Fatal, Lost, Refused
 from router.config import RouterConfig
-from router.detokenizer import NoText
-from router.journal import EndRules, Journal, JournalBudget, journal_bytes
+from router.hedge_budget import HedgeBudget
 from router.node_directory import ServedModel
-from router.placement import Placement
+from router.placement import Demand, Place, Placement
 from router.request_record import RequestRecord
-from router.stop_strings import StopStringMatcher
-from router.text import AnswerText
-from router.trailers import Trailers, answer_trailers
+
+MAX_LOSSES = 5
+"""So many attempts may be lost without a new token: a request that kills nodes must not kill them all."""
+HEDGE_RETRY_SECONDS = 0.1
+"""How often a place is looked for while an attempt is suspect."""
+EXACT_NUMERICS = "exact ("
 
 _log = get_logger("requests")
 
@@ -38,126 +45,277 @@ class FlowServices:
     config: RouterConfig
     admission: Admission
     placement: Placement
-    journals: JournalBudget
+    hedges: HedgeBudget
+    answers: AnswerBudget
     metrics: RouterMetrics
     router_address: str
 
 
-class RequestFlow:
-    """One request, from its arrival to its Summary. Owned by the event loop.
+class RequestFlow(AttemptListener):
+    """Computes one answer. Owned by the event loop; nothing here waits for a client.
 
-    `run` frees everything when it is closed or cancelled, at whatever point: the place in
-    the queue, the sequence group on the decode node, the Prefill call, the journal.
+    `run` frees everything when it ends or is cancelled, at whatever point: the place in the
+    queue, the sequence groups on decode nodes, the Prefill calls.
     """
 
-    def __init__(self, record: RequestRecord, served: ServedModel, services: FlowServices) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        record: RequestRecord,
+        served: ServedModel,
+        services: FlowServices,
+        *,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self._answer = answer
+        self._request = answer.request
         self._record = record
-        self._request = record.request
         self._served = served
         self._services = services
-        eos_token_ids = () if self._request.stop.ignore_eos else served.info.eos_token_ids
-        self._stop_token_ids = tuple(sorted({*eos_token_ids, *self._request.stop.token_ids}))
-        self._journal = _make_journal(self._request, served, self._stop_token_ids)
-        self._waiting = Waiting(self._request)
-        self._attempt: Attempt | None = None
+        self._settings = AttemptSettings(
+            fingerprint=served.info.fingerprint,
+            stop_token_ids=stop_token_ids,
+            open_timeout_seconds=services.config.open_timeout_seconds,
+            kv_ready_timeout_seconds=services.config.kv_ready_timeout_seconds,
+            hedges=services.hedges,
+        )
+        self._waiting = Waiting(self._demand(), priority=self._request.priority)
+        self._seeking: asyncio.Task[Place] | None = None  # a place, in the queue
+        self._attempts: list[Attempt] = []  # oldest first; two while work moves
+        self._last: Attempt | None = None  # of those that have completed: its figures may still come
+        self._excluded: frozenset[bytes] = frozenset()  # decode nodes that the request can never fit on
+        self._num_losses = 0  # since the last new token
+        self._has_moved = False  # since the last new token
+        self._last_tokens_at: dict[int, float] = {}
+        self._retry: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
-        self._is_aborted = False
-        self._failure: OutriderError | None = None  # told from outside, by `fail`
 
-    async def run(self) -> AsyncGenerator[list[AnswerEvent], None]:
-        """The answer's events, everything new at each turn: the caller's pace never holds a node.
-
-        Raises: CapacityError when queue or journals are full; PeerLostError when a node
-        with work of this request is lost; InvalidRequestError for what fits no node.
-        """
+    async def run(self) -> None:
+        """Until the answer has ended, with a summary or a failure. Never raises OutriderErrors."""
+        answer = self._answer
         try:
-            with self._services.journals.hold(journal_bytes(self._request)):
-                if not self._journal.is_finished:  # unless the tokens that the client brought end the answer
-                    await self._admit()
-                yield [self._started()]
-                while events := await self._next_events():
-                    yield events
-                yield [await self._summary()]
+            while not (answer.is_complete or answer.has_ended):
+                self._news.clear()
+                self._settle()
+                self._seek()
+                await self._news.wait()
+            if not answer.has_ended:
+                await self._conclude()
         except OutriderError as error:
-            self._services.metrics.add_failure(error.reason)
-            _log.warning(
-                "request failed", request_id=self._request.request_id, error=error.message, reason=error.reason
-            )
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            _log.info("client left", request_id=self._request.request_id)
-            raise
+            answer.fail(error)
         finally:
-            if self._attempt is not None:
-                self._attempt.close()
+            self._free()
             if self._record.has_mixed_numerics:
                 self._services.metrics.add_mixed_numerics()
-
-    def trailers(self) -> Trailers:
-        """What the call's trailers say of the answer so far."""
-        return answer_trailers(self._record, num_generated_tokens=self._journal.num_generated_tokens)
+            if answer.failure is not None:
+                self._tell_failure(answer.failure)
 
     def abort(self) -> bool:
-        """Stops the request everywhere, at once; `run` then ends as the contract says. False: it had ended."""
-        if self._journal.is_finished:
+        """Ends the unfinished samples, and stops the request everywhere. False: it had ended."""
+        if self._answer.is_complete or self._answer.has_ended:
             return False
-        self._is_aborted = True
-        self._journal.abort()
+        self._answer.abort()
         self._record.mark_end()
-        aborted = AbortedError("the request was aborted")
-        self._services.admission.withdraw(self._waiting, aborted)
-        if self._attempt is not None:
-            self._attempt.close()
+        self._free()
         self._news.set()
         return True
 
     def fail(self, error: OutriderError) -> None:
-        """Stops the request everywhere; `run` then raises `error`. What has ended stays as it is."""
-        if self._journal.is_finished:
+        """Ends the answer with this error, unless it has ended."""
+        if not self._answer.is_complete:
+            self._answer.fail(error)
+            self._free()
+            self._news.set()
+
+    # ------------------------------------------------------------ the state of things
+
+    def _settle(self) -> None:
+        """Drops the attempts that have an outcome, and one of two where one is enough. Raises: OutriderError."""
+        for attempt in tuple(self._attempts):
+            match attempt.outcome:
+                case Completed():
+                    self._drop(attempt)
+                    self._last = attempt
+                case Refused(reason, message):
+                    self._drop(attempt)
+                    self._take_refusal(attempt, reason, message)
+                case Lost(error, cause):
+                    self._drop(attempt)
+                    self._take_loss(attempt, error, cause)
+                case Fatal(error):
+                    raise error
+        if len(self._attempts) == 2:
+            older, newer = self._attempts
+            if not (older.is_suspect or older.is_leaving):  # it is believed again
+                self._drop(newer)
+            elif newer.has_tokens:
+                self._drop(older)
+                self._note_move(older, "draining" if older.is_leaving else "decode_late")
+
+    def _seek(self) -> None:
+        """Opens another attempt where one is needed, or asks for a place for it. Raises: OutriderError."""
+        if self._seeking is not None:
+            if self._seeking.done():
+                task, self._seeking = self._seeking, None
+                if task.exception() is None:
+                    self._open(task.result())
+                elif not self._attempts:
+                    task.result()
             return
-        self._failure = error
-        self._services.admission.withdraw(self._waiting, error)
-        if self._attempt is not None:
-            self._attempt.fail(error)
+        if not self._attempts:
+            if self._last is not None:
+                raise InternalError("a decode node says that all samples have ended, and some have not")
+            self._seek_in_queue(self._excluded)
+        elif len(self._attempts) == 1:
+            attempt = self._attempts[0]
+            excluded = self._excluded | {attempt.incarnation}
+            if not self._services.placement.has_timely_decode_node(excluded):
+                return
+            if attempt.is_leaving:
+                if not attempt.numerics.startswith(EXACT_NUMERICS):  # two must not run at once
+                    self._drop(attempt)
+                    self._note_move(attempt, "draining")
+                self._seek_in_queue(excluded)
+            elif attempt.is_suspect and attempt.numerics.startswith(EXACT_NUMERICS):
+                self._hedge(attempt, excluded)
+
+    def _seek_in_queue(self, excluded: frozenset[bytes]) -> None:
+        self._waiting.demand = self._demand(excluded)
+        self._seeking = asyncio.create_task(self._services.admission.wait_for_place(self._waiting), name="place")
+        self._seeking.add_done_callback(lambda _task: self._news.set())
+
+    def _hedge(self, suspect: Attempt, excluded: frozenset[bytes]) -> None:
+        """Opens a second attempt now, or looks again soon; never by way of the queue."""
+        services = self._services
+        place = None
+        if services.hedges.may_move():
+            place = services.placement.place(self._demand(excluded), must_be_timely=True)
+        if place is not None and place.decode.numerics != suspect.numerics:
+            place.release()
+            place = None
+        if place is not None:
+            services.hedges.add_move(suspect.place.decode)
+            services.metrics.add_hedge()
+            self._open(place)
+        elif self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(HEDGE_RETRY_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._retry = None
         self._news.set()
 
-    async def _admit(self) -> None:
-        """Queue → place → Open, until a decode node grants; then the prefill starts."""
-        while not self._is_aborted:
-            try:
-                place = await self._services.admission.wait_for_place(self._waiting)
-                self._attempt = Attempt(
-                    place=place,
-                    journal=self._journal,
-                    record=self._record,
-                    metrics=self._services.metrics,
-                    wake=self._news.set,
-                )
-                if self._failure is not None:  # `fail` came when the place had just been given out
-                    raise self._failure
-                self._record.use_node(place.decode.name, place.decode.numerics)
-                answer = await self._attempt.open(
-                    stop_token_ids=self._stop_token_ids,
-                    timeout_seconds=self._services.config.open_timeout_seconds,
-                )
-            except AbortedError:
-                if self._journal.is_finished:  # by `abort`
-                    return
-                raise
-            if isinstance(answer, Granted):
-                self._take_grant(answer)
-                return
-            self._take_rejection(answer)
-
-    def _take_grant(self, granted: Granted) -> None:
-        attempt = self._attempt
-        assert attempt is not None, "a grant answers an attempt"
-        self._record.num_tokens_to_compute = granted.num_tokens_to_compute
-        attempt.start_prefill(
-            granted,
-            fingerprint=self._served.info.fingerprint,
-            kv_ready_timeout_seconds=self._services.config.kv_ready_timeout_seconds,
+    def _open(self, place: Place) -> None:
+        for older in tuple(self._attempts):
+            if older.numerics != place.decode.numerics:  # its tokens could differ from the new ones: it ends first
+                self._drop(older)
+                self._note_move(older, "draining")
+        attempt = Attempt(
+            place=place, demand=self._demand(), answer=self._answer, settings=self._settings, listener=self
         )
+        self._attempts.append(attempt)
+        attempt.start()
+
+    def _demand(self, excluded: frozenset[bytes] = frozenset()) -> Demand:
+        """The first unfinished sample's tokens: the KV of the others begins alike."""
+        samples = self._answer.unfinished_samples()
+        generated = samples[0].generated_token_ids if samples else ()
+        return Demand(self._request.prompt_token_ids + generated, excluded)
+
+    def _drop(self, attempt: Attempt) -> None:
+        self._attempts.remove(attempt)
+        if not isinstance(attempt.outcome, Completed):
+            attempt.end()
+
+    def _free(self) -> None:
+        """Everything on nodes and in the queue. Idempotent."""
+        for attempt in tuple(self._attempts):
+            self._drop(attempt)
+            attempt.end()
+        if self._last is not None:
+            self._last.end()
+        if self._seeking is not None:
+            task, self._seeking = self._seeking, None
+            task.cancel()
+            task.add_done_callback(_release_place)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    # ------------------------------------------------------------ outcomes
+
+    def _take_refusal(self, attempt: Attempt, reason: RejectReason, message: str) -> None:
+        """The request goes back to its turn in the queue, unless no node can ever take it."""
+        match reason:
+            case RejectReason.TOO_LARGE:
+                self._excluded |= {attempt.incarnation}
+                if not self._attempts and not self._services.placement.can_fit_elsewhere(self._excluded):
+                    raise InvalidRequestError(message, field="prompt", reason="TOO_LARGE")
+            case RejectReason.INVALID:
+                raise InternalError(f"decode node {attempt.place.decode.name} calls the request invalid: {message}")
+
+    def _take_loss(self, attempt: Attempt, error: PeerLostError, cause: str) -> None:
+        """Raises: PeerLostError after too many of them without a new token."""
+        self._num_losses += not self._attempts
+        if self._num_losses > MAX_LOSSES:
+            raise PeerLostError(
+                f"{self._num_losses} attempts were lost without a new token; the last: {error.message}", node=error.node
+            )
+        self._waiting.has_waited = True  # admitted before: it is not refused now
+        self._note_move(attempt, cause, error)
+
+    def _note_move(self, attempt: Attempt, cause: str, error: PeerLostError | None = None) -> None:
+        self._has_moved = True
+        self._record.num_moves += 1
+        self._services.metrics.add_move(cause)
+        _log.warning(
+            "work moves",
+            request_id=self._request.request_id,
+            cause=cause,
+            node=attempt.place.decode.name,
+            error="" if error is None else error.message,
+            num_generated_tokens=self._answer.num_generated_tokens,
+        )
+
+    async def _conclude(self) -> None:
+        self._record.mark_end()
+        last = self._last or next(iter(self._attempts), None)
+        if last is not None:
+            await last.wait_for_figures()
+        self._begin()
+        for sample in self._answer.samples:
+            if sample.finished is not None:
+                self._services.metrics.observe_finished_sample(sample.finished.reason)
+        summary = self._record.summary(num_generated_tokens=self._answer.num_generated_tokens)
+        metrics = summary.metrics
+        self._services.metrics.observe_finished_request(e2e_seconds=metrics.e2e_seconds)
+        self._services.admission.observe_service(max(metrics.e2e_seconds - metrics.queue_seconds, 0.0))
+        _log.info(
+            "request finished",
+            request_id=self._request.request_id,
+            nodes=metrics.nodes,
+            attempts=metrics.attempts,
+            num_generated_tokens=summary.usage.num_generated_tokens,
+            num_cached_tokens=summary.usage.num_cached_tokens,
+            ttft_seconds=round(metrics.ttft_seconds, 4),
+            e2e_seconds=round(metrics.e2e_seconds, 4),
+        )
+        self._answer.close(summary)
+
+    def _tell_failure(self, error: OutriderError) -> None:
+        self._services.metrics.add_failure(error.reason)
+        _log.warning("request failed", request_id=self._request.request_id, error=error.message, reason=error.reason)
+
+    # ------------------------------------------------------------ what attempts say
+
+    def on_attempt_changed(self) -> None:
+        self._news.set()
+
+    def on_granted(self, attempt: Attempt, granted: Granted) -> None:
+        self._record.attempts.append(attempt.figures)
+        self._record.use_node(attempt.place.decode.name, attempt.numerics)
+        if self._record.admitted_at is not None:
+            return
+        self._record.mark_admitted()
         num_prompt_tokens = len(self._request.prompt_token_ids)
         self._services.metrics.observe_admitted(
             queue_seconds=self._record.queue_seconds, num_prompt_tokens=num_prompt_tokens
@@ -170,87 +328,65 @@ class RequestFlow:
             num_held_tokens=granted.held_prefix_length,
             queue_seconds=round(self._record.queue_seconds, 4),
         )
+        self._begin()
 
-    def _take_rejection(self, rejected: Rejected) -> None:
-        """The request goes back to its place in the queue, unless no node can ever take it."""
-        attempt, self._attempt = self._attempt, None
-        assert attempt is not None, "a rejection answers an attempt"
-        decode = attempt.place.decode
-        self._record.nodes.clear()
-        attempt.leave(was_refused=rejected.reason in (RejectReason.NO_ROOM, RejectReason.DRAINING))
-        attempt.close()
-        match rejected.reason:
-            case RejectReason.TOO_LARGE:
-                info = decode.info
-                self._waiting.excluded |= {info.incarnation if info is not None else b""}
-                if not self._services.placement.can_fit_elsewhere(self._waiting.excluded):
-                    raise InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")
-            case RejectReason.INVALID:
-                raise InternalError(f"decode node {decode.name} calls the request invalid: {rejected.message}")
+    def on_prefill(self, attempt: Attempt) -> None:
+        link = attempt.place.prefill
+        self._record.use_node(link.name, link.numerics)
 
-    async def _next_events(self) -> list[AnswerEvent]:
-        """Everything new, as soon as there is something; empty once all samples' ends have been told.
+    def on_prefill_moved(self, attempt: Attempt, error: PeerLostError) -> None:
+        self._note_move(attempt, "prefill_lost", error)
 
-        Raises: the attempt's failure, after what came before it.
-        """
-        while True:
-            self._news.clear()
-            events = self._journal.take_events()
-            if events or self._journal.is_finished:
-                return events
-            if self._attempt is not None and self._attempt.failure is not None:
-                raise self._attempt.failure
-            await self._news.wait()
+    def on_tokens(self, attempt: Attempt, tokens: SampleTokens) -> None:
+        num_new, has_ended = self._answer.take(tokens)
+        self._record.speculation.add(tokens.speculation)
+        if num_new:
+            self._observe_tokens(tokens.sample, num_new)
+        if has_ended:
+            self._stop_sample(attempt, tokens.sample)
+        if len(self._attempts) > 1 or self._answer.is_complete:
+            self._news.set()
 
-    def _started(self) -> Started:
-        return Started(
-            request_id=self._request.request_id,
-            num_prompt_tokens=len(self._request.prompt_token_ids),
-            seed=self._request.sampling.seed,
-            model=self._served.info.name,
-            router=self._services.router_address,
-        )
+    def on_done(self, attempt: Attempt, done: SampleDone) -> None:
+        self._answer.finish(done)
+        self._stop_sample(attempt, done.sample)
 
-    async def _summary(self) -> Summary:
-        self._record.mark_end()
-        if self._attempt is not None:
-            self._attempt.leave()
-            await self._attempt.wait_for_prefill_answer()
-        for sample in self._journal.samples:
-            if sample.finished is not None:
-                self._services.metrics.observe_finished_sample(sample.finished.reason)
-        summary = self._record.summary(num_generated_tokens=self._journal.num_generated_tokens)
-        metrics = summary.metrics
-        self._services.metrics.observe_finished_request(e2e_seconds=metrics.e2e_seconds)
-        self._services.admission.observe_service(max(metrics.e2e_seconds - metrics.queue_seconds, 0.0))
-        _log.info(
-            "request finished",
-            request_id=self._request.request_id,
-            nodes=metrics.nodes,
-            num_generated_tokens=summary.usage.num_generated_tokens,
-            num_cached_tokens=summary.usage.num_cached_tokens,
-            ttft_seconds=round(metrics.ttft_seconds, 4),
-            e2e_seconds=round(metrics.e2e_seconds, 4),
-        )
-        return summary
+    def _observe_tokens(self, sample: int, num_new: int) -> None:
+        now = self._record.clock()
+        metrics = self._services.metrics
+        if self._record.first_token_at is None:
+            self._record.first_token_at = now
+            metrics.observe_first_token(now - self._record.arrived_at)
+        elif self._has_moved and self._last_tokens_at:
+            metrics.observe_move_gap(now - max(self._last_tokens_at.values()))
+        self._num_losses, self._has_moved = 0, False
+        last = self._last_tokens_at.get(sample)
+        metrics.observe_tokens(num_tokens=num_new, seconds_since_last=None if last is None else now - last)
+        self._last_tokens_at[sample] = now
 
+    def _stop_sample(self, attempt: Attempt, sample: int) -> None:
+        """A sample has ended. The node that ended it knows, unless a stop string did."""
+        finished = self._answer.samples[sample].finished
+        for other in tuple(self._attempts):
+            if other is not attempt or (finished is not None and finished.stop_string is not None):
+                other.cancel_sample(sample)
+        if self._answer.is_complete:
+            self._record.mark_end()
+            self._news.set()
 
-def _make_journal(request: Request, served: ServedModel, stop_token_ids: tuple[int, ...]) -> Journal:
-    stop, output, sampling = request.stop, request.output, request.sampling
-    needs_text = bool(stop.strings) or not output.token_ids_only
-
-    def make_text() -> AnswerText:
-        detokenizer = (
-            served.tokenizer.detokenizer(
-                skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
+    def _begin(self) -> None:
+        self._answer.begin(
+            Started(
+                request_id=self._request.request_id,
+                num_prompt_tokens=len(self._request.prompt_token_ids),
+                seed=self._request.sampling.seed,
+                model=self._served.info.name,
+                router=self._services.router_address,
             )
-            if needs_text
-            else NoText()
         )
-        matcher = StopStringMatcher(stop.strings, include_match=stop.include_match)
-        return AnswerText(detokenizer, matcher, min_tokens=sampling.min_tokens)
 
-    rules = EndRules(
-        stop_token_ids=frozenset(stop_token_ids), min_tokens=sampling.min_tokens, max_tokens=sampling.max_tokens
-    )
-    return Journal(request, rules, make_text)
+
+def _release_place(task: asyncio.Task[Place]) -> None:
+    """Of a place that was given out when it was no longer wanted."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().release()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.answer import KvTransferMetrics, RequestMetrics, SpeculationMetrics, Summary, Usage
+from outrider.prefill import PrefillFigures
 from outrider.request import Request
 from outrider.session import KvReady, SpeculationCounts
-from outrider.v1 import prefill_pb2
 
 
 @dataclass(slots=True)
@@ -52,8 +52,26 @@ class SpeculationTotals:
 
 
 @dataclass(slots=True)
+class AttemptFigures:
+    """What nodes said of one attempt's prompt."""
+
+    num_known_tokens: int  # prompt and generated tokens that it started from
+    num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
+    kv_ready: KvReady | None = None
+    prefill: PrefillFigures | None = None  # of the transfer that filled the reservation
+    has_tokens: bool = False
+
+    @property
+    def num_computed_tokens(self) -> int | None:
+        """Known tokens for which a node ran a forward pass; None unless the prompt was completed."""
+        if self.num_tokens_to_compute is None or not (self.kv_ready is not None or self.has_tokens):
+            return None
+        return self.num_tokens_to_compute + (0 if self.prefill is None else self.prefill.num_computed_tokens)
+
+
+@dataclass(slots=True)
 class RequestRecord:
-    """Filled in as the request goes its way; times are monotonic seconds of this machine."""
+    """Filled in while the request is served; times are monotonic seconds of this machine."""
 
     request: Request
     arrived_at: float
@@ -62,9 +80,8 @@ class RequestRecord:
     first_token_at: float | None = None
     ended_at: float | None = None
     nodes: dict[str, str] = field(default_factory=dict)  # by name, in the order of their use: their numerics
-    num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
-    kv_ready: KvReady | None = None
-    prefill: prefill_pb2.PrefillResponse | None = None
+    attempts: list[AttemptFigures] = field(default_factory=list)
+    num_moves: int = 0  # times that work moved from a prefill or decode node
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
 
     def use_node(self, name: str, numerics: str) -> None:
@@ -76,7 +93,9 @@ class RequestRecord:
         return len({numerics for numerics in self.nodes.values() if numerics}) > 1
 
     def mark_admitted(self) -> None:
-        self.admitted_at = self.clock()
+        """The first grant; later calls do nothing."""
+        if self.admitted_at is None:
+            self.admitted_at = self.clock()
 
     def mark_end(self) -> None:
         """The end of the last sample; the first call counts."""
@@ -93,7 +112,7 @@ class RequestRecord:
         return self._since_arrival(self.first_token_at)
 
     def summary(self, *, num_generated_tokens: int) -> Summary:
-        prefill = self.prefill
+        prefills = [attempt.prefill for attempt in self.attempts if attempt.prefill is not None]
         return Summary(
             request_id=self.request.request_id,
             usage=Usage(
@@ -105,9 +124,10 @@ class RequestRecord:
                 queue_seconds=self.queue_seconds,
                 ttft_seconds=self.ttft_seconds,
                 e2e_seconds=self._since_arrival(self.ended_at),
-                prefill_seconds=0.0 if prefill is None else prefill.compute_microseconds / 1e6,
+                prefill_seconds=sum(prefill.compute_seconds for prefill in prefills),
                 kv_transfer=self._kv_transfer(),
                 speculation=self.speculation.metrics(),
+                attempts=1 + self.num_moves,
                 nodes=tuple(self.nodes),
             ),
         )
@@ -117,24 +137,27 @@ class RequestRecord:
         return 0.0 if at is None else max(at - self.arrived_at, 0.0)
 
     def _num_cached_tokens(self) -> int:
-        """Prompt tokens for which no node ran a forward pass."""
-        if self.num_tokens_to_compute is None or (self.kv_ready is None and self.first_token_at is None):
-            return 0  # the prompt was never completed
-        num_known = len(self.request.prompt_token_ids) + len(self.request.generated_token_ids)
-        num_computed = self.num_tokens_to_compute
-        if self.prefill is not None:
-            num_computed += self.prefill.num_computed_tokens
-        return max(min(num_known - num_computed, len(self.request.prompt_token_ids)), 0)
+        """Prompt tokens for which no node ran a forward pass, in any attempt that completed the prompt."""
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        found = [
+            max(min(attempt.num_known_tokens - attempt.num_computed_tokens, num_prompt_tokens), 0)
+            for attempt in self.attempts
+            if attempt.num_computed_tokens is not None
+        ]
+        return min(found, default=0)
 
     def _kv_transfer(self) -> KvTransferMetrics:
-        ready, prefill = self.kv_ready, self.prefill
-        if ready is None or not ready.connector:
-            return KvTransferMetrics()
-        seconds = ready.transfer_seconds if prefill is None else prefill.transfer_microseconds / 1e6
-        exposed = 0.0 if prefill is None else prefill.exposed_microseconds / 1e6
-        return KvTransferMetrics(
-            connector=ready.connector,
-            bytes=ready.kv_bytes,
-            seconds=seconds,
-            exposed_seconds=min(exposed, seconds),
-        )
+        moved = [attempt for attempt in self.attempts if attempt.kv_ready is not None and attempt.kv_ready.connector]
+        total = KvTransferMetrics()
+        for attempt in moved:
+            ready, prefill = attempt.kv_ready, attempt.prefill
+            assert ready is not None, "filtered above"
+            seconds = ready.transfer_seconds if prefill is None else prefill.transfer_seconds
+            exposed = 0.0 if prefill is None else prefill.exposed_seconds
+            total = KvTransferMetrics(
+                connector=total.connector or ready.connector,
+                bytes=total.bytes + ready.kv_bytes,
+                seconds=total.seconds + seconds,
+                exposed_seconds=total.exposed_seconds + min(exposed, seconds),
+            )
+        return total

@@ -17,13 +17,14 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.admission import Admission
+from router.answer_budget import AnswerBudget
 from router.config import RouterConfig
-from router.journal import JournalBudget
+from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.placement import Placement
 from router.request_flow import FlowServices
 from router.servicer import SERVICE_NAME, RouterServicer
-from router.sessions import RouterIdentity
+from router.transport import RouterIdentity
 
 TELL_SECONDS = 0.5
 """How long clients have to take the news that the router gives their requests up."""
@@ -75,7 +76,8 @@ class Router:
             config=config,
             admission=admission,
             placement=placement,
-            journals=JournalBudget(config.journal_bytes),
+            hedges=HedgeBudget(lambda: placement.num_placed),
+            answers=AnswerBudget(config.journal_bytes),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
             router_address=address,
         )
@@ -85,7 +87,7 @@ class Router:
         """No new request; running ones end, or are told at the deadline, the queue included."""
         self.servicer.is_draining = True
         running = self.servicer.running
-        if not await _comes_about(running.wait_until_none(), deadline_seconds):
+        if not await _comes_about(running.wait_until_idle(), deadline_seconds):
             _log.warning("drain deadline passed", num_requests=len(running))
             running.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
         self.servicer.end_watches()
@@ -93,6 +95,7 @@ class Router:
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
+        self.servicer.running.close_all()
         await self.nodes.stop()
 
     def describe(self) -> Mapping[str, Any]:

@@ -1,38 +1,94 @@
-"""Requests by their client's name for them, while they run."""
+"""Requests by their client's name for them: while they run, and as long as their answers are resumable."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 
-from outrider.errors import AlreadyRunningError, OutriderError
+from outrider.answer import AnswerEvent
+from outrider.errors import AlreadyRunningError, InternalError, NotFoundError, OutriderError
+from outrider.request import Request
+from outrider.service.telemetry.logging import get_logger
+from router.answer import Answer, make_answer
+from router.answer_budget import answer_bytes
+from router.node_directory import ServedModel
+from router.request_flow import FlowServices, RequestFlow
+from router.request_record import RequestRecord
+from router.trailers import NOTHING_GENERATED, Trailers, answer_trailers
 
-
-class Stoppable(Protocol):
-    """What runs under a name (`router.request_flow.RequestFlow`)."""
-
-    def abort(self) -> bool: ...
-
-    def fail(self, error: OutriderError) -> None: ...
+_log = get_logger("requests")
 
 
 class RunningRequest:
-    """One name in use. Stopping works from the first moment, before there is a flow to stop."""
+    """One name in use: an answer, the task that computes it, and the client's stream of it.
 
-    def __init__(self) -> None:
-        self._flow: Stoppable | None = None
+    The answer outlives its streams by the resume window; without one it ends with its only
+    stream. Stopping works from the first moment, before there is a flow to stop.
+    """
+
+    def __init__(self, request_id: str, on_change: Callable[[RunningRequest], None]) -> None:
+        self.request_id = request_id
+        self._on_change = on_change
+        self._answer: Answer | None = None
+        self._flow: RequestFlow | None = None
+        self._trailers: Callable[[], Trailers] = lambda: NOTHING_GENERATED
+        self._release: Callable[[], None] = lambda: None
+        self._resume_window_seconds: float | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
         self._is_aborted = False
         self._error: OutriderError | None = None
+        self.is_closed = False
 
-    def attach(self, flow: Stoppable) -> None:
-        """`flow` is stopped at once if that was asked for already."""
-        self._flow = flow
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed and nobody reads: the answer only waits for its client to come back."""
+        return self.is_closed or (self._answer is not None and self._answer.has_ended and not self._answer.has_reader)
+
+    @property
+    def is_resumable(self) -> bool:
+        return self._resume_window_seconds is not None and self._answer is not None
+
+    def begin(
+        self,
+        answer: Answer,
+        flow: RequestFlow,
+        *,
+        trailers: Callable[[], Trailers],
+        release: Callable[[], None],
+        resume_window_seconds: float | None,
+    ) -> None:
+        """Starts to compute. `release` is called once the answer is dropped."""
+        self._answer, self._flow = answer, flow
+        self._trailers, self._release = trailers, release
+        self._resume_window_seconds = resume_window_seconds
         if self._is_aborted:
             flow.abort()
         elif self._error is not None:
             flow.fail(self._error)
+        self._task = asyncio.create_task(flow.run(), name=f"request {self.request_id}")
+        self._task.add_done_callback(self._take_end)
+
+    def trailers(self) -> Trailers:
+        """What a call's trailers say of the answer so far."""
+        return self._trailers()
+
+    async def stream(self, next_positions: Mapping[int, int] | None = None) -> AsyncGenerator[list[AnswerEvent], None]:
+        """The answer from these positions on (by sample); the stream that was attached before ends.
+
+        Raises: OutOfRangeError for positions that the answer does not have; what the answer
+        ends with; AbortedError when another stream is attached.
+        """
+        assert self._answer is not None, "begin comes first"
+        reader = self._answer.read(next_positions)
+        self._stop_expiry()
+        try:
+            async with aclosing(reader.batches()) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self.leave()
 
     def abort(self) -> bool:
         """Whether there was something to stop."""
@@ -47,31 +103,95 @@ class RunningRequest:
         if self._flow is not None:
             self._flow.fail(error)
 
+    def close(self) -> None:
+        """Drops the answer and frees the name; what still computes is stopped. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._stop_expiry()
+        if self._task is not None and not self._task.done():
+            _log.info("client left", request_id=self.request_id)
+            self._task.cancel()
+        self._release()
+        self._on_change(self)
+
+    def leave(self) -> None:
+        """A call that could read the answer is over. Unless another one reads, the resume window begins."""
+        if self._answer is None or self._answer.has_reader or self.is_closed or self._expiry is not None:
+            return
+        if self._resume_window_seconds is None:
+            self.close()
+        else:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(self._resume_window_seconds, self.close)
+            self._on_change(self)
+
+    def _take_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a request's flow failed", request_id=self.request_id, exc_info=error)
+            assert self._answer is not None, "begin comes first"
+            self._answer.fail(InternalError(f"the request's flow failed: {error}"))
+        self._on_change(self)
+
+    def _stop_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+
+def begin_request(
+    running: RunningRequest,
+    request: Request,
+    served: ServedModel,
+    services: FlowServices,
+    *,
+    arrived_at: float,
+    window: float | None,
+) -> None:
+    """Starts to compute the answer. Raises: CapacityError when there is no memory for it."""
+    num_bytes = answer_bytes(request)
+    services.answers.reserve(num_bytes)
+    eos_token_ids = () if request.stop.ignore_eos else served.info.eos_token_ids
+    stop_token_ids = tuple(sorted({*eos_token_ids, *request.stop.token_ids}))
+    answer = make_answer(request, tokenizer=served.tokenizer, stop_token_ids=stop_token_ids)
+    record = RequestRecord(request, arrived_at)
+    running.begin(
+        answer,
+        RequestFlow(answer, record, served, services, stop_token_ids=stop_token_ids),
+        trailers=lambda: answer_trailers(record, num_generated_tokens=answer.num_generated_tokens),
+        release=lambda: services.answers.release(num_bytes),
+        resume_window_seconds=window,
+    )
+
 
 class RunningRequests:
     """Owned by the event loop."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, RunningRequest] = {}
-        self._is_empty = asyncio.Event()
-        self._is_empty.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     def __len__(self) -> int:
+        """Names in use: resumable answers that have ended count."""
         return len(self._by_id)
 
-    @contextmanager
-    def enter(self, request_id: str) -> Iterator[RunningRequest]:
-        """Takes the name until the block is left. Raises: AlreadyRunningError."""
+    def enter(self, request_id: str) -> RunningRequest:
+        """Takes the name until the request is closed. Raises: AlreadyRunningError."""
         if request_id in self._by_id:
             raise AlreadyRunningError(f"request {request_id!r} is running", reason="DUPLICATE_REQUEST_ID")
-        running = self._by_id[request_id] = RunningRequest()
-        self._is_empty.clear()
-        try:
-            yield running
-        finally:
-            del self._by_id[request_id]
-            if not self._by_id:
-                self._is_empty.set()
+        running = self._by_id[request_id] = RunningRequest(request_id, self._take_change)
+        self._is_idle.clear()
+        return running
+
+    def find_resumable(self, request_id: str) -> RunningRequest:
+        """Raises: NotFoundError for a name that is not in use, or whose answer cannot be resumed."""
+        running = self._by_id.get(request_id)
+        if running is None:
+            raise NotFoundError(f"no request {request_id!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
+        if not running.is_resumable:
+            raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
+        return running
 
     def abort(self, request_id: str) -> bool:
         """False: unknown, or it has ended already."""
@@ -83,5 +203,19 @@ class RunningRequests:
         for running in self._by_id.values():
             running.fail(error)
 
-    async def wait_until_none(self) -> None:
-        await self._is_empty.wait()
+    def close_all(self) -> None:
+        """Drops every answer."""
+        for running in tuple(self._by_id.values()):
+            running.close()
+
+    async def wait_until_idle(self) -> None:
+        """Until nothing is computed and no stream is attached."""
+        await self._is_idle.wait()
+
+    def _take_change(self, running: RunningRequest) -> None:
+        if running.is_closed:
+            self._by_id.pop(running.request_id, None)
+        if all(other.is_idle for other in self._by_id.values()):
+            self._is_idle.set()
+        else:
+            self._is_idle.clear()

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from outrider import __version__
-from outrider.errors import InvalidRequestError, NotSupportedError, PeerLostError
+from outrider.errors import InvalidRequestError, PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
 from outrider.service.open_calls import OpenCalls
@@ -22,11 +22,10 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import complete_to_proto, event_to_proto
 from outrider.wire.cluster import cluster_to_proto, model_to_proto
 from outrider.wire.request import num_samples, skips_special_tokens
-from router.intake import encode_prompt, read_request
+from router.intake import encode_prompt, read_request, resume_window_seconds
 from router.node_directory import NodeDirectory
-from router.request_flow import FlowServices, RequestFlow
-from router.request_record import RequestRecord
-from router.running_requests import RunningRequests
+from router.request_flow import FlowServices
+from router.running_requests import RunningRequest, RunningRequests, begin_request
 from router.trailers import NOTHING_GENERATED
 from router.validation import check_chat, check_request, check_token_ids
 
@@ -53,27 +52,25 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        async with rpc_errors(context):
-            request_id = request.request_id or str(uuid.uuid4())
-            async with self._flow(request, request_id, context) as flow, aclosing(flow.run()) as batches:
-                async for events in batches:
-                    for event in events:
-                        await context.write(event_to_proto(event))
+        async with rpc_errors(context), self._request(request, context) as running:
+            await self._write(running, context)
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        async with rpc_errors(context):
-            request_id = request.request_id or str(uuid.uuid4())
-            async with self._flow(request, request_id, context) as flow, aclosing(flow.run()) as batches:
+        async with rpc_errors(context), self._request(request, context) as running:
+            async with aclosing(running.stream()) as batches:
                 answer = [event async for events in batches for event in events]
             return complete_to_proto(answer, num_samples=num_samples(request.sampling))
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
+        self.calls.enter(context)
         async with rpc_errors(context):
-            raise NotSupportedError(
-                "Resume is not supported by this version; send the request again with generated_token_ids"
-            )
+            running = self.running.find_resumable(request.request_id)
+            try:
+                await self._write(running, context, dict(request.next_positions))
+            finally:
+                context.set_trailing_metadata(running.trailers())
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         return router_pb2.AbortResponse(aborted=self.running.abort(request.request_id))
@@ -119,10 +116,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise PeerLostError("the router is stopping", reason="DRAINING")
 
     @asynccontextmanager
-    async def _flow(
-        self, proto: router_pb2.GenerateRequest, request_id: str, context: Context
-    ) -> AsyncIterator[RequestFlow]:
-        """Check → name → encode → flow; the name is free again when the block is left. Raises: OutriderError.
+    async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[RunningRequest]:
+        """Check → name → encode → begin. Raises: OutriderError.
 
         However the call ends, its trailers say what there was of an answer.
         """
@@ -133,14 +128,29 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise PeerLostError("the router is draining", reason="DRAINING")
         services, served = self._services(), self._nodes.model()
         check_request(proto, served.info)
-        with self.running.enter(request_id) as running:
+        request_id = proto.request_id or str(uuid.uuid4())
+        running = self.running.enter(request_id)
+        try:
             request = await read_request(proto, served, request_id=request_id)
-            flow = RequestFlow(RequestRecord(request, arrived_at), served, services)
-            running.attach(flow)
-            try:
-                yield flow
-            finally:
-                context.set_trailing_metadata(flow.trailers())
+            begin_request(
+                running, request, served, services, arrived_at=arrived_at, window=resume_window_seconds(proto)
+            )
+        except BaseException:
+            running.close()
+            raise
+        try:
+            yield running
+        finally:
+            running.leave()
+            context.set_trailing_metadata(running.trailers())
+
+    async def _write(
+        self, running: RunningRequest, context: Context, next_positions: dict[int, int] | None = None
+    ) -> None:
+        async with aclosing(running.stream(next_positions)) as batches:
+            async for events in batches:
+                for event in events:
+                    await context.write(event_to_proto(event))
 
     def _model(self) -> Model:
         """Raises: PeerLostError while no node has served yet."""

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-import grpc
-import grpc.aio
-
-from outrider.errors import InternalError, InvalidRequestError, MismatchError, OutriderError, PeerLostError
+from outrider.errors import MismatchError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
-from outrider.protocol_versions import SUPPORTED_VERSIONS
-from outrider.rpc.status import from_rpc_error
-from outrider.service.liveness import ProgressDeadline
+from outrider.service.liveness import ProgressDeadline, until_lost
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
     OpenSequenceGroup,
+    RetargetSequenceGroup,
+    SequenceGroupCommand,
     SequenceGroupEvent,
 )
-from outrider.v1 import session_pb2, session_pb2_grpc
-from outrider.wire.session import command_to_proto, report_message_from_proto
+from router.transport import SessionMessage, SessionStream
 
 HEARTBEAT_SECONDS = 0.5
 
 _log = get_logger("sessions")
 
-SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
-
 
 class GroupListener(Protocol):
-    """Who is told about one sequence group. Called on the event loop; must not block, must not raise."""
+    """Told about one sequence group. Called on the event loop; must not block, must not raise."""
 
     def on_event(self, event: SequenceGroupEvent) -> None: ...
 
@@ -40,16 +33,8 @@ class GroupListener(Protocol):
         """The session ended; the node has freed the group."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterIdentity:
-    """How this router introduces itself to decode nodes."""
-
-    name: str
-    incarnation: bytes  # 16 random bytes, from the start of the process
-
-
 class DecodeSession:
-    """One session stream, from dial to break. Not reused: a new connection is a new session.
+    """One session stream, from its hello to its break. Not reused: a new connection is a new session.
 
     Owned by the event loop. Commands are queued and written in order; every event goes to
     the listener of its sequence group, at once and in order; events of groups that nobody
@@ -58,23 +43,17 @@ class DecodeSession:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        stream: SessionStream,
         *,
-        address: str,
         node: NodeInfo,
-        identity: RouterIdentity,
-        fingerprint: str,
         liveness_timeout_seconds: float,
         on_report: Callable[[NodeReport], None],
     ) -> None:
-        self._stub = session_pb2_grpc.DecodeServiceStub(channel)
-        self._address = address
+        self._stream = stream
         self._node = node
-        self._identity = identity
-        self._fingerprint = fingerprint
         self._deadline = ProgressDeadline(grace_seconds=liveness_timeout_seconds)
         self._on_report = on_report
-        self._commands: asyncio.Queue[session_pb2.SessionCommand] = asyncio.Queue()
+        self._commands: asyncio.Queue[SequenceGroupCommand] = asyncio.Queue()
         self._listeners: dict[bytes, GroupListener] = {}
         self._is_open = False
 
@@ -84,7 +63,7 @@ class DecodeSession:
 
     @property
     def num_groups(self) -> int:
-        """Sequence groups that someone listens to."""
+        """Sequence groups with a listener."""
         return len(self._listeners)
 
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
@@ -92,13 +71,17 @@ class DecodeSession:
         if not self._is_open:
             raise PeerLostError(f"decode node {self._node.name} is lost", node=self._node.name)
         self._listeners[command.sequence_group_id] = listener
-        self._commands.put_nowait(command_to_proto(command))
+        self._commands.put_nowait(command)
+
+    def retarget(self, command: RetargetSequenceGroup) -> None:
+        """Queues the command. A Granted with the new transfer follows, unless the KV was ready."""
+        if self._is_open:
+            self._commands.put_nowait(command)
 
     def cancel(self, sequence_group_id: bytes, samples: tuple[int, ...] = ()) -> None:
         """Queues the command: these samples, or the whole group when none are named. No event follows."""
         if self._is_open:
-            command = CancelSequenceGroup(sequence_group_id=sequence_group_id, samples=samples)
-            self._commands.put_nowait(command_to_proto(command))
+            self._commands.put_nowait(CancelSequenceGroup(sequence_group_id=sequence_group_id, samples=samples))
 
     def forget(self, sequence_group_id: bytes) -> None:
         """Nobody listens to this group any more."""
@@ -106,8 +89,7 @@ class DecodeSession:
 
     async def run(self) -> None:
         """Until the session ends. Raises: PeerLostError, MismatchError. Every listener is told first."""
-        call = self._stub.Session()
-        tasks = [asyncio.ensure_future(work) for work in (self._write(call), self._read(call), self._watch())]
+        tasks = [asyncio.ensure_future(work) for work in (self._read(), self._watch(), self._write())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             error = self._error_of(tasks)
@@ -118,78 +100,60 @@ class DecodeSession:
             self._is_open = False
             for task in tasks:
                 task.cancel()
-            call.cancel()
+            self._stream.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             listeners, self._listeners = list(self._listeners.values()), {}
             for listener in listeners:
                 listener.on_lost(error)
         raise error
 
-    async def _write(self, call: SessionCall) -> None:
-        hello = session_pb2.SessionHello(
-            protocol_version=SUPPORTED_VERSIONS.newest,
-            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
-            incarnation=self._identity.incarnation,
-            name=self._identity.name,
-            fingerprint=self._fingerprint,
-            reached_at=self._address,
-        )
-        await call.write(session_pb2.SessionCommand(hello=hello))
+    async def _write(self) -> None:
         while True:
-            await call.write(await self._next_command())
+            await self._stream.write(await self._next_command())
 
-    async def _next_command(self) -> session_pb2.SessionCommand:
-        """What is queued, or a heartbeat: a node frees the work of a router that falls silent."""
+    async def _next_command(self) -> SequenceGroupCommand | None:
+        """What is queued, or None for a heartbeat: a node frees the work of a router that falls silent."""
         try:
             async with asyncio.timeout(HEARTBEAT_SECONDS):
                 return await self._commands.get()
         except TimeoutError:
-            return session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
+            return None
 
-    async def _read(self, call: SessionCall) -> None:
+    async def _read(self) -> None:
         while True:
-            message = await call.read()
-            if not isinstance(message, session_pb2.SessionReport):  # grpc.aio.EOF
-                if await call.code() is grpc.StatusCode.OK:
-                    raise PeerLostError(f"decode node {self._node.name} ended the session", node=self._node.name)
-                raise PeerLostError(f"decode node {self._node.name}: {await call.details()}", node=self._node.name)
-            hello, report, events = report_message_from_proto(message)
+            message = await self._stream.read()
             if not self._is_open:
-                self._check_hello(hello)
+                self._check_hello(message.hello)
                 self._is_open = True
-            self._deadline.feed(report)
-            for event in events:
-                listener = self._listeners.get(event.sequence_group_id)
-                if listener is not None:
-                    listener.on_event(event)
-            self._on_report(report)
+            self._take(message)
+
+    def _take(self, message: SessionMessage) -> None:
+        self._deadline.feed(message.report)
+        for event in message.events:
+            listener = self._listeners.get(event.sequence_group_id)
+            if listener is not None:
+                listener.on_event(event)
+        self._on_report(message.report)
 
     async def _watch(self) -> None:
-        while not self._deadline.is_lost():  # noqa: ASYNC110 the deadline moves with every report
-            await asyncio.sleep(max(self._deadline.remaining_seconds(), 0.01))
+        await until_lost(self._deadline)
         raise PeerLostError(f"decode node {self._node.name} makes no progress", node=self._node.name)
 
     def _check_hello(self, hello: NodeInfo | None) -> None:
         if hello is None:
-            raise PeerLostError(f"{self._address} sent no hello", node=self._node.name)
+            raise PeerLostError(f"{self._node.name} sent no hello", node=self._node.name)
         if hello.incarnation != self._node.incarnation:
             raise PeerLostError(f"decode node {self._node.name} was restarted", node=self._node.name)
 
     def _error_of(self, tasks: Sequence[asyncio.Future[None]]) -> OutriderError:
         """Why the session ended; the reader knows best."""
-        failures = [task.exception() for task in (tasks[1], tasks[2], tasks[0]) if task.done() and not task.cancelled()]
+        failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]
         failure = next((failure for failure in failures if failure is not None), None)
         match failure:
-            case MismatchError() | PeerLostError():
+            case MismatchError():
                 return failure
-            case grpc.RpcError():
-                error = from_rpc_error(failure, target=self._node.name)
-                if isinstance(error, MismatchError):
-                    return error
-                return PeerLostError(f"decode node {self._node.name} is lost: {error.message}", node=self._node.name)
-            case InvalidRequestError() | InternalError() | LookupError() | ValueError():
-                _log.error("a decode node breaks the protocol", node=self._node.name, error=str(failure))
-                return PeerLostError(f"decode node {self._node.name} breaks the protocol", node=self._node.name)
+            case OutriderError():
+                return PeerLostError(f"decode node {self._node.name} is lost: {failure.message}", node=self._node.name)
             case _:
                 _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
                 return PeerLostError(f"the session with {self._node.name} failed", node=self._node.name)

@@ -19,6 +19,7 @@ UNREACHABLE = "UNREACHABLE"
 _CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.OutOfRangeError: grpc.StatusCode.OUT_OF_RANGE,
     errors.AlreadyRunningError: grpc.StatusCode.ALREADY_EXISTS,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotSupportedError: grpc.StatusCode.UNIMPLEMENTED,

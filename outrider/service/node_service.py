@@ -14,7 +14,7 @@ import grpc.aio
 from outrider.errors import NotFoundError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeState
 from outrider.rpc.status import from_rpc_error
-from outrider.service.liveness import DEFAULT_GRACE_SECONDS, ProgressDeadline
+from outrider.service.liveness import DEFAULT_GRACE_SECONDS, ProgressDeadline, until_lost
 from outrider.service.profiling import NoProfiles, ProfileDesk
 from outrider.service.rpc_errors import abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc
@@ -155,14 +155,18 @@ class NodeWatcher:
         request = node_pb2.WatchNodeRequest(interval_milliseconds=round(self._interval_seconds * 1000))
         call = self._stub.Watch(request)
         deadline = ProgressDeadline(grace_seconds=self._grace_seconds, clock=self._clock)
+        lost = asyncio.ensure_future(until_lost(deadline))
         try:
             while True:
+                read = asyncio.ensure_future(call.read())
                 try:
-                    # Not wait_for, which on Python 3.11 loses a cancellation that arrives with a report.
-                    async with asyncio.timeout(max(deadline.remaining_seconds(), 0.01)):
-                        proto = await call.read()
-                except TimeoutError as error:
-                    raise PeerLostError(f"{self._target} makes no progress", node=self._target) from error
+                    await asyncio.wait((read, lost), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not read.done():
+                        read.cancel()
+                if not read.done() or read.cancelled():
+                    raise PeerLostError(f"{self._target} makes no progress", node=self._target)
+                proto = read.result()
                 if not isinstance(proto, node_pb2.NodeReport):  # grpc.aio.EOF
                     raise PeerLostError(f"{self._target} ended its reports", node=self._target)
                 report = report_from_proto(proto)
@@ -178,6 +182,7 @@ class NodeWatcher:
         except ValueError as error:
             raise PeerLostError(f"{self._target}: {error}", node=self._target) from error
         finally:
+            lost.cancel()
             call.cancel()
 
     def _lost(self, error: grpc.RpcError) -> OutriderError:

@@ -57,5 +57,6 @@ def fake_model_info(**changes: Any) -> ModelInfo:
         "vocabulary_fingerprint": "a" * 64,
         "proposer": "ngram",
         "num_speculative_tokens": 4,
+        "numerics": "exact (fake)",
     }
     return ModelInfo(**values | changes)

@@ -193,7 +193,7 @@ class Cluster:
         assert services.placement.num_placed == 0
         assert services.placement.num_outstanding_tokens == 0
         assert services.admission.num_waiting == services.admission.num_waiting_tokens == 0
-        assert services.journals.reserved_bytes == 0
+        assert services.answers.reserved_bytes == 0
         for link in self.service.nodes.decode_nodes:
             assert link.session is not None
             assert link.session.num_groups == 0

@@ -80,7 +80,6 @@ NOT_SUPPORTED = [
     ({"sampling": R.SamplingParams(grammar="start: x")}, "sampling.grammar"),
     ({"sampling": R.SamplingParams(choice=R.Choice(options=["a"]))}, "sampling.choice"),
     ({"output": R.OutputOptions(prompt_logprobs=0)}, "output.prompt_logprobs"),
-    ({"resume_window": {"seconds": 1}}, "resume_window"),
     ({"speculation": R.SpeculationOptions(method=R.VERIFICATION_METHOD_REJECTION)}, "speculation.method"),
     ({"speculation": R.SpeculationOptions(method=R.VERIFICATION_METHOD_TYPICAL)}, "speculation.method"),
 ]
@@ -106,13 +105,6 @@ async def test_what_this_version_lacks_is_unimplemented(serving, fields, field):
     assert (failure.code, failure.field) == (UNIMPLEMENTED, field)
     assert "not supported" in failure.message
     assert serving.decode.opened == []
-
-
-async def test_resume_is_unimplemented(serving):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in serving.stub.Resume(R.ResumeRequest(request_id="x")):
-            pass
-    assert serving.failure_of(caught.value).code is UNIMPLEMENTED
 
 
 async def test_an_unknown_model_is_not_found(serving):

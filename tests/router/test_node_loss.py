@@ -13,23 +13,20 @@ from outrider.node import NodeRole, NodeState
 from outrider.service.resolver import FakeResolver
 from outrider.v1 import router_pb2
 from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info
+from router.fakes.decode_node import letters
+from router.hand_off import MAX_TRANSFERS
+from router.request_flow import MAX_LOSSES
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
-async def failing_stream(cluster, request_id="", **sampling):
-    """Starts a long request; gives a task that ends with its failure."""
-    call = cluster.stub.Generate(
-        cluster.request(request_id=request_id, sampling=cluster.sampling(**{"max_tokens": 400} | sampling))
-    )
+def start_stream(cluster, *, num_tokens=400, **fields):
+    """A long request; gives a task that ends with its answer."""
+    return asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=num_tokens), **fields))
 
-    async def read():
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
-        return cluster.failure_of(caught.value)
 
-    return asyncio.ensure_future(read())
+async def failure_of_stream(cluster, seconds=10):
+    return await asyncio.wait_for(cluster.fail(sampling=cluster.sampling(max_tokens=400)), seconds)
 
 
 async def status_of(cluster, name):
@@ -39,14 +36,14 @@ async def status_of(cluster, name):
     return next(node for node in view.nodes if node.name == name)
 
 
-async def test_a_decode_node_that_dies_is_unavailable_with_retry_info_at_once(cluster):
+async def test_without_a_decode_node_a_request_waits_as_long_as_is_configured(cluster):
     cluster.decode.step_seconds = 0.002
-    await cluster.serve()
-    streaming = await failing_stream(cluster)
+    await cluster.serve(no_node_timeout_seconds=0.5)
+    streaming = asyncio.ensure_future(failure_of_stream(cluster))
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     await cluster.decode.stop()
-    failure = await asyncio.wait_for(streaming, 2)
-    assert (failure.code, failure.reason) == (UNAVAILABLE, "NODE_LOST")
+    failure = await streaming
+    assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE")
     assert failure.retry_seconds > 0
     await cluster.eventually(lambda: cluster.prefill.num_active == 0)
     status = await status_of(cluster, "decode-0")
@@ -54,131 +51,159 @@ async def test_a_decode_node_that_dies_is_unavailable_with_retry_info_at_once(cl
     assert (status.step, status.num_running, status.kv_blocks_total) == (0, 0, 0)
 
 
-async def test_a_restarted_decode_node_serves_the_next_request(cluster):
+async def test_the_same_request_goes_on_when_its_only_decode_node_was_restarted(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
-    streaming = await failing_stream(cluster)
-    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
+    whole = await start_stream(cluster, num_tokens=200)
+    streaming = start_stream(cluster, num_tokens=200)
+    await cluster.eventually(lambda: any(group.num_sent[0] > 20 for group in cluster.decode.groups))
     port = int(cluster.decode.address.rpartition(":")[2])
     await cluster.decode.stop()
-    await streaming
-    waiting = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling()))  # waits for the node
     restarted = FakeDecodeNode()
     cluster.prefill._decode_nodes = (restarted,)
     await restarted.start(port)
     cluster.stack.push_async_callback(restarted.stop)
-    assert (await waiting).token_ids()
+    answer = await streaming
+    assert answer.token_ids() == whole.token_ids()
+    assert answer.summary.metrics.attempts == 2
+    assert len(restarted.opened[0].samples[0].generated_token_ids) > 20
     assert (await status_of(cluster, "decode-0")).state == router_pb2.NODE_STATE_SERVING
 
 
-async def test_a_frozen_decode_node_is_lost_when_its_progress_stops(cluster):
+async def test_a_frozen_decode_node_is_lost_when_its_progress_stops_and_goes_on_when_it_is_back(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
-    streaming = await failing_stream(cluster)
+    streaming = start_stream(cluster)
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     cluster.decode.freeze()
-    failure = await asyncio.wait_for(streaming, 4)
-    assert failure.code is UNAVAILABLE
-    assert "progress" in failure.message
+    await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes, seconds=4)
     cluster.decode.thaw()
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    answer = await streaming
+    assert len(answer.token_ids()) == 400
+    assert answer.summary.metrics.attempts == 2
     await cluster.is_empty()
 
 
 @pytest.mark.parametrize("how", ["dies", "freezes"])
-async def test_a_prefill_node_that_is_lost_fails_only_the_requests_on_it(cluster, how):
-    cluster.decode.step_seconds = 0.01
+async def test_a_lost_prefill_node_without_another_leaves_the_prompt_to_the_decode_node(cluster, how):
     await cluster.serve()
-    ready = asyncio.ensure_future(cluster.generate(request_id="ready", sampling=cluster.sampling(max_tokens=150)))
-    await cluster.eventually(lambda: any(group.is_ready for group in cluster.decode.groups))
     cluster.prefill.prefill_seconds = 30.0
-    prefilling = await failing_stream(cluster)
+    streaming = start_stream(cluster, num_tokens=20)
     await cluster.eventually(lambda: cluster.prefill.num_active == 1)
     if how == "dies":
         await cluster.prefill.stop()
     else:
         cluster.prefill.freeze()
-    failure = await asyncio.wait_for(prefilling, 4)
-    assert failure.code is UNAVAILABLE
-    assert failure.retry_seconds > 0
-    await cluster.eventually(lambda: len(cluster.decode.groups) == 1, seconds=1, what="the failed group is freed")
-    assert len((await ready).token_ids()) == 150
+    answer = await asyncio.wait_for(streaming, 4)
+    assert len(answer.token_ids()) == 20
+    assert answer.summary.metrics.attempts == 2
+    assert [command.transfer_id for command in cluster.decode.retargeted] == [b""]
+    assert len(cluster.decode.opened) == 1, "the reservation stayed"
 
 
 @pytest.mark.parametrize(
     "code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION]
 )
-async def test_a_prefill_that_fails_is_unavailable_and_frees_the_group(cluster, code):
+async def test_a_prefill_that_fails_is_tried_again_and_at_last_left_to_the_decode_node(cluster, code):
     cluster.prefill.fails_with = code
     await cluster.serve()
-    failure = await (await failing_stream(cluster))
-    assert failure.code is UNAVAILABLE
-    assert failure.retry_seconds > 0
-    assert "prefill-0" in failure.message
+    answer = await start_stream(cluster, num_tokens=20)
+    assert len(answer.token_ids()) == 20
+    tried = [command.transfer_id for command in cluster.decode.retargeted]
+    assert len(cluster.prefill.requests) == MAX_TRANSFERS
+    assert tried[-1] == b""
+    assert len(set(tried)) == MAX_TRANSFERS
+    assert answer.summary.metrics.attempts == 1 + MAX_TRANSFERS
     await cluster.is_empty()
-    cluster.prefill.fails_with = None
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
 
 
-async def test_kv_that_never_arrives_is_unavailable(cluster):
+async def test_kv_that_never_arrives_is_computed_by_the_decode_node_at_last(cluster):
     cluster.prefill.pushes = False
     await cluster.serve(kv_ready_timeout_seconds=1.0)
-    failure = await (await failing_stream(cluster))
-    assert failure.code is UNAVAILABLE
-    assert "did not arrive" in failure.message
+    answer = await asyncio.wait_for(start_stream(cluster, num_tokens=20), 10)
+    assert len(answer.token_ids()) == 20
     await cluster.is_empty()
 
 
-async def test_a_decode_node_that_does_not_answer_an_open_is_unavailable(cluster):
+async def test_a_transfer_that_the_decode_node_calls_failed_is_tried_again(cluster):
+    await cluster.serve()
+    cluster.prefill.prefill_seconds = 30.0
+    streaming = start_stream(cluster, num_tokens=20)
+    await cluster.eventually(lambda: cluster.prefill.num_active == 1)
+    cluster.prefill.prefill_seconds = 0.0
+    cluster.decode.fail_transfer(cluster.prefill.requests[0].transfer_id)
+    answer = await asyncio.wait_for(streaming, 4)
+    assert len(answer.token_ids()) == 20
+    first, second = cluster.prefill.requests
+    assert first.transfer_id != second.transfer_id == cluster.decode.retargeted[0].transfer_id
+    await cluster.is_empty()
+
+
+async def test_a_decode_node_that_does_not_answer_an_open_is_not_waited_for(cluster):
     cluster.decode.answers_opens = False
     await cluster.serve(open_timeout_seconds=1.0)
-    failure = await asyncio.wait_for(await failing_stream(cluster), 5)
-    assert failure.code is UNAVAILABLE
-    assert "does not answer" in failure.message
+    streaming = start_stream(cluster, num_tokens=20)
+    await cluster.eventually(lambda: len(cluster.decode.opened) == 1)
+    cluster.decode.answers_opens = True
+    assert len((await asyncio.wait_for(streaming, 5)).token_ids()) == 20
+    assert len(cluster.decode.opened) == 2
     await cluster.is_empty()
 
 
-async def test_a_broken_session_is_dialled_again(cluster):
+async def test_a_broken_session_is_dialled_again_and_the_request_goes_on(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
-    streaming = await failing_stream(cluster)
+    streaming = start_stream(cluster)
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     await cluster.decode.break_sessions()
-    assert (await asyncio.wait_for(streaming, 2)).code is UNAVAILABLE
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    assert len((await asyncio.wait_for(streaming, 10)).token_ids()) == 400
     await cluster.is_empty()
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        (8, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (3, grpc.StatusCode.INVALID_ARGUMENT),
-        (14, UNAVAILABLE),
-        (2, UNAVAILABLE),
-        (13, grpc.StatusCode.INTERNAL),
-    ],
-)
-async def test_a_group_that_a_node_gives_up_has_its_code(cluster, code, expected):
+async def test_a_request_that_kills_its_nodes_is_given_up(cluster):
+    cluster.prefill.prefill_seconds = 30.0
+    await cluster.serve()
+    streaming = asyncio.ensure_future(failure_of_stream(cluster))
+    for num_opened in range(1, MAX_LOSSES + 2):
+        await cluster.eventually(lambda num=num_opened: len(cluster.decode.opened) == num)
+        await cluster.decode.break_sessions()
+    failure = await streaming
+    assert failure.code is UNAVAILABLE
+    assert "without a new token" in failure.message
+
+
+@pytest.mark.parametrize("code", [8, 14, 2, 13])
+async def test_a_group_that_a_node_gives_up_is_opened_again(cluster, code):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
-    streaming = await failing_stream(cluster)
-    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
+    streaming = start_stream(cluster)
+    await cluster.eventually(lambda: any(group.num_sent[0] > 2 for group in cluster.decode.groups))
     cluster.decode.fail_groups(code=code, message="cannot go on")
-    assert (await streaming).code is expected
+    assert len((await streaming).token_ids()) == 400
+    assert len(cluster.decode.opened) == 2
+    await cluster.is_empty()
+
+
+async def test_a_group_that_is_invalid_is_not_opened_again(cluster):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve()
+    streaming = asyncio.ensure_future(failure_of_stream(cluster))
+    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
+    cluster.decode.fail_groups(code=3, message="cannot be")
+    assert (await streaming).code is grpc.StatusCode.INVALID_ARGUMENT
     await cluster.is_empty()
 
 
 async def test_tokens_at_a_wrong_position_are_never_passed_on(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
-    streaming = await failing_stream(cluster)
+    streaming = start_stream(cluster, num_tokens=100)
     await cluster.eventually(lambda: any(group.num_sent[0] > 2 for group in cluster.decode.groups))
     for group in cluster.decode.groups:
         group.num_sent[0] += 1
-    assert (await streaming).code is grpc.StatusCode.INTERNAL
+    answer = await streaming
+    assert answer.token_ids() == letters(cluster.decode.opened[0], 0)[:100]
+    assert len(cluster.decode.opened) == 2, "what broke the protocol is not believed any more"
     await cluster.is_empty()
 
 
@@ -252,7 +277,7 @@ async def test_without_nodes_waiting_requests_are_unavailable_after_a_while(clus
     assert failure.retry_seconds > 0
 
 
-async def test_a_draining_node_gets_no_new_request_and_finishes_its_own(cluster):
+async def test_a_draining_node_gets_no_new_request_and_its_own_moves(cluster):
     second = FakeDecodeNode(name="decode-1")
     cluster.nodes.append(second)
     cluster.prefill._decode_nodes = (cluster.decode, second)
@@ -267,7 +292,7 @@ async def test_a_draining_node_gets_no_new_request_and_finishes_its_own(cluster)
     await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
     for _ in range(3):
         await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    assert (len(busy.opened), len(free.opened)) == (1, 3)
+    assert (len(busy.opened), len(free.opened)) == (1, 4)
     assert len((await running).token_ids()) == 100
 
 

@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from outrider.errors import CapacityError, PeerLostError
-from outrider.request import Request, SamplingParams
 from router.admission import Admission, Waiting
-from router.journal import JournalBudget
-from router.placement import PREFIX_CHUNK_TOKENS, PrefixMap, prefix_hashes
+from router.answer_budget import AnswerBudget
+from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, prefix_hashes
 
 
 class FakePlace:
@@ -28,7 +27,7 @@ class FakePlaces:
         self.num_free = num_free
         self.has_nodes = True
 
-    def place(self, request, *, excluded):
+    def place(self, demand):
         if not self.num_free or not self.has_nodes:
             return None
         self.num_free -= 1
@@ -36,8 +35,7 @@ class FakePlaces:
 
 
 def waiting(num_tokens=4, priority=0):
-    sampling = SamplingParams(seed=0, max_tokens=1)
-    return Waiting(Request(request_id="r", prompt_token_ids=(1,) * num_tokens, sampling=sampling, priority=priority))
+    return Waiting(Demand((1,) * num_tokens), priority=priority)
 
 
 def make_admission(places, **limits):
@@ -140,10 +138,11 @@ def test_prefixes_are_known_by_whole_chunks_and_by_node():
     assert prefixes.num_held_tokens(hashes, b"a") == 0, "the least recently used is forgotten"
 
 
-def test_the_journal_budget_is_never_exceeded():
-    budget = JournalBudget(100)
-    with budget.hold(60), pytest.raises(CapacityError), budget.hold(41):
-        pass
-    with budget.hold(100):
-        assert budget.reserved_bytes == 100
+def test_the_budget_of_answers_is_never_exceeded():
+    budget = AnswerBudget(100)
+    budget.reserve(60)
+    with pytest.raises(CapacityError):
+        budget.reserve(41)
+    budget.reserve(40)
+    budget.release(100)
     assert budget.reserved_bytes == 0

@@ -30,6 +30,12 @@ REQUEST_BUCKETS = (
 STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2)
 TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
+MOVE_GAP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0)
+MOVE_CAUSES = (
+    *("decode_lost", "decode_silent", "decode_late", "draining", "group_failed", "prefill_lost", "protocol"),
+    "token_mismatch",
+)
+
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
@@ -194,9 +200,21 @@ class RouterMetrics:
         self._mixed_numerics = family.counter(
             "outrider:mixed_numerics_requests", "Requests that moved between nodes of different numerics."
         )
+        self._moves = family.labelled_counter(
+            "outrider:moves", "Times that a request's work moved to another node.", "cause"
+        )
+        self._hedges = family.counter("outrider:hedges", "Requests computed in two places because a node was late.")
+        self._mismatches = family.counter(
+            "outrider:token_mismatches", "Positions for which two nodes computed different tokens."
+        )
+        self._gap = family.histogram(
+            "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
+        )
         # Known from the start: a series that begins at 1 has not risen, and no rate shows the first of anything.
         for reason in _FINISHED_REASONS.values():
             self._success(reason)
+        for cause in MOVE_CAUSES:
+            self._moves(cause)
         for role in NodeRole:
             self._lost(role.name.lower())
 
@@ -233,3 +251,15 @@ class RouterMetrics:
 
     def add_lost_node(self, role: str) -> None:
         self._lost(role).inc()
+
+    def add_move(self, cause: str) -> None:
+        """`cause` is one of `MOVE_CAUSES`."""
+        self._moves(cause).inc()
+        if cause == "token_mismatch":
+            self._mismatches.inc()
+
+    def add_hedge(self) -> None:
+        self._hedges.inc()
+
+    def observe_move_gap(self, seconds: float) -> None:
+        self._gap.observe(seconds)

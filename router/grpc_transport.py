@@ -1,0 +1,107 @@
+"""`NodeTransport` over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import grpc
+import grpc.aio
+
+from outrider.errors import InvalidRequestError, MismatchError, OutriderError, PeerLostError
+from outrider.node import NodeInfo, NodeReport
+from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.protocol_versions import SUPPORTED_VERSIONS
+from outrider.rpc.status import from_rpc_error
+from outrider.service.node_service import NodeWatcher
+from outrider.session import SequenceGroupCommand
+from outrider.v1 import prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from outrider.wire.prefill import call_to_proto, figures_from_proto
+from outrider.wire.session import command_to_proto, report_message_from_proto
+from router.transport import RouterIdentity, SessionMessage
+
+SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
+
+
+class GrpcTransport:
+    """Owns the channel to one address."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, address: str, grace_seconds: float) -> None:
+        self._channel = channel
+        self._address = address
+        self._watcher = NodeWatcher(channel, target=address, grace_seconds=grace_seconds)
+        self._decode = session_pb2_grpc.DecodeServiceStub(channel)
+        self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+
+    async def identify(self, *, timeout_seconds: float) -> NodeInfo:
+        return await self._watcher.get_node(timeout_seconds=timeout_seconds)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        return await self._watcher.get_tokenizer()
+
+    def reports(self, *, incarnation: bytes) -> AsyncGenerator[NodeReport, None]:
+        return self._watcher.reports(incarnation=incarnation)
+
+    async def open_session(self, identity: RouterIdentity, *, fingerprint: str) -> GrpcSessionStream:
+        stream = GrpcSessionStream(self._decode.Session(), address=self._address)
+        hello = session_pb2.SessionHello(
+            protocol_version=SUPPORTED_VERSIONS.newest,
+            oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
+            incarnation=identity.incarnation,
+            name=identity.name,
+            fingerprint=fingerprint,
+            reached_at=self._address,
+        )
+        await stream.write_proto(session_pb2.SessionCommand(hello=hello))
+        return stream
+
+    async def prefill(self, call: PrefillCall) -> PrefillFigures:
+        try:
+            return figures_from_proto(await self._prefill.Prefill(call_to_proto(call)))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, target=self._address) from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class GrpcSessionStream:
+    """A `SessionStream`."""
+
+    def __init__(self, call: SessionCall, *, address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def write(self, command: SequenceGroupCommand | None) -> None:
+        if command is None:
+            await self.write_proto(session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat()))
+        else:
+            await self.write_proto(command_to_proto(command))
+
+    async def read(self) -> SessionMessage:
+        try:
+            message = await self._call.read()
+            if isinstance(message, session_pb2.SessionReport):
+                hello, report, events = report_message_from_proto(message)
+                return SessionMessage(hello, report, tuple(events))
+            if await self._call.code() is grpc.StatusCode.OK:
+                raise PeerLostError("the node ended the session", node=self._address)
+            raise PeerLostError(await self._call.details() or "the session broke", node=self._address)
+        except grpc.RpcError as error:
+            raise self._lost(error) from error
+        except (InvalidRequestError, LookupError, ValueError) as error:
+            raise PeerLostError(f"a message breaks the protocol: {error}", node=self._address) from error
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def write_proto(self, message: session_pb2.SessionCommand) -> None:
+        try:
+            await self._call.write(message)
+        except grpc.RpcError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: grpc.RpcError) -> OutriderError:
+        found = from_rpc_error(error, target=self._address)
+        if isinstance(found, MismatchError):
+            return found
+        return PeerLostError(found.message, node=self._address)

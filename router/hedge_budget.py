@@ -1,0 +1,29 @@
+"""How much work may leave a node on a suspicion: a busy machine must not hedge itself to death."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from router.node_link import NodeLink
+
+HEDGED_SHARE = 0.1
+
+
+class HedgeBudget:
+    """Counts the requests that were opened elsewhere because a node is late, until it is on time again or lost.
+
+    One may always be, more only as far as a tenth of all that run. What moves because a node
+    is lost or drains is not counted.
+    """
+
+    def __init__(self, num_running: Callable[[], int]) -> None:
+        self._num_running = num_running
+        self._by_link: Counter[NodeLink] = Counter()
+
+    def may_move(self) -> bool:
+        self._by_link = Counter({link: num for link, num in self._by_link.items() if link.is_late})
+        return self._by_link.total() < max(1, int(self._num_running() * HEDGED_SHARE))
+
+    def add_move(self, late: NodeLink) -> None:
+        self._by_link[late] += 1

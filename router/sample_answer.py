@@ -1,0 +1,147 @@
+"""One sample of an answer: its tokens by position, their text and logprobs, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.answer import Delta, Finished
+from outrider.errors import InternalError
+from outrider.request import FinishReason, Request, TokenLogprobs
+from outrider.session import SampleTokens
+from router.text import AnswerText
+
+
+class TokenMismatchError(InternalError):
+    """Two nodes computed different tokens for one position: a bug of ours, or nodes whose numerics differ."""
+
+    reason = "TOKEN_MISMATCH"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRules:
+    """What ends each sample besides its stop strings."""
+
+    stop_token_ids: frozenset[int]  # the model's end-of-text ids included, unless ignored
+    min_tokens: int
+    max_tokens: int
+
+
+class SampleAnswer:
+    """Tokens are appended at the next position only; a position that has its token is compared.
+
+    A token's text is what it released, so text from a position is the same whenever it is
+    asked for.
+    """
+
+    def __init__(self, *, sample: int, request: Request, rules: EndRules, text: AnswerText) -> None:
+        self._sample = sample
+        self._rules = rules
+        self._text = text
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._brought = request.generated_token_ids
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []  # of each token
+        self._logprobs: list[TokenLogprobs] = []  # of each token, or empty
+        self._tail = ""  # what was held back when the sample ended without another token
+        self._shows_text = not request.output.token_ids_only
+        self._echo = request.prompt_text if request.output.echo and not request.generated_token_ids else ""
+        self.finished: Finished | None = None
+        for num_generated, token_id in enumerate(self._brought):
+            if self._read(token_id, num_generated)[1]:
+                break
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this call made."""
+        return len(self._token_ids)
+
+    @property
+    def start_position(self) -> int:
+        """Of the first token that this call makes."""
+        return self._num_prompt_tokens + len(self._brought)
+
+    @property
+    def next_position(self) -> int:
+        return self.start_position + len(self._token_ids)
+
+    @property
+    def last_position(self) -> int:
+        """Of the token behind the longest answer."""
+        return self._num_prompt_tokens + self._rules.max_tokens
+
+    @property
+    def generated_token_ids(self) -> tuple[int, ...]:
+        """Those that the client brought, and those made since: what another attempt goes on from."""
+        return (*self._brought, *self._token_ids)
+
+    def token_ids_from(self, position: int) -> Sequence[int]:
+        """Tokens made by this call, from an absolute position on."""
+        return self._token_ids[max(position - self.start_position, 0) :]
+
+    def take(self, tokens: SampleTokens) -> int:
+        """Takes committed tokens; what follows the sample's end is dropped. Returns how many were new.
+
+        Raises: TokenMismatchError when a position already has another token; InternalError
+        when they leave a gap, or for logprobs that are not one for each token.
+        """
+        first = tokens.start_position - self.start_position
+        if not 0 <= first <= len(self._token_ids):
+            if self.finished is not None:
+                return 0
+            raise InternalError(
+                f"sample {self._sample} got tokens at {tokens.start_position}, {self.next_position} is next"
+            )
+        if tokens.logprobs and len(tokens.logprobs) != len(tokens.token_ids):
+            raise InternalError(f"{len(tokens.logprobs)} logprobs came with {len(tokens.token_ids)} tokens")
+        num_known = min(len(self._token_ids) - first, len(tokens.token_ids))
+        for offset in range(num_known):
+            if self._token_ids[first + offset] != tokens.token_ids[offset]:
+                raise TokenMismatchError(
+                    f"sample {self._sample} has token {self._token_ids[first + offset]} at position"
+                    f" {tokens.start_position + offset}, another node computed {tokens.token_ids[offset]}"
+                )
+        if self.finished is not None:
+            return 0
+        num_before = len(self._token_ids)
+        for token_id in tokens.token_ids[num_known:]:
+            released, has_ended = self._read(token_id, len(self._brought) + len(self._token_ids))
+            self._token_ids.append(token_id)
+            self._texts.append(released)
+            if has_ended:
+                break
+        num_new = len(self._token_ids) - num_before
+        self._logprobs.extend(tokens.logprobs[num_known : num_known + num_new])
+        return num_new
+
+    def finish(self, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
+        """Ends the sample, unless it has ended; what was held back becomes text."""
+        if self.finished is None:
+            self._tail = self._text.finish()
+            self.finished = Finished(self._sample, reason, stop_token_id=stop_token_id)
+
+    def delta(self, position: int) -> Delta | None:
+        """Everything from a position on, up to the sample's end; None when there is nothing."""
+        first = position - self.start_position
+        token_ids = tuple(self._token_ids[first:])
+        tail = self._tail if self._shows_text else ""
+        if not token_ids and not tail:
+            return None
+        echo = self._echo if first == 0 else ""
+        text = echo + "".join(self._texts[first:]) + tail if self._shows_text else ""
+        return Delta(self._sample, position, token_ids, text, tuple(self._logprobs[first:]))
+
+    def _read(self, token_id: int, num_generated: int) -> tuple[str, bool]:
+        """(the text that a token releases, whether it ends the sample): stop token, stop string, length."""
+        rules, text = self._rules, self._text
+        if token_id in rules.stop_token_ids and num_generated >= rules.min_tokens:
+            self.finished = Finished(self._sample, FinishReason.STOP, stop_token_id=token_id)
+            return text.finish(), True
+        released = text.append(token_id)
+        if text.matched_stop_string is not None:
+            self.finished = Finished(self._sample, FinishReason.STOP, stop_string=text.matched_stop_string)
+            return released, True
+        if num_generated + 1 >= rules.max_tokens:
+            self.finished = Finished(self._sample, FinishReason.LENGTH)
+            return released + text.finish(), True
+        return released, False

@@ -1,0 +1,287 @@
+"""Two decode and two prefill nodes: what is lost, late or leaving, and the answer that nobody can tell apart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.node import NodeState
+from outrider.v1 import router_pb2
+from router.fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
+from router.fakes.decode_node import letters
+from router.request_flow import HEDGE_RETRY_SECONDS
+
+LONG = 300
+
+
+@pytest.fixture
+async def pair(cluster):
+    """Not serving yet. `cluster.others` are the second nodes."""
+    second, prefill = FakeDecodeNode(name="decode-1"), FakePrefillNode([], name="prefill-1")
+    for node in (cluster.prefill, prefill):
+        node._decode_nodes = (cluster.decode, second)
+    for node in (cluster.decode, second):
+        node.step_seconds = 0.003
+    cluster.nodes += [second, prefill]
+    cluster.decodes, cluster.prefills = (cluster.decode, second), (cluster.prefill, prefill)
+    return cluster
+
+
+async def serve(cluster, **config):
+    await cluster.serve(**config)
+    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
+    await cluster.eventually(lambda: len(cluster.service.nodes.prefill_nodes) == 2)
+
+
+def busy_and_free(cluster):
+    busy = next(node for node in cluster.decodes if node.groups)
+    return busy, next(node for node in cluster.decodes if node is not busy)
+
+
+async def until_streaming(cluster, num_tokens=20):
+    def is_streaming():
+        groups = [group for node in cluster.decodes for group in node.groups]
+        return any(num > num_tokens for group in groups for num in group.num_sent.values())
+
+    await cluster.eventually(is_streaming)
+
+
+def outline(answer):
+    """All that a client is told, however it was cut into deltas."""
+    return {
+        sample: (
+            answer.token_ids(sample),
+            answer.text(sample),
+            [logprob for delta in answer.deltas[sample] for logprob in delta.logprobs],
+            answer.finished[sample],
+        )
+        for sample in answer.deltas
+    }
+
+
+def with_a_mark(opened, sample):
+    """The letters, but for the 61st token."""
+    return [33 if place == 60 else token_id for place, token_id in enumerate(letters(opened, sample))]
+
+
+REQUESTS = {
+    "plain": {},
+    "three samples": {"sampling": {"n": 3}},
+    "logprobs": {"output": router_pb2.OutputOptions(top_logprobs=2)},
+    "echo": {"output": router_pb2.OutputOptions(echo=True)},
+    "stop string": {"stop": router_pb2.StopConditions(strings=["zzz", "x!"])},
+    "min_tokens": {"sampling": {"min_tokens": 100}, "stop": router_pb2.StopConditions(strings=["!", "ovc"])},
+    "penalties": {"sampling": {"presence_penalty": 0.5, "logit_bias": {97: 1.0}}},
+}
+
+
+@pytest.mark.parametrize("how", ["dies", "breaks", "freezes", "gives up", "drains", "both die"])
+@pytest.mark.parametrize("kind", REQUESTS)
+async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, kind, how):
+    fields = dict(REQUESTS[kind])
+    sampling = pair.sampling(**{"max_tokens": 150} | fields.pop("sampling", {}))
+    for node in pair.decodes:
+        node.script = with_a_mark
+    await serve(pair)
+    undisturbed = await pair.generate(sampling=sampling, **fields)
+    num_opened = sum(len(node.opened) for node in pair.decodes)
+    task = asyncio.ensure_future(pair.generate(sampling=sampling, **fields))
+    await until_streaming(pair, num_tokens=10)
+    busy, free = busy_and_free(pair)
+    match how:
+        case "dies":
+            await busy.stop()
+        case "breaks":
+            await busy.break_sessions()
+        case "freezes":
+            busy.freeze()
+        case "gives up":
+            busy.fail_groups(code=14, message="scripted")
+        case "drains":
+            busy.state = NodeState.DRAINING
+        case "both die":
+            port = int(busy.address.rpartition(":")[2])
+            await busy.stop()
+            await pair.eventually(lambda: free.groups)
+            await free.break_sessions()
+            await busy.start(port)
+    answer = await asyncio.wait_for(task, 10)
+    assert outline(answer) == outline(undisturbed)
+    assert answer.started == undisturbed.started
+    assert answer.summary.metrics.attempts >= 2
+    assert sum(len(node.opened) for node in pair.decodes) > num_opened + 1
+    again = [opened for node in pair.decodes for opened in node.opened][-1]
+    assert again.sampling.seed == undisturbed.started.seed
+    if how == "freezes":
+        busy.thaw()
+
+
+async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_tokens(pair):
+    def script(opened, sample):
+        return [*letters(opened, sample)[:5], 256] if sample == 1 else letters(opened, sample)
+
+    for node in pair.decodes:
+        node.script = script
+    await serve(pair)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(n=3, max_tokens=LONG)))
+    await until_streaming(pair)
+    busy, free = busy_and_free(pair)
+    await busy.stop()
+    answer = await task
+    assert [start.sample for start in free.opened[-1].samples] == [0, 2]
+    for start in free.opened[-1].samples:
+        assert list(start.generated_token_ids) == answer.token_ids(start.sample)[: len(start.generated_token_ids)]
+        assert len(start.generated_token_ids) > 20
+    assert answer.finished[1].reason == router_pb2.FINISH_REASON_STOP
+
+
+# ---------------------------------------------------------------- suspicion
+
+
+async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
+    await serve(pair, liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    busy, free = busy_and_free(pair)
+    busy.freeze()
+    await pair.eventually(lambda: any(group.num_sent[0] > 30 for group in free.groups), seconds=3)
+    answer = await task
+    assert answer.token_ids() == letters(free.opened[-1], 0)[:LONG]
+    assert set(answer.summary.metrics.nodes) >= {"decode-0", "decode-1"}
+    link = next(link for link in pair.service.nodes.decode_nodes if link.name == busy.name)
+    assert link.is_late
+    busy.thaw()
+    await pair.eventually(lambda: not link.is_late)
+    await pair.is_empty()
+
+
+async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes_on(pair):
+    await serve(pair, liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    busy, free = busy_and_free(pair)
+    for node in pair.prefills:
+        node.prefill_seconds = 30.0
+    busy.freeze()
+    await pair.eventually(lambda: free.groups, seconds=3)
+    busy.thaw()
+    answer = await asyncio.wait_for(task, 10)
+    assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
+    assert answer.summary.metrics.attempts == 1
+    assert not free.groups
+    await pair.is_empty()
+
+
+async def test_suspicion_has_a_budget(pair):
+    for node in pair.decodes:
+        node.step_seconds = 0.02
+    pair.decodes[1].max_running = 0
+    await serve(pair, liveness_timeout_seconds=30.0)
+    tasks = [
+        asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=100, seed=seed))) for seed in range(8)
+    ]
+    await pair.eventually(lambda: len(pair.decodes[0].groups) == 8)
+    pair.decodes[1].max_running = 64
+    num_refused = len(pair.decodes[1].opened)
+    pair.decodes[0].freeze()
+    await pair.eventually(lambda: len(pair.decodes[1].opened) > num_refused, seconds=4)
+    await asyncio.sleep(5 * HEDGE_RETRY_SECONDS)
+    assert len(pair.decodes[1].opened) - num_refused == 1, "of eight requests one may move on a suspicion"
+    pair.decodes[0].thaw()
+    answers = await asyncio.gather(*tasks)
+    assert all(len(answer.token_ids()) == 100 for answer in answers)
+    await pair.is_empty()
+
+
+async def test_nobody_moves_while_every_node_is_late(pair):
+    await serve(pair, liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    num_opened = sum(len(node.opened) for node in pair.decodes)
+    for node in pair.decodes:
+        node.freeze()
+    await pair.eventually(lambda: all(link.is_late for link in pair.service.nodes.decode_nodes), seconds=4)
+    await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
+    for node in pair.decodes:
+        node.thaw()
+    assert len((await task).token_ids()) == LONG
+    assert sum(len(node.opened) for node in pair.decodes) == num_opened
+
+
+async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
+    await serve(pair, liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    busy, free = busy_and_free(pair)
+    free.script = lambda opened, sample: [65] * LONG
+    for node in pair.prefills:
+        node.prefill_seconds = 0.3
+    busy.freeze()
+    await pair.eventually(lambda: free.groups, seconds=3)
+    # The suspect moves on by some tokens before it is read again, and before the second attempt has its first.
+    busy.thaw()
+    answer = await asyncio.wait_for(task, 10)
+    assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
+
+
+@pytest.mark.parametrize("numerics", ["batch-dependent (torch bfloat16)", "exact (amx)"])
+async def test_nodes_that_compute_differently_never_compute_one_answer_at_once(pair, numerics):
+    pair.decodes[1].model = fake_model_info(numerics=numerics)
+    if not numerics.startswith("exact"):
+        pair.decode.model = fake_model_info(numerics=numerics)
+    await serve(pair, liveness_timeout_seconds=2.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    busy, free = busy_and_free(pair)
+    busy.freeze()
+    await pair.eventually(lambda: free.groups, seconds=6)
+    assert len(pair.service.nodes.decode_nodes) == 1, "it was declared dead first"
+    assert len((await task).token_ids()) == LONG
+    busy.thaw()
+
+
+async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair):
+    for node in pair.prefills:
+        node.prefill_seconds = 30.0
+    await serve(pair, liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=50)))
+    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
+    busy = next(node for node in pair.prefills if node.num_active)
+    for node in pair.prefills:
+        node.prefill_seconds = 0.0
+    busy.freeze()
+    assert len((await asyncio.wait_for(task, 4)).token_ids()) == 50
+    busy.thaw()
+    await pair.is_empty()
+
+
+# ---------------------------------------------------------------- leaving
+
+
+async def test_work_stays_on_a_draining_node_until_another_has_room(pair):
+    pair.decodes[1].max_running = 0
+    await serve(pair)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    pair.decode.state = NodeState.DRAINING
+    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
+    answer = await task
+    assert len(answer.token_ids()) == LONG
+    assert answer.summary.metrics.attempts == 1
+    await pair.is_empty()
+
+
+async def test_an_abort_while_work_moves_leaves_nothing(pair):
+    await serve(pair)
+    task = asyncio.ensure_future(pair.generate(request_id="a", sampling=pair.sampling(max_tokens=LONG)))
+    await until_streaming(pair)
+    for node in pair.prefills:
+        node.prefill_seconds = 30.0
+    busy, _ = busy_and_free(pair)
+    await busy.break_sessions()
+    await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
+    assert (await pair.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
+    assert (await task).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
+    await pair.eventually(lambda: not any(node.groups for node in pair.decodes))
+    await pair.eventually(lambda: not any(node.num_active for node in pair.prefills))

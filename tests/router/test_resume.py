@@ -1,0 +1,207 @@
+"""Clients that come back: every token once, from any position, as long as the window is open."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import duration_pb2
+
+from outrider.v1 import router_pb2
+from router.fakes.decode_node import letters
+
+NUM_TOKENS = 120
+
+
+def window(seconds=30.0):
+    duration = duration_pb2.Duration()
+    duration.FromMilliseconds(round(seconds * 1000))
+    return duration
+
+
+def request(cluster, seconds=30.0, **fields):
+    sampling = cluster.sampling(**{"max_tokens": NUM_TOKENS} | fields.pop("sampling", {}))
+    return cluster.request(request_id="r", resume_window=window(seconds), sampling=sampling, **fields)
+
+
+async def read_some(call, num_deltas):
+    """(Started, the first deltas); the stream stays open."""
+    started = await call.read()
+    assert started.HasField("started")
+    return started.started, [(await call.read()).delta for _ in range(num_deltas)]
+
+
+async def resume(cluster, **next_positions):
+    positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
+    call = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=20)
+    return [message async for message in call]
+
+
+async def refusal(cluster, **next_positions):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await resume(cluster, **next_positions)
+    return cluster.failure_of(caught.value)
+
+
+def told(messages, sample=0):
+    """(token ids, text, first position) of the deltas of one sample."""
+    deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
+    ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    return ids, "".join(delta.text for delta in deltas), deltas[0].start_position if deltas else None
+
+
+@pytest.fixture
+async def slow(cluster):
+    cluster.decode.step_seconds = 0.01
+    return await cluster.serve()
+
+
+@pytest.mark.parametrize("when", ["while it runs", "after its end"])
+async def test_a_stream_that_was_cut_goes_on_where_it_was(slow, when):
+    call = slow.stub.Generate(request(slow))
+    started, deltas = await read_some(call, 5)
+    call.cancel()
+    position = deltas[-1].start_position + len(deltas[-1].token_ids)
+    if when == "after its end":
+        await slow.eventually(lambda: not slow.decode.groups)
+    messages = await resume(slow, sample_0=position)
+    assert messages[0].started == started
+    assert messages[-1].summary.usage.num_generated_tokens == NUM_TOKENS
+    assert [m.WhichOneof("event") for m in messages[-2:]] == ["finished", "summary"]
+    token_ids, text, first = told(messages)
+    seen = [token_id for delta in deltas for token_id in delta.token_ids]
+    assert first == position
+    assert seen + token_ids == letters(slow.decode.opened[0], 0)
+    assert "".join(delta.text for delta in deltas) + text == bytes(seen + token_ids).decode()
+
+
+async def test_an_answer_can_be_read_more_than_once_and_from_the_beginning(slow):
+    whole = [message async for message in slow.stub.Generate(request(slow, sampling={"n": 2, "max_tokens": 30}))]
+    for _ in range(2):
+        again = await resume(slow)
+        assert (told(again, 0), told(again, 1)) == (told(whole, 0), told(whole, 1))
+        assert again[-1] == whole[-1]
+    part = await resume(slow, sample_1=told(whole, 1)[2] + 10)
+    assert told(part, 0) == told(whole, 0)
+    assert told(part, 1)[0] == told(whole, 1)[0][10:]
+
+
+async def test_a_new_stream_ends_the_one_that_was_attached(slow):
+    call = slow.stub.Generate(request(slow))
+    await read_some(call, 2)
+    messages = asyncio.ensure_future(resume(slow))
+
+    async def read_on():
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_on()
+    failure = slow.failure_of(caught.value)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
+    assert told(await messages)[0] == letters(slow.decode.opened[0], 0)
+
+
+async def test_positions_that_are_not_there_are_out_of_range(slow):
+    call = slow.stub.Generate(request(slow))
+    _, deltas = await read_some(call, 3)
+    call.cancel()
+    start = deltas[0].start_position
+    for positions in ({"sample_0": start - 1}, {"sample_0": start + NUM_TOKENS + 1}, {"sample_1": start}):
+        assert (await refusal(slow, **positions)).code is grpc.StatusCode.OUT_OF_RANGE
+    assert told(await resume(slow, sample_0=start + 1))[0] == letters(slow.decode.opened[0], 0)[1:]
+
+
+async def test_a_refused_resume_leaves_the_attached_stream_alone(slow):
+    task = asyncio.ensure_future(slow.generate(request(slow)))
+    await slow.eventually(lambda: slow.decode.groups)
+    assert (await refusal(slow, sample_7=0)).code is grpc.StatusCode.OUT_OF_RANGE
+    assert len((await task).token_ids()) == NUM_TOKENS
+
+
+async def test_what_is_unknown_or_not_resumable_is_not_found(slow):
+    assert (await refusal(slow)).reason == "REQUEST_NOT_FOUND"
+    call = slow.stub.Generate(slow.request(request_id="r", sampling=slow.sampling(max_tokens=NUM_TOKENS)))
+    await read_some(call, 1)
+    failure = await refusal(slow)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_RESUMABLE")
+    call.cancel()
+    await slow.is_empty()
+
+
+async def test_the_window_begins_when_the_client_is_gone_and_its_end_frees_everything(slow):
+    call = slow.stub.Generate(request(slow, seconds=0.3, sampling={"max_tokens": 400}))
+    await read_some(call, 2)
+    call.cancel()
+    await slow.is_empty(seconds=2.0)
+    assert (await refusal(slow)).code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_window_of_nothing_is_over_with_the_stream(slow):
+    answer = await slow.generate(request(slow, seconds=0.0, sampling={"max_tokens": 5}))
+    assert len(answer.token_ids()) == 5
+    await slow.is_empty()
+
+
+async def test_the_name_is_taken_while_the_answer_is_resumable_and_its_memory_is_held(slow):
+    await slow.generate(request(slow, seconds=0.5, sampling={"max_tokens": 5}))
+    failure = await slow.fail(request(slow))
+    assert failure.code is grpc.StatusCode.ALREADY_EXISTS
+    assert slow.services.answers.reserved_bytes > 0
+    await slow.is_empty(seconds=2.0)
+
+
+async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
+    await cluster.serve(journal_bytes=65_536)
+
+    async def start(index):
+        call = cluster.stub.Generate(
+            cluster.request(
+                request_id=f"r{index}", resume_window=window(30.0), sampling=cluster.sampling(max_tokens=100)
+            )
+        )
+        await call.read()
+        call.cancel()
+
+    async def start_a_hundred():
+        for index in range(100):
+            await start(index)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await start_a_hundred()
+    failure = cluster.failure_of(caught.value)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
+    assert 0 < cluster.services.answers.reserved_bytes <= 65_536
+
+
+async def test_an_answer_that_failed_fails_for_who_comes_back_too(cluster):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve(no_node_timeout_seconds=0.3)
+    call = cluster.stub.Generate(request(cluster))
+    await read_some(call, 2)
+    call.cancel()
+    await cluster.decode.stop()
+    failure = await refusal(cluster)
+    assert failure.code is grpc.StatusCode.UNAVAILABLE
+    again = await refusal(cluster)
+    assert again.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_abort_ends_an_answer_whose_client_is_gone(slow):
+    call = slow.stub.Generate(request(slow))
+    await read_some(call, 2)
+    call.cancel()
+    assert (await slow.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
+    messages = await resume(slow)
+    assert messages[-2].finished.reason == router_pb2.FINISH_REASON_ABORTED
+    assert 0 < len(told(messages)[0]) < NUM_TOKENS
+    await slow.eventually(lambda: not slow.decode.groups)
+
+
+async def test_a_complete_call_that_was_cut_can_be_resumed(slow):
+    call = slow.stub.Complete(request(slow))
+    await slow.eventually(lambda: slow.decode.groups)
+    call.cancel()
+    assert told(await resume(slow))[0] == letters(slow.decode.opened[0], 0)
