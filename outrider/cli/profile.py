@@ -33,10 +33,10 @@ ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--target", metavar="HOST:PORT", help="the node's address")
+    where.add_argument("--node", metavar="HOST:PORT", help="the node's address")
     where.add_argument("--role", choices=sorted(ROLES), help="the first node of this role that the router knows")
     parser.add_argument(
-        "--router", metavar="HOST:PORT", default=DEFAULT_TARGET, help="the router, for --role; default %(default)s"
+        "--target", metavar="HOST:PORT", default=DEFAULT_TARGET, help="the router, for --role; default %(default)s"
     )
     parser.add_argument(
         "--steps", type=int, default=DEFAULT_NUM_STEPS, metavar="N", help="number of steps; default %(default)s"
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         _check_writable(arguments.output)
     tls, token = read_tls(arguments), read_token(arguments)
-    target = arguments.target or find_node(arguments.router, arguments.role, tls=tls, token=token)
+    target = arguments.node or find_node(arguments.target, arguments.role, tls=tls, token=token)
     profile, trace = asyncio.run(_fetch(target, options, client_credentials(tls, token)))
     if arguments.output and trace:
         arguments.output.write_bytes(trace)

@@ -54,7 +54,7 @@ def commands(address):
         "generate": ["generate", "Hello", f"--target={address}"],
         "chat": ["chat", f"--target={address}"],
         "bench": ["bench", "--limit=1", "--concurrency=1", f"--target={address}"],
-        "profile": ["profile", "--role=decode_node", f"--router={address}"],
+        "profile": ["profile", "--role=decode_node", f"--target={address}"],
     }
 
 

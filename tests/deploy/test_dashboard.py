@@ -142,7 +142,7 @@ def test_a_quantile_is_taken_over_buckets(panel, target):
 
 
 def test_the_dashboard_shows_what_an_operator_asks_for(exported):
-    """Requests, TTFT, ITL, batch, KV use, hand-off bytes and exposed time, acceptance, look-ahead, errors, losses."""
+    """Requests, TTFT, ITL, batch, KV use, hand-off bytes and exposed time, acceptance, drafts found, errors, losses."""
     read_names = {selector.name for _, target in TARGETS for selector in read(target["expr"]).selectors}
     assert {
         "vllm:num_requests_running",
@@ -154,7 +154,7 @@ def test_the_dashboard_shows_what_an_operator_asks_for(exported):
         "outrider:kv_transfer_bytes_total",
         "outrider:kv_transfer_exposed_seconds_bucket",
         "vllm:spec_decode_num_accepted_tokens_total",
-        "outrider:look_ahead_hit_steps_total",
+        "outrider:draft_hit_steps_total",
         "outrider:request_failures_total",
         "outrider:nodes_lost_total",
     } <= read_names

@@ -47,7 +47,7 @@ def test_a_node_that_serves_tells_where_its_time_goes(running, tmp_path, role):
     output = tmp_path / "trace.json.gz"
     with requests_on(running):
         result = profile(
-            "--role", role, "--router", running.router_address, "--steps", "4", "--traced-steps", "3",
+            "--role", role, "--target", running.router_address, "--steps", "4", "--traced-steps", "3",
             "--output", str(output),
         )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -62,7 +62,7 @@ def test_a_node_that_serves_tells_where_its_time_goes(running, tmp_path, role):
 
 
 def test_an_idle_node_is_not_waited_for_without_end(running):
-    result = profile("--role", "decode_node", "--router", running.router_address, "--timeout", "0.5")
+    result = profile("--role", "decode_node", "--target", running.router_address, "--timeout", "0.5")
     assert result.returncode == 1
     assert ": 0 steps in 0.5" in result.stdout
     assert "fewer than 50 steps in 0.5 s" in result.stderr
@@ -73,9 +73,9 @@ def test_an_idle_node_is_not_waited_for_without_end(running):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--target", "127.0.0.1:1"), "cannot be reached"),
-        (("--target", "{router}"), "is no node that can be profiled"),
-        (("--role", "decode_node", "--router", "{router}", "--steps", "0"), "num_steps is 0, must be 1 to 1000"),
+        (("--node", "127.0.0.1:1"), "cannot be reached"),
+        (("--node", "{router}"), "is no node that can be profiled"),
+        (("--role", "decode_node", "--target", "{router}", "--steps", "0"), "num_steps is 0, must be 1 to 1000"),
         (("--role", "decode_node", "--traced-steps", "1"), "--traced-steps needs --output"),
         (("--role", "decode_node", "--output", "/nowhere/trace.json.gz"), "--output /nowhere/trace.json.gz"),
     ],
@@ -90,6 +90,6 @@ def test_what_cannot_be_profiled_is_one_clear_line(running, arguments, message):
 
 def test_a_draft_node_has_no_engine_to_profile(running):
     draft = next(node for node in running.cluster.nodes if node.role == "draft_node")
-    result = profile("--target", draft.address)
+    result = profile("--node", draft.address)
     assert result.returncode == 1
     assert "no engine whose steps could be profiled" in result.stderr

@@ -102,8 +102,8 @@ class EngineMetrics:
             "Draft tokens accepted, by position in the draft.",
             "position",
         )
-        self._wanting = family.counter("outrider:look_ahead_wanting_steps", "Steps that wanted proposals.")
-        self._hits = family.counter("outrider:look_ahead_hit_steps", "Steps that found proposals waiting.")
+        self._wanting = family.counter("outrider:draft_wanting_steps", "Steps that wanted proposals.")
+        self._hits = family.counter("outrider:draft_hit_steps", "Steps that found proposals waiting.")
         self._steps = family.histogram("outrider:step_seconds", "One engine iteration.", STEP_BUCKETS)
         self._parts = family.labelled_counter(
             "outrider:step_part_seconds", "What the engine's thread did with its time.", "part"
