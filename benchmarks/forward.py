@@ -174,9 +174,9 @@ def measure(
 def print_floor(variant: Variant, bandwidths: Sequence[float]) -> None:
     native = variant.loaded.native
     if isinstance(native, NativeDecoder):
-        seconds = [native.num_weight_bytes / bandwidth for bandwidth in bandwidths]
+        seconds = [native.weights.num_matrix_bytes / bandwidth for bandwidth in bandwidths]
         print(
-            f"floor of {variant.name}: {in_words(seconds)} ms to read {native.num_weight_bytes / 1e6:.0f} MB "
+            f"floor of {variant.name}: {in_words(seconds)} ms to read {native.weights.num_matrix_bytes / 1e6:.0f} MB "
             f"at {median(bandwidths) / 1e9:.1f} ({max(bandwidths) / 1e9:.1f}) GB/s"
         )
 

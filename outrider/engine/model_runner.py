@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
@@ -18,6 +17,9 @@ from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class RunnableModel(Protocol):

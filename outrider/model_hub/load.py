@@ -15,7 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.cpu_kernels.decoder import NativeDecoder, why_not_native
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_layers
 from outrider.engine.cpu_kernels.paths import KernelChoice
@@ -133,7 +134,7 @@ def _make_native(
 ) -> NativeDecoder | NativeLayers:
     """One call for the whole model where its shape is known, else native layers in the model as it is."""
     if not why_not_native(model, spec, layers):
-        return NativeDecoder(kernels, model, spec, layers, quantise=quantise)
+        return NativeDecoder(kernels, pack_decoder(kernels, model, spec, layers, quantise=quantise))
     native = NativeLayers(kernels, quantise=quantise)
     pack_linear_layers(model, native.make_linear)
     native.replace_norms(model)

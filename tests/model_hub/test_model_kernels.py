@@ -129,7 +129,7 @@ def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint)
     plain, rounded = load(bfloat16_checkpoint), load(bfloat16_checkpoint, weights="int8")
     assert rounded.info.numerics == f"exact ({NATIVE.path}, lossy int8 weights)"
     assert rounded.info.fingerprint != plain.info.fingerprint
-    assert rounded.native.num_weight_bytes < plain.native.num_weight_bytes
+    assert rounded.native.weights.num_matrix_bytes < plain.native.weights.num_matrix_bytes
 
 
 def test_int8_weights_without_native_kernels_are_refused(bfloat16_checkpoint):

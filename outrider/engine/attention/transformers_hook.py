@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from outrider.engine.attention.base import AttentionOptions
 
@@ -38,6 +37,8 @@ class LayerAttention(Protocol):
 
 def register_attention() -> None:
     """Makes ATTENTION_NAME known to transformers; idempotent."""
+    from transformers import AttentionInterface  # takes seconds, which a node with packed weights does not have
+
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 

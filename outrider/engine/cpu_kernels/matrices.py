@@ -75,7 +75,7 @@ class PackedMatrix:
         padded = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
         self.out_features = sum(padded)
         self.type = ElementType.INT8 if quantise else ELEMENT_TYPES[weights[0].dtype]
-        self._packed = arena.take(self._functions.outrider_packed_size(self.type, self.out_features, self.in_features))
+        self.packed = arena.take(self._functions.outrider_packed_size(self.type, self.out_features, self.in_features))
         scales = torch.ones(self.out_features)
         bias = torch.zeros(self.out_features)
         first = 0
@@ -93,19 +93,19 @@ class PackedMatrix:
                 self.out_features,
                 self.in_features,
                 int(interleave),
-                self._packed.data_ptr(),
+                self.packed.data_ptr(),
             )
             if biases and (own := biases[index]) is not None:
                 bias[first : first + size] = own.detach().float()
             first += room
         order = _interleaved(self.out_features) if interleave else slice(None)
         has_bias = any(own is not None for own in biases)
-        self._bias = bias[order].contiguous() if has_bias else None
-        self._scales = scales[order].contiguous() if quantise else None
+        self.bias = bias[order].contiguous() if has_bias else None
+        self.scales = scales[order].contiguous() if quantise else None
         self.struct = MatrixStruct(
-            self._packed.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            None if self._scales is None else self._scales.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            None if self.scales is None else self.scales.data_ptr(),
             self.out_features,
             self.in_features,
             self.type,
@@ -113,7 +113,7 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.numel()
+        return self.packed.numel()
 
     def row(self, index: int) -> Tensor:
         """One row of W as it was packed: [in_features] float32."""

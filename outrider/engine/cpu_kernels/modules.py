@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2CLS
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
@@ -19,8 +18,6 @@ from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, address_of, register_operators
 from outrider.engine.model_spec import ModelSpec
 
-_KINDS: tuple[Any, ...] = tuple(ACT2CLS.values())
-_ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in _KINDS)
 _LARGEST_VECTOR = 64
 """Elements that torch takes at once: two AVX-512 registers of bfloat16."""
 
@@ -125,10 +122,14 @@ class NativeLayers:
 
     def replace_activations(self, model: nn.Module) -> int:
         """Makes what torch still computes in `model` independent of the batch; returns how many there were."""
+        from transformers.activations import ACT2CLS  # takes seconds, which a node with packed weights does not have
+
+        kinds: tuple[Any, ...] = tuple(ACT2CLS.values())
+        activations = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in kinds)
         replaced = 0
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
-                if isinstance(child, _ACTIVATIONS) and not isinstance(module, WholeVectorActivation):
+                if isinstance(child, activations) and not isinstance(module, WholeVectorActivation):
                     setattr(module, name, WholeVectorActivation(child))
                     replaced += 1
         return replaced

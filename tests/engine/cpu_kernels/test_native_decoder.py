@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.cpu_kernels.decoder import NativeDecoder, why_not_native
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.model_hub.support import describe_decoder
@@ -67,7 +68,8 @@ def decoders(checkpoints, teams):
             model = load(checkpoints(architecture), KINDS[kind])
             spec, layers = describe_decoder(model, dtype=str(KINDS[kind]).removeprefix("torch."))
             assert why_not_native(model, spec, layers) == ""
-            made[key] = NativeDecoder(teams(library, 1), model, spec, layers, quantise=kind == "int8"), spec
+            weights = pack_decoder(teams(library, 1), model, spec, layers, quantise=kind == "int8")
+            made[key] = NativeDecoder(teams(library, 1), weights), spec
         return made[key]
 
     return decoder

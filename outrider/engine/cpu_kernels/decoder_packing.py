@@ -1,0 +1,156 @@
+"""From a loaded transformers model to the weights of a native decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
+from outrider.engine.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_WIDTH_STEP = 32
+"""Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
+
+_POSITIONS_AT_ONCE = 4096
+
+
+def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
+    """What keeps a model, to whose layers the kernels apply, from being run as one native call; empty: nothing."""
+    config = model.config
+    if config.model_type not in MODEL_TYPES:
+        return f"{config.model_type} is not in the shape of Llama"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    widths = (config.hidden_size, config.intermediate_size, spec.num_heads * spec.head_dim)
+    if any(width % _WIDTH_STEP for width in widths):
+        return f"its widths {widths} are not multiples of {_WIDTH_STEP}"
+    if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
+        return "its layers attend with a soft cap or with different scales"
+    base: Any = model.base_model
+    cosines, _ = base.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
+    if cosines.shape[-1] != spec.head_dim:
+        return f"it rotates {cosines.shape[-1]} of {spec.head_dim} dimensions"
+    return ""
+
+
+def pack_decoder(
+    kernels: CpuKernels,
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    layers: Sequence[AttentionOptions],
+    *,
+    quantise: bool = False,
+) -> DecoderWeights:
+    """Takes the weights out of `model`, which cannot compute any more afterwards.
+
+    Each is packed and dropped in turn, so that a model is in memory once.
+
+    Args:
+        kernels: for whose path the weights are packed.
+        model: on the CPU, for which `why_not_native` is empty.
+        spec: of the model.
+        layers: what each layer asks of attention.
+        quantise: keep linear layers as int8 (lossy); the output layer stays as it is.
+    """
+    packing = _Packing(kernels, quantise=quantise)
+    base: Any = model.base_model
+    head: Any = model.get_output_embeddings()
+    is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
+    dtype = head.weight.dtype
+    for index, layer in enumerate(base.layers):
+        packing.add_layer(str(index), layer)
+    for name, table in zip(("cosines", "sines"), _rotation_tables(base.rotary_emb, spec.max_model_len), strict=True):
+        packing.add(name, table)
+    packing.add_matrix("head", [head], quantise=False)
+    if not is_tied:
+        packing.add("embedding", base.embed_tokens.weight.detach().clone())
+    packing.add("final_norm", base.norm.weight.detach().float())
+    for module in (head, base.embed_tokens, base.norm):
+        _drop_weights(module)
+    shape = DecoderShape(
+        num_layers=spec.num_layers,
+        hidden_size=model.config.hidden_size,
+        intermediate_size=model.config.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scaling=layers[0].scaling,
+        epsilon=model.config.rms_norm_eps,
+        element_type=ELEMENT_TYPES[dtype],
+        sliding_windows=tuple(options.sliding_window or 0 for options in layers),
+        matrix_sizes=packing.matrix_sizes,
+    )
+    return DecoderWeights(shape, packing.blobs)
+
+
+class _Packing:
+    """What has been packed so far."""
+
+    def __init__(self, kernels: CpuKernels, *, quantise: bool) -> None:
+        self._kernels = kernels
+        self._quantise = quantise
+        self._arena = WeightArena()
+        self.blobs: dict[str, np.ndarray] = {}
+        self.matrix_sizes: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self.blobs[name] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+    def add_matrix(
+        self, name: str, linears: Sequence[Any], *, interleave: bool = False, quantise: bool | None = None
+    ) -> None:
+        matrix = PackedMatrix(
+            self._kernels,
+            self._arena,
+            [linear.weight for linear in linears],
+            [linear.bias for linear in linears],
+            interleave=interleave,
+            quantise=self._quantise if quantise is None else quantise,
+        )
+        self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
+        for part, tensor in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
+            self.add(f"{name}.{part}", tensor)
+
+    def add_layer(self, name: str, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {
+            "input_norm": layer.input_layernorm,
+            "post_attention_norm": layer.post_attention_layernorm,
+            "query_norm": getattr(attention, "q_norm", None),
+            "key_norm": getattr(attention, "k_norm", None),
+        }
+        for part, norm in norms.items():
+            self.add(f"{name}.{part}", None if norm is None else norm.weight.float())
+        self.add_matrix(f"{name}.qkv", [attention.q_proj, attention.k_proj, attention.v_proj])
+        self.add_matrix(f"{name}.output", [attention.o_proj])
+        self.add_matrix(f"{name}.gate_up", [mlp.gate_proj, mlp.up_proj], interleave=True)
+        self.add_matrix(f"{name}.down", [mlp.down_proj])
+        _drop_weights(layer)
+
+
+def _rotation_tables(rotary: nn.Module, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, as the model itself computes them: each [num_positions, head_dim / 2]."""
+    tables: list[tuple[Tensor, Tensor]] = []
+    for start in range(0, num_positions, _POSITIONS_AT_ONCE):
+        positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, num_positions)).unsqueeze(0)
+        cosines, sines = rotary(torch.empty(1), positions)  # each [1, n, head_dim], both halves alike
+        half = cosines.shape[-1] // 2
+        tables.append((cosines[0, :, :half], sines[0, :, :half]))
+    return torch.cat([cosines for cosines, _ in tables]), torch.cat([sines for _, sines in tables])
+
+
+def _drop_weights(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
