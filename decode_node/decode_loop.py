@@ -103,6 +103,7 @@ class DecodeLoop:
         A grant does not wait for the step, nor for this node's turn: the prefill that it
         allows runs beside it.
         """
+        self.progress.begin()
         self._attend(wait=not self._engine.scheduler.has_work)
         try:
             if self._engine.scheduler.has_work and self._take_turn():
@@ -111,6 +112,7 @@ class DecodeLoop:
                 self._emit_events(stats)
         finally:
             self._cpu_turns.give()  # a step has done so already, if it came so far
+        self.progress.end()
 
     def _attend(self, *, wait: bool = False) -> None:
         """To commands; with `wait` until there is one, for a little while."""
@@ -123,7 +125,9 @@ class DecodeLoop:
         """Waits for the processors while there is work for them; attends to commands meanwhile. False: none is left."""
         is_taken = self._cpu_turns.take(0.0)
         while not is_taken and self._engine.scheduler.has_work and not self._stopping.is_set():
+            self.progress.pause()
             is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
+            self.progress.resume()
             self._time.mark(Part.CPU_TURN)
             self._attend()  # with the turn, too: what has come meanwhile is in the step
         return is_taken and self._engine.scheduler.has_work
@@ -151,7 +155,8 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._wait_for_blocks()
             return None
-        self.progress.begin(plan.num_rows)
+        self.progress.expect(plan.num_rows)
+        age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
         verifying = [item for item in plan.scheduled if item.reaches_end]
         logits = self._engine.forward(plan.block_copies, [_rows(item, drafts) for item in plan.scheduled])
@@ -162,9 +167,8 @@ class DecodeLoop:
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, drafts, sampled)
-        seconds = self.progress.end()
         self._drafts.observe_step(
-            seconds=seconds,
+            seconds=self.progress.age_seconds() - age_before,
             num_rows=plan.num_rows,
             num_sequences=len(plan.scheduled),
             num_prefill_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
@@ -226,9 +230,11 @@ class DecodeLoop:
 
     def _next_command(self) -> Command:
         """Waits a little for it. Raises: queue.Empty."""
+        self.progress.pause()
         try:
             return self._inbox.get(IDLE_WAIT_SECONDS)
         finally:
+            self.progress.resume()
             self._time.mark(Part.IDLE)
 
     # --- verify and commit ----------------------------------------------------------------

@@ -127,6 +127,7 @@ class PrefillLoop:
 
     def step(self) -> None:
         """One iteration; waits for a command when there is nothing to compute."""
+        self.progress.begin()
         self._take_commands()
         self._answer()  # jobs whose push has ended
         plan = self._plan()
@@ -137,6 +138,7 @@ class PrefillLoop:
             self._tell(plan, seconds)
         elif not plan.admitted and not self._is_stopped:
             self._wait_for_command()
+        self.progress.end()
 
     def _plan(self) -> StepPlan:
         plan = self._scheduler.plan(_no_drafts)
@@ -157,7 +159,9 @@ class PrefillLoop:
         self._time.mark(Part.EMIT)
 
     def _wait_for_command(self) -> None:
+        self.progress.pause()
         command = self._inbox.get()
+        self.progress.resume()
         self._time.mark(Part.IDLE)
         self._handle(command)
 
@@ -276,8 +280,9 @@ class PrefillLoop:
         if not plan.scheduled:
             return 0.0
         self._take_turn()
+        self.progress.expect(plan.num_rows)
+        age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
-        self.progress.begin(plan.num_rows)
         self._keep_turn()
         now = time.monotonic()
         for item in plan.scheduled:
@@ -290,7 +295,7 @@ class PrefillLoop:
         finally:
             self._cpu_turns.give()
         self.prompt_tokens.add_computed(plan.num_rows)
-        return self.progress.end()
+        return self.progress.age_seconds() - age_before
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
         """Called within the forward: the chunk's KV of one more layer is in the cache."""
@@ -304,10 +309,8 @@ class PrefillLoop:
         if self._keep_turn() and not self._cpu_turns.is_over(self._turn_seconds):
             return
         self._time.mark(Part.FORWARD)
-        self.progress.pause()
         self._cpu_turns.give()
         self._profiler.left_forward(self._take_turn())
-        self.progress.resume()
         self._keep_turn()
 
     def _keep_turn(self) -> bool:
@@ -316,8 +319,10 @@ class PrefillLoop:
 
     def _take_turn(self) -> int:
         """The nanoseconds that it took. A node that stops waits for nobody: it goes on without."""
+        self.progress.pause()
         while not self._is_stopping and not self._cpu_turns.take(TURN_WAIT_SECONDS):
             pass
+        self.progress.resume()
         return self._time.mark(Part.CPU_TURN)
 
     def _offer(self, plan: StepPlan, layer: int) -> None:

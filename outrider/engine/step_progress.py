@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FIRST_STEP_SECONDS = 1.0  # the least expected of a number of rows that was never run: a busy machine is not a death
 NEWEST_WEIGHT = 0.2
@@ -23,6 +23,10 @@ class StepAtHand:
 class StepProgress:
     """How far the engine is, for whoever must tell a long step from a dead process.
 
+    A step is everything that an engine thread does between two waits: commands, drafts,
+    planning, the forward pass, events. So a thread that hangs anywhere in it shows as a step
+    that grows old, and one that waits for a command or for its turn shows as idle.
+
     The engine thread swaps in a new frozen snapshot; readers never see half of one. Steps
     are expected to take as long as those of about as many rows, in buckets of powers of
     two; a bucket that was never run, as long for each row as the nearest that was.
@@ -32,12 +36,20 @@ class StepProgress:
         self._clock = clock
         self._seconds_by_bucket: dict[int, float] = {}
         self._bucket = 0
+        self._has_rows = False
         self._age_at_pause = 0.0
         self.at_hand = StepAtHand()
 
-    def begin(self, num_rows: int) -> None:
-        self._bucket = num_rows.bit_length()
+    def begin(self) -> None:
+        """A step of which nothing is known yet: it is expected to be like the last one."""
+        self._has_rows = False
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self._clock())
+
+    def expect(self, num_rows: int) -> None:
+        """The step at hand has a forward pass of so many rows."""
+        self._has_rows = True
+        self._bucket = num_rows.bit_length()
+        self.at_hand = replace(self.at_hand, expected_seconds=self._expected_seconds())
 
     def pause(self) -> None:
         """The step at hand waits for others: nothing is expected of this node until `resume`."""
@@ -49,18 +61,19 @@ class StepProgress:
         started = self._clock() - self._age_at_pause
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), started)
 
-    def end(self) -> float:
-        """The step's seconds, without pauses."""
+    def end(self) -> None:
+        """Idle until the next one begins. A step with rows says what others of its kind will take."""
         at_hand = self.at_hand
         assert at_hand.started is not None, "begin comes first"
-        seconds = self._clock() - at_hand.started
-        known = self._seconds_by_bucket.get(self._bucket, seconds)
-        self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (min(seconds, OUTLIER_FACTOR * known) - known)
+        if self._has_rows:
+            seconds = self._clock() - at_hand.started
+            known = self._seconds_by_bucket.get(self._bucket, seconds)
+            newest = min(seconds, OUTLIER_FACTOR * known)
+            self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (newest - known)
         self.at_hand = StepAtHand(at_hand.step)
-        return seconds
 
     def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
-        """Of a snapshot, by default the present one: whoever tells of one must tell the age of the same."""
+        """Of a snapshot, without pauses; by default of the present one. Report a snapshot and its own age."""
         started = (at_hand or self.at_hand).started
         return 0.0 if started is None else max(0.0, self._clock() - started)
 

@@ -154,3 +154,52 @@ def test_a_node_that_fails_keeps_nobody_waiting(node, turns):
         node.loop.run()
     assert turns.num_taken == 1
     assert not turns.is_held
+
+
+@pytest.mark.parametrize("place", ["open", "gather", "plan", "forward", "sample", "commit", "emit"])
+def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(node, place):
+    clock = FakeClock()
+    node.loop.progress = progress = StepProgress(clock)
+    engine, ages = node.engine, []
+
+    def hanging(function):
+        def hang(*args, **options):
+            before = progress.age_seconds()
+            clock.advance(3.0)
+            ages.append(progress.age_seconds() - before)
+            assert progress.at_hand.expected_seconds > 0.0
+            return function(*args, **options)
+
+        return hang
+
+    owner, name = {
+        "open": (node.desk, "open"),
+        "gather": (node.loop._drafts, "gather"),
+        "plan": (engine.scheduler, "plan"),
+        "forward": (engine.runner, "forward"),
+        "sample": (engine.sampler, "sample"),
+        "commit": (engine.sampler, "commit"),
+        "emit": (node.loop, "_emit"),
+    }[place]
+    setattr(owner, name, hanging(getattr(owner, name)))
+    node.open(prompt=SHORT_PROMPT)
+    node.iterate()
+    assert ages
+    assert set(ages) == {3.0}
+    assert (progress.at_hand.expected_seconds, progress.age_seconds()) == (0.0, 0.0)
+
+
+def test_a_thread_that_waits_for_its_turn_or_for_a_command_is_not_late(node, turns):
+    clock = FakeClock()
+    node.loop.progress = progress = StepProgress(clock)
+    at_hand = []
+    turns.num_refusals = 3
+    turns.on_refusal = lambda: (clock.advance(5.0), at_hand.append(progress.at_hand))
+    node.open(prompt=SHORT_PROMPT)
+    get = node.loop._inbox.get
+    node.loop._inbox.get = lambda seconds: (clock.advance(5.0), at_hand.append(progress.at_hand), get(seconds))[-1]
+    node.iterate()
+    for_a_command, at_once, *for_its_turn = at_hand
+    assert at_once.started is not None  # asked for without a wait
+    assert len(for_its_turn) == 2
+    assert all((waiting.expected_seconds, waiting.started) == (0.0, None) for waiting in (for_a_command, *for_its_turn))

@@ -9,13 +9,15 @@ from outrider.service.liveness import ProgressDeadline
 
 
 def run_step(progress, clock, *, num_rows, seconds):
-    progress.begin(num_rows)
+    progress.begin()
+    progress.expect(num_rows)
     clock.advance(seconds)
-    return progress.end()
+    progress.end()
 
 
 def expected_seconds(progress, num_rows):
-    progress.begin(num_rows)
+    progress.begin()
+    progress.expect(num_rows)
     return progress.at_hand.expected_seconds
 
 
@@ -33,7 +35,7 @@ def report_of(progress):
 def test_a_step_is_expected_to_take_as_long_as_those_of_about_as_many_rows():
     clock = FakeClock()
     progress = StepProgress(clock)
-    assert run_step(progress, clock, num_rows=4, seconds=0.5) == 0.5
+    run_step(progress, clock, num_rows=4, seconds=0.5)
     assert expected_seconds(progress, 5) == 0.5
     progress.end()
     assert progress.at_hand.expected_seconds == 0.0
@@ -69,7 +71,8 @@ def test_a_long_first_chunk_on_a_busy_machine_is_not_a_death():
     clock = FakeClock()
     progress = StepProgress(clock)
     watcher = ProgressDeadline(clock=clock)
-    progress.begin(256)
+    progress.begin()
+    progress.expect(256)
     for _ in range(50):  # ten seconds
         clock.advance(0.2)
         watcher.feed(report_of(progress))
@@ -79,7 +82,8 @@ def test_a_long_first_chunk_on_a_busy_machine_is_not_a_death():
 def test_a_pause_is_no_part_of_a_step():
     clock = FakeClock()
     progress = StepProgress(clock)
-    progress.begin(4)
+    progress.begin()
+    progress.expect(4)
     clock.advance(0.25)
     progress.pause()
     assert (progress.at_hand.expected_seconds, progress.age_seconds()) == (0.0, 0.0)
@@ -88,7 +92,9 @@ def test_a_pause_is_no_part_of_a_step():
     assert progress.age_seconds() == 0.25
     assert progress.at_hand.expected_seconds == FIRST_STEP_SECONDS
     clock.advance(0.5)
-    assert progress.end() == 0.75
+    assert progress.age_seconds() == 0.75
+    progress.end()
+    assert expected_seconds(progress, 4) == 0.75
 
 
 def test_a_step_that_others_hold_up_for_long_is_no_death():
@@ -96,7 +102,8 @@ def test_a_step_that_others_hold_up_for_long_is_no_death():
     progress, watcher = StepProgress(clock), ProgressDeadline(clock=clock)
     for _ in range(3):
         run_step(progress, clock, num_rows=4, seconds=0.1)
-    progress.begin(4)
+    progress.begin()
+    progress.expect(4)
     for _ in range(10):
         progress.pause()
         for _ in range(4):
@@ -106,3 +113,25 @@ def test_a_step_that_others_hold_up_for_long_is_no_death():
         watcher.feed(report_of(progress))
         clock.advance(0.05)
         assert not watcher.is_lost()
+
+
+def test_what_comes_before_the_rows_are_known_is_a_part_of_the_step():
+    clock = FakeClock()
+    progress, watcher = StepProgress(clock), ProgressDeadline(clock=clock)
+    run_step(progress, clock, num_rows=4, seconds=0.1)
+    progress.begin()
+    assert progress.at_hand.expected_seconds == 0.1  # as the last one
+    for _ in range(20):
+        clock.advance(0.5)
+        watcher.feed(report_of(progress))
+    assert watcher.is_lost()
+
+
+def test_a_step_without_rows_says_nothing_about_others():
+    clock = FakeClock()
+    progress = StepProgress(clock)
+    run_step(progress, clock, num_rows=4, seconds=0.1)
+    progress.begin()
+    clock.advance(5.0)
+    progress.end()
+    assert expected_seconds(progress, 4) == 0.1

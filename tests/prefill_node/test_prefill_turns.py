@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from outrider.engine.fakes import ScriptedTurns
+from outrider.engine.fakes import FakeClock, ScriptedTurns
+from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
 
 NUM_LAYERS = 2  # of the scripted cache
@@ -90,6 +91,35 @@ def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
     assert all(snapshot.expected_seconds == 0.0 and snapshot.started is None for snapshot in waiting)
     assert all(snapshot.expected_seconds > 0.0 for snapshot in computing)
     assert len({snapshot.step for snapshot in computing}) == len(computing)  # it moves
+
+
+@pytest.mark.parametrize("place", ["command", "plan", "forward", "answer"])
+def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(make_rig, place):
+    rig, clock, ages = make_rig(), FakeClock(), []
+    rig.loop.progress = progress = StepProgress(clock)
+
+    def hanging(function):
+        def hang(*args, **options):
+            before = progress.age_seconds()
+            clock.advance(3.0)
+            ages.append(progress.age_seconds() - before)
+            assert progress.at_hand.expected_seconds > 0.0
+            return function(*args, **options)
+
+        return hang
+
+    owner, name = {
+        "command": (rig.loop, "_add"),
+        "plan": (rig.loop._scheduler, "plan"),
+        "forward": (rig, "before_layer"),
+        "answer": (rig.loop, "_emit"),
+    }[place]
+    setattr(owner, name, hanging(getattr(owner, name)))
+    rig.start()
+    rig.prefill(PROMPT)
+    rig.wait_until_idle()
+    assert ages
+    assert set(ages) == {3.0}
 
 
 def test_a_node_that_stops_waits_for_nobody(make_rig):
