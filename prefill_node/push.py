@@ -49,7 +49,7 @@ class _Available:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Everything has been offered, or the push is interrupted."""
+    """Everything has been offered, the push is interrupted, or the receiver wants no more."""
 
 
 class KvPush:
@@ -129,6 +129,7 @@ class KvPush:
         if is_interrupted:
             self._end(PushOutcome(error=AbortedError("the push was cancelled")))
         else:
+            sender.when_ended(lambda: self._items.put(_End()))  # a refusal ends the push while it waits for KV
             self._end(self._push(sender))
         sender.cancel()  # the peer may be gone: nothing waits for this any more
 

@@ -16,6 +16,7 @@ a new id. KV of two transfers is never mixed.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -175,7 +176,8 @@ class Sender(Protocol):
         """Sends one frame of at most `max_frame_bytes`.
 
         Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
-        refuses the transfer: closed, failed or another's).
+        refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
+        reason: a transfer that lacks one never completes).
         """
 
     def keep_alive(self) -> None:
@@ -191,6 +193,12 @@ class Sender(Protocol):
         """Gives the transfer up; also after a failure, and after a commit (then only frees). Idempotent.
 
         DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
+        """
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` once, from any thread, when every `put` and `commit` from then on raises: at once if so already.
+
+        Not after a commit that succeeded. It must not block.
         """
 
     def interrupt(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region, TransferSpec
-from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
+from outrider.kv_transfer.inbox import AttachState, TransferInbox
 from outrider.kv_transfer.manifest import ManifestEntry
+from outrider.kv_transfer.sender_stream import refusal_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -53,6 +55,7 @@ class InMemorySender:
         self._sent: list[ManifestEntry] = []
         self._lock = threading.Lock()
         self._ended: OutriderError | None = None
+        self._tell_end: Callable[[], None] | None = None
 
     def put(self, region: Region, payload: Buffer) -> None:
         self._raise_if_ended()
@@ -65,8 +68,9 @@ class InMemorySender:
             length=len(view),
             checksum=checksum,
         )
-        if self._inbox.accept(header, view) is Disposition.STALE:
-            self._end(AbortedError("the receiver has given the transfer up"))
+        disposition = self._inbox.accept(header, view)
+        if disposition.is_refusal:
+            self._end(refusal_of(self.connector, disposition))
             self._raise_if_ended()
         self._sent.append(ManifestEntry(region, checksum))
         self.payload_bytes += len(view)
@@ -83,6 +87,13 @@ class InMemorySender:
         self._inbox.fail(self._spec.transfer_id, "cancelled by the sender")
         return self._inbox.wait_until_drained(self._spec.transfer_id, timeout_seconds=10.0)
 
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._tell_end = tell
+                return
+        tell()
+
     def interrupt(self) -> None:
         self._end(AbortedError("the transfer was cancelled"))
 
@@ -90,6 +101,9 @@ class InMemorySender:
         with self._lock:
             if self._ended is None:
                 self._ended = error
+            tell, self._tell_end = self._tell_end, None
+        if tell is not None:
+            tell()
 
     def _raise_if_ended(self) -> None:
         with self._lock:

@@ -53,6 +53,11 @@ class Disposition(enum.IntEnum):
     CONFLICTING = 6  # other bytes, or another cut, for cells that were written
     FAILED = 7  # the sink refused it; the transfer has failed
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the receiver lacks the frame: a transfer with a refused one never completes."""
+        return self not in (Disposition.WRITTEN, Disposition.DUPLICATE)
+
 
 class AttachState(enum.IntEnum):
     """The answer to a sender that introduces itself."""

@@ -109,6 +109,9 @@ class StreamSender:
         self._carrier.abandon()
         self._stream.close()
 
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        self._stream.when_ended(tell)
+
     def interrupt(self) -> None:
         self._stream.interrupt()
 

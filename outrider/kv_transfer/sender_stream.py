@@ -60,6 +60,7 @@ class SenderStream:
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # the call is over
         self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
+        self._tell_end: Callable[[], None] | None = None  # called once, without the lock
         self._welcomes: list[Welcome] = []
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
@@ -145,6 +146,21 @@ class SenderStream:
         with self._changed:
             self._refused = AbortedError(f"the KV transfer to {self.address} was cancelled")
             self._changed.notify_all()
+        self._tell_if_ended()
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """See `Sender.when_ended`."""
+        with self._changed:
+            self._tell_end = tell
+        self._tell_if_ended()
+
+    def _tell_if_ended(self) -> None:
+        with self._changed:
+            if self._refused is None and self._broken is None:
+                return
+            tell, self._tell_end = self._tell_end, None
+        if tell is not None:
+            tell()
 
     def raise_if_ended(self) -> None:
         """Raises: PeerLostError, AbortedError."""
@@ -186,6 +202,7 @@ class SenderStream:
         with self._changed:
             self._broken = error
             self._changed.notify_all()
+        self._tell_if_ended()
         self._outgoing.put(None)  # lets gRPC's own thread go
 
     def _take(self, message: ReceiverMessage) -> None:
@@ -197,8 +214,8 @@ class SenderStream:
                     acknowledged = self._in_flight.pop(message.sequence, None)
                     if acknowledged is not None:
                         self._in_flight_bytes -= acknowledged.num_bytes
-                    if message.disposition is Disposition.STALE and self._refused is None:
-                        self._refused = AbortedError(f"KV receiver {self.address} has given the transfer up")
+                    if message.disposition.is_refusal and self._refused is None:
+                        self._refused = refusal_of(self.address, message.disposition)
                 case Welcome():
                     self._welcomes.append(message)
                 case CommitResult():
@@ -208,6 +225,14 @@ class SenderStream:
             self._changed.notify_all()
         if acknowledged is not None:
             acknowledged.release()
+        self._tell_if_ended()
+
+
+def refusal_of(address: str, disposition: Disposition) -> AbortedError:
+    """What a sender raises once the receiver has refused a frame."""
+    if disposition is Disposition.STALE:
+        return AbortedError(f"KV receiver {address} has given the transfer up", reason="TRANSFER_UNKNOWN")
+    return AbortedError(f"KV receiver {address} refused a frame: {disposition.name}", reason="FRAME_REFUSED")
 
 
 def _lost(address: str, error: grpc.RpcError) -> PeerLostError:

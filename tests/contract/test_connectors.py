@@ -291,6 +291,39 @@ def test_an_interrupted_sender_ends_at_once(connection):
     assert sender.cancel() is DrainState.DRAINED
 
 
+def test_a_refused_frame_ends_the_sender_at_once(connection):
+    receiving, connector = connection
+    spec, _ = new_transfer(receiving)
+    sender = connector.connect(receiving.address, spec)
+    ended = threading.Event()
+    sender.when_ended(ended.set)
+    (region, payload), *others = frames_of(spec)
+    sender.put(region, payload)
+    assert not ended.is_set()
+    put_all(sender, [(region, payload[::-1])])  # other bytes for cells that were written
+    assert ended.wait(5)
+    for attempt in (lambda: sender.put(*others[0]), sender.keep_alive, sender.commit):
+        with pytest.raises(AbortedError, match="refused a frame: CONFLICTING"):
+            attempt()
+    told_late = threading.Event()
+    sender.when_ended(told_late.set)
+    assert told_late.is_set()
+    assert sender.cancel() is DrainState.DRAINED
+    assert not receiving.completed
+
+
+def test_a_sender_whose_receiver_closes_the_transfer_is_told(connection):
+    receiving, connector = connection
+    spec, _ = new_transfer(receiving)
+    sender = connector.connect(receiving.address, spec)
+    ended = threading.Event()
+    sender.when_ended(ended.set)
+    receiving.endpoint.close(spec.transfer_id)
+    put_all(sender, list(frames_of(spec)))
+    assert ended.wait(5)
+    sender.cancel()
+
+
 def test_transfers_side_by_side_do_not_mix(connection):
     receiving, connector = connection
     transfers = [new_transfer(receiving, start=start, end=start + 30) for start in (0, 3, 11, 64)]

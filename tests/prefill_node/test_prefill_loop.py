@@ -207,6 +207,26 @@ def test_a_decode_node_that_closes_the_transfer_stops_the_job(make_rig):
     assert rig.decode.completed == {}
 
 
+def test_a_refused_frame_ends_the_job_before_the_rest_is_computed(make_rig):
+    rig = make_rig()
+    job, _ = rig.submit(prompt(80))  # ten chunks
+    inbox, accept, has_failed = rig.decode.inbox, rig.decode.inbox.accept, threading.Event()
+    inbox._on_failed = lambda transfer_id, reason: has_failed.set()
+
+    def alter_the_second_chunk(header, payload):
+        return accept(header, memoryview(bytes(len(payload))) if len(rig.chunks) > 1 else payload)
+
+    inbox.accept = alter_the_second_chunk
+    rig.before_layer = lambda layer: len(rig.chunks) < 3 or has_failed.wait(10)
+    rig.start()
+    result = rig.result(job)
+    assert isinstance(result, AbortedError)
+    assert result.message.endswith("refused a frame: CORRUPT")
+    rig.wait_until_idle()
+    assert len(rig.chunks) <= 3
+    assert rig.decode.completed == {}
+
+
 def test_nobody_at_the_kv_address_fails_the_job(make_rig):
     rig = make_rig(connector=InMemoryConnector({})).start()
     job, _ = rig.submit(prompt(24))
