@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,13 +32,13 @@ from prefill_node.jobs import (
     Command,
     JobEnded,
     PrefillJob,
-    PrefillResult,
     PushEnded,
     PushOutcome,
     Stop,
 )
 from prefill_node.push import KvPush, LayerGroups, ReadableCache, slots_of
 from prefill_node.statistics import PromptTokens, StepStats
+from prefill_node.task import PrefillTask
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.block_pool import BlockPool
@@ -50,21 +49,6 @@ TURN_WAIT_SECONDS = 0.1
 """So often a node that waits for its turn looks whether it is to stop."""
 
 log = get_logger("prefill_node")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Task:
-    """One job in work. Owned by the engine thread."""
-
-    job: PrefillJob
-    sequence: EngineSequence
-    push: KvPush | None = None  # since its admission
-    pinned: SequenceKV | None = None  # what the push may still read, once nothing is computed any more
-    is_cancelled: bool = False
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    compute_started_at: float | None = None
-    compute_ended_at: float | None = None
 
 
 class PrefillLoop:
@@ -105,7 +89,7 @@ class PrefillLoop:
         self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
         self._turn_seconds = turn_seconds
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, PrefillTask] = {}
         self._ended: list[JobEnded] = []
         self._is_stopping = False  # a Stop is in the inbox; set by any thread
         self._is_stopped = False
@@ -203,15 +187,8 @@ class PrefillLoop:
                 self._stop()
 
     def _add(self, job: PrefillJob) -> None:
-        sequence = EngineSequence(
-            key=job.job_id,
-            token_ids=list(job.token_ids),
-            priority=job.priority,
-            arrival=job.job_id,
-            needs_logits=False,
-        )
-        self._tasks[job.job_id] = _Task(job=job, sequence=sequence)
-        self._scheduler.add(sequence)
+        task = self._tasks[job.job_id] = PrefillTask.of(job)
+        self._scheduler.add(task.sequence)
 
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
@@ -255,7 +232,7 @@ class PrefillLoop:
                 self._end_compute(task)
         self._time.mark(Part.HAND_OFF)
 
-    def _new_push(self, task: _Task, kv: SequenceKV) -> KvPush:
+    def _new_push(self, task: PrefillTask, kv: SequenceKV) -> KvPush:
         job = task.job
         num_tokens = len(job.token_ids)
         return KvPush(
@@ -284,11 +261,8 @@ class PrefillLoop:
         age_before = self.progress.age_seconds()
         fault_point("prefill.chunk")
         self._keep_turn()
-        now = time.monotonic()
         for item in plan.scheduled:
-            task = self._tasks[item.sequence.key]
-            if task.compute_started_at is None:
-                task.compute_started_at = now
+            self._tasks[item.sequence.key].begin_compute()
         rows = [_rows(item) for item in plan.scheduled]
         try:
             self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
@@ -349,19 +323,15 @@ class PrefillLoop:
                 self._end_compute(task)
         self._time.mark(Part.COMMIT)
 
-    def _end_compute(self, task: _Task) -> None:
-        assert task.push is not None
-        task.compute_ended_at = time.monotonic()
+    def _end_compute(self, task: PrefillTask) -> None:
         self._stop_computing(task)
-        task.push.finish()
+        task.end_compute()
 
     # ---- the end of a job
 
-    def _stop_computing(self, task: _Task) -> None:
+    def _stop_computing(self, task: PrefillTask) -> None:
         """Takes a job out of the batch; what its push may still read stays pinned. Idempotent."""
-        kv = task.sequence.kv
-        if kv is not None and task.push is not None and task.pinned is None:
-            task.pinned = kv.fork()
+        task.pin()
         self._scheduler.remove(task.sequence)
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
@@ -372,11 +342,10 @@ class PrefillLoop:
         self._stop_computing(task)
         self._forget(task)
         if not task.is_cancelled:
-            self._ended.append(JobEnded(job_id, outcome.error or _result(task, outcome)))
+            self._ended.append(JobEnded(job_id, outcome.error or task.result(outcome)))
 
-    def _forget(self, task: _Task) -> None:
-        if task.pinned is not None:
-            task.pinned.free()
+    def _forget(self, task: PrefillTask) -> None:
+        task.unpin()
         del self._tasks[task.job.job_id]
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
@@ -390,25 +359,6 @@ def _rows(item: Scheduled) -> SequenceRows:
         start_position=start,
         block_ids=sequence.kv.block_table(),
         num_logits=0,
-    )
-
-
-def _result(task: _Task, outcome: PushOutcome) -> PrefillResult:
-    assert outcome.committed_at is not None
-    assert task.compute_ended_at is not None
-    first_frame_at = outcome.first_frame_at if outcome.first_frame_at is not None else outcome.committed_at
-    exposed_from = task.compute_ended_at
-    if outcome.first_frame_at is not None:
-        exposed_from = max(exposed_from, outcome.first_frame_at)
-    started_at = task.compute_started_at
-    return PrefillResult(
-        num_cached_tokens=task.num_cached_tokens,
-        num_computed_tokens=task.num_computed_tokens,
-        compute_seconds=0.0 if started_at is None else task.compute_ended_at - started_at,
-        connector=outcome.connector,
-        kv_bytes=outcome.kv_bytes,
-        transfer_seconds=outcome.committed_at - first_frame_at,
-        exposed_seconds=max(outcome.committed_at - exposed_from, 0.0),
     )
 
 
