@@ -171,9 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _print_progress(num_done: int, num_files: int) -> None:
-    if num_done in (1, num_files) and num_files:
-        print(f"native kernels: {num_done} of {num_files} files compiled", flush=True)
+def _print_progress(num_done: int, num_units: int) -> None:
+    if num_done in (1, num_units) and num_units:
+        print(f"native kernels: {num_done} of {num_units} parts compiled", flush=True)
 
 
 def _of(manifest: Manifest, reason: str) -> str:

@@ -40,8 +40,10 @@ EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
 WARNING_FLAGS = ("-Wall", "-Wextra")  # warnings are kept with the library: errors for developers, not for users
 # GCC 12 takes its own _mm512_undefined for a mistake wherever an intrinsic is inlined (GCC bug 105593), and tells
-# of an ABI that no caller sees.
-GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi")
+# of an ABI that no caller sees, and of types that only one source sees, because a unit includes it.
+GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-subobject-linkage")
+LONG_SOURCES = ("decoder.cpp", "linear.cpp", "paged_attention.cpp")
+"""They take about as long to compile as all others: the sources are compiled as two units, these and the others."""
 SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 
 NO_COMPILER = "there is no C++ compiler"
@@ -62,15 +64,19 @@ class Compiler:
         return (*WARNING_FLAGS, *(() if "clang" in self.version else GCC_WARNING_FLAGS))
 
     def knows(self, flags: Sequence[str]) -> str:
-        """Empty, or the reason why these flags do not work."""
+        """Empty, or the reason why these flags do not work in the folder of the sources."""
         command = [*self.command, *COMPILE_FLAGS, *flags, "-fsyntax-only", "-x", "c++", "-"]
-        result = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=SOURCE, input=PROBE, capture_output=True, text=True, check=False)
         return "" if result.returncode == 0 else f"{self.version}: {first_error(result.stderr)}"
 
-    def run(self, arguments: Sequence[str]) -> str:
+    def compile(self, unit: str, arguments: Sequence[str]) -> str:
+        """As `run`, of a source's text."""
+        return self.run(["-c", "-x", "c++", "-", *arguments], unit)
+
+    def run(self, arguments: Sequence[str], text: str = "") -> str:
         """Runs in the folder of the sources; returns the warnings. Raises CompileError."""
         command = [*self.command, *arguments]
-        result = subprocess.run(command, cwd=SOURCE, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=SOURCE, input=text, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise CompileError(f"{shlex.join(command)}\n{result.stderr}")
         return result.stderr
@@ -94,9 +100,11 @@ def path_flags() -> Mapping[str, tuple[str, ...]]:
     return X86_PATHS if platform.machine() in X86_64 else OTHER_PATHS
 
 
-def source_files() -> list[Path]:
-    """What is compiled, one by one."""
-    return sorted(SOURCE.glob("*.cpp"))
+def source_units() -> list[str]:
+    """What is compiled: texts that include several sources each, so that common headers are read only twice."""
+    names = sorted(path.name for path in SOURCE.glob("*.cpp"))
+    units = ([name for name in names if (name in LONG_SOURCES) is are_long] for are_long in (True, False))
+    return ["".join(f'#include "{name}"\n' for name in unit) for unit in units if unit]
 
 
 def source_hash() -> str:
@@ -107,6 +115,7 @@ def source_hash() -> str:
         LINUX_LINK_FLAGS,
         WARNING_FLAGS,
         GCC_WARNING_FLAGS,
+        source_units(),
         sorted(path_flags().items()),
     )
     digest = hashlib.sha256(repr(flags).encode())

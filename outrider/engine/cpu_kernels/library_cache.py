@@ -31,8 +31,8 @@ from outrider.engine.cpu_kernels.compiler import (
     find_compiler,
     no_compiler,
     path_flags,
-    source_files,
     source_hash,
+    source_units,
 )
 
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
@@ -41,10 +41,10 @@ KEPT_SECONDS = 30 * 24 * 3600
 LOCK_SECONDS, LOCK_POLL_SECONDS = 3600.0, 0.1
 
 Progress = Callable[[int, int], None]
-"""progress(compiled files, all files); all is 0 while another process compiles."""
+"""progress(compiled units, all units); all is 0 while another process compiles."""
 
 
-def no_progress(_num_done: int, _num_files: int) -> None:
+def no_progress(_num_done: int, _num_units: int) -> None:
     """Tells nobody."""
 
 
@@ -141,17 +141,17 @@ def _compile(
     progress: Progress,
 ) -> None:
     """Compiles `wanted`, by path its flags, into its folders of `entries`, each complete or absent."""
-    sources = source_files()
+    units = source_units()
     link_flags = (*LINK_FLAGS, *(LINUX_LINK_FLAGS if sys.platform == "linux" else ()), *link_flags)
     with (
         tempfile.TemporaryDirectory(dir=entries[next(iter(wanted))].parent, prefix="objects-") as name,
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        objects = {path: [f"{name}/{path}-{source.stem}.o" for source in sources] for path in wanted}
+        objects = {path: [f"{name}/{path}-{index}.o" for index in range(len(units))] for path in wanted}
         jobs = {
             path: [
-                pool.submit(compiler.run, [*flags, *compiler.warning_flags, "-c", source.name, "-o", file])
-                for source, file in zip(sources, objects[path], strict=True)
+                pool.submit(compiler.compile, unit, [*flags, *compiler.warning_flags, "-o", file])
+                for unit, file in zip(units, objects[path], strict=True)
             ]
             for path, flags in wanted.items()
         }

@@ -38,18 +38,20 @@ def one_path(monkeypatch):
     monkeypatch.setattr(compiler, "X86_PATHS", compiler.OTHER_PATHS)
 
 
+ONE = '#include "one.cpp"\n'
+
+
 @pytest.fixture
 def compiled(monkeypatch):
-    """The sources that were compiled, in order."""
-    original, sources = Compiler.run, []
+    """The texts that were compiled, in order."""
+    original, units = Compiler.compile, []
 
-    def run(self, arguments):
-        if "-c" in arguments:
-            sources.append(arguments[arguments.index("-c") + 1])
-        return original(self, arguments)
+    def compile_unit(self, unit, arguments):
+        units.append(unit)
+        return original(self, unit, arguments)
 
-    monkeypatch.setattr(Compiler, "run", run)
-    return sources
+    monkeypatch.setattr(Compiler, "compile", compile_unit)
+    return units
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_a_library_is_compiled_once_for_all_folders_until_something_changes(
     for folder in ("a", "a", "b"):
         manifest = ensure_built(tmp_path / folder)
         assert ctypes.CDLL(str(tmp_path / folder / "portable.so")).outrider_one() == 1
-        assert (manifest.built, compiled) == ({"portable": list(compiler.COMPILE_FLAGS)}, ["one.cpp"])
+        assert (manifest.built, compiled) == ({"portable": list(compiler.COMPILE_FLAGS)}, [ONE])
     (tmp_path / "a" / "portable.so").unlink()
     ensure_built(tmp_path / "a")
     assert (tmp_path / "a" / "portable.so").is_file()
@@ -111,7 +113,7 @@ def test_two_builders_at_once_compile_once(small_sources, one_path, tmp_path, co
     with ThreadPoolExecutor(2) as pool:  # a lock on a file is held against another opening of it, also in one process
         manifests = list(pool.map(ensure_built, [tmp_path / "a", tmp_path / "b"]))
     assert manifests[0] == manifests[1]
-    assert compiled == ["one.cpp"]
+    assert compiled == [ONE]
 
 
 @needs_compiler
