@@ -20,6 +20,7 @@ help: ## This list
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	rm -rf $(KERNELS)/libraries  # those of older sources would be refused; the cache gives back what is still good
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[node,dev]'
 	touch $@
 
@@ -34,25 +35,42 @@ demo: $(READY) ## Four services, three prompts, with and without speculation
 	$(BIN)/outrider demo
 
 .PHONY: test
-test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST_ARGS='-n 0' in one process)
+	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: $(READY) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
+	$(BIN)/python checks/test_all.py $(PYTEST_ARGS)
 
 .PHONY: compose-test
 compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine
 	$(BIN)/python -m pytest -m compose tests/compose $(PYTEST_ARGS)
 
-.PHONY: check
-check: $(INSTALLED) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files
+CHECKS := check-style check-types check-imports check-protos check-kernels check-files
+.PHONY: check $(CHECKS)
+check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes, C++ warnings, container files
+
+check-style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python checks/file_sizes.py
+	$(BIN)/python -m compileall -q examples benchmarks
+
+check-types: $(INSTALLED)
 	$(BIN)/mypy
+
+check-imports: $(INSTALLED)
 	$(BIN)/lint-imports
+
+check-protos: $(INSTALLED)
 	$(BIN)/buf lint
 	$(BIN)/python checks/wire_contract.py
 	$(BIN)/python checks/stubs.py
-	$(BIN)/python checks/file_sizes.py
+
+check-kernels: $(INSTALLED)
 	$(BIN)/python checks/kernels.py
-	$(BIN)/python -m compileall -q examples benchmarks
+
+check-files: $(INSTALLED)
 	$(BIN)/hadolint Dockerfile tests/compose/*.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/prometheus.json deploy/prometheus/*.yaml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,11 +13,38 @@ from tests.matrices import cover_pairs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from xdist.remote import Producer
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
+SHARED_CLUSTER = "tests/e2e/"
+"""Its tests ask one cluster, which is started once: of several workers, one runs them all."""
+OWN_CLUSTERS = ("tests/e2e/test_real_model.py", "tests/e2e/test_soak.py")
+"""But these start others."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of several workers, each computes in one thread, but where a test says otherwise."""
+    if hasattr(config, "workerinput"):
+        os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="whole matrices and long soaks, as `make test-all` has them")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """A whole file goes to one worker, for what its tests share to be made once; files go out in our order."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return SHARED_CLUSTER if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTERS else path
+
+    config.option.loadscopereorder = False
+    return FileScheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose, so that a choice does not change what is left of a matrix
@@ -51,7 +79,8 @@ def _left_out_of_matrices(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
     def matrix_of(item: pytest.Item) -> tuple[str, bool]:
         """What cannot run here covers nothing of what can."""
-        return item.nodeid.partition("[")[0], any(mark.args[0] for mark in item.iter_markers("skipif"))
+        is_skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
+        return item.nodeid.partition("[")[0], is_skipped or item.get_closest_marker("cannot_run") is not None
 
     left_out: set[pytest.Item] = set()
     for _, group in itertools.groupby(

@@ -23,6 +23,12 @@ def pytest_configure():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session")
+def is_full(request):
+    """Whether whole matrices and long soaks are asked for: `make test-all`."""
+    return request.config.getoption("--full")
+
+
 class RunningCluster:
     """A cluster, a client of it, and what tests ask of both."""
 

@@ -20,7 +20,6 @@ from outrider.model_hub.load import load_model
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
 NATIVE = choose_kernels()
-NUM_TOKENS = 200
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\nExplain in a few paragraphs how a bicycle stays upright.<|im_end|>\n<|im_start|>assistant\n"
@@ -32,7 +31,13 @@ def loaded():
     return load_model(ModelConfig(max_model_len=1024))
 
 
-def decode(loaded, prompt, *, num_rows):
+@pytest.fixture(scope="module")
+def num_tokens(is_full):
+    """Of each answer."""
+    return 200 if is_full else 60
+
+
+def decode(loaded, prompt, *, num_rows, num_tokens):
     """Greedy tokens after `prompt`, `num_rows` at a time: one known token and, as drafts, what really follows."""
     block_size = 16
     cache = PagedKVCache(loaded.spec.planes, num_blocks=64, block_size=block_size)
@@ -40,7 +45,7 @@ def decode(loaded, prompt, *, num_rows):
     blocks = list(range(63, -1, -1))
     runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
     token_ids, logits_of_steps = list(prompt), []
-    while len(token_ids) < len(prompt) + NUM_TOKENS:
+    while len(token_ids) < len(prompt) + num_tokens:
         rows = [token_ids[-1]]
         if num_rows > 1:
             rows += [1234] * (num_rows - 1)  # drafts that are wrong, as most are
@@ -53,7 +58,7 @@ def decode(loaded, prompt, *, num_rows):
 
 
 @pytest.fixture(scope="module")
-def generated(loaded):
+def generated(loaded, num_tokens):
     """What transformers generates in float32: the prompt's ids and those after it."""
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
     theirs = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=torch.float32)
@@ -61,7 +66,7 @@ def generated(loaded):
     torch.set_num_threads(1)  # slower, but not by orders where others use the cores as well
     with torch.inference_mode():
         answer = theirs.generate(
-            torch.tensor([prompt]), do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS
+            torch.tensor([prompt]), do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens
         )[0, len(prompt) :].tolist()
     torch.set_num_threads(num_threads)
     return prompt, answer
@@ -72,27 +77,27 @@ def loaded_in_float32(request):
     return load_model(ModelConfig(max_model_len=1024, dtype="float32", kernels=request.param))
 
 
-def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, generated):
+def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, generated, num_tokens):
     loaded, (prompt, expected) = loaded_in_float32, generated
     # min_new_tokens bans the end of text there; here nothing does, so compare up to it.
-    end = next((i for i, token in enumerate(expected) if token in loaded.info.eos_token_ids), NUM_TOKENS)
+    end = next((i for i, token in enumerate(expected) if token in loaded.info.eos_token_ids), num_tokens)
     for num_rows in (1, 5):
-        ours, logits = decode(loaded, prompt, num_rows=num_rows)
+        ours, logits = decode(loaded, prompt, num_rows=num_rows, num_tokens=num_tokens)
         stop = next((i for i, token in enumerate(ours) if token in loaded.info.eos_token_ids), end)
         parted = next((i for i in range(min(end, stop)) if ours[i] != expected[i]), None)
         best = logits[parted or 0].topk(2).values
         assert parted is None, (
             f"{num_rows} rows: token {parted} differs, its best two are {best[0] - best[1]:.2g} apart"
         )
-        assert min(end, stop) == NUM_TOKENS, "the prompt must be one that is answered at length"
+        assert min(end, stop) == num_tokens, "the prompt must be one that is answered at length"
 
 
 @pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
-def test_in_bfloat16_logits_are_the_same_bits_with_drafts_and_without(loaded):
+def test_in_bfloat16_logits_are_the_same_bits_with_drafts_and_without(loaded, num_tokens):
     assert (loaded.info.dtype, loaded.info.numerics) == ("bfloat16", f"exact ({NATIVE.path})")
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
-    alone, alone_logits = decode(loaded, prompt, num_rows=1)
-    drafted, drafted_logits = decode(loaded, prompt, num_rows=5)
+    alone, alone_logits = decode(loaded, prompt, num_rows=1, num_tokens=num_tokens)
+    drafted, drafted_logits = decode(loaded, prompt, num_rows=5, num_tokens=num_tokens)
     assert alone == drafted
     assert torch.equal(alone_logits, drafted_logits)
 

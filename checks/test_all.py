@@ -1,0 +1,95 @@
+"""Runs every test there is, and says at the end what was left out and why. Arguments go to pytest.
+
+The suite with whole matrices and long soaks, the native kernels' tests over sanitized
+libraries, and clusters of containers. What this machine cannot run is left out and
+named, and is no failure; a part that fails does not keep the next from running.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from outrider.engine.cpu_kernels.build import find_compiler
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_TESTS_COLLECTED = 5  # pytest's exit status
+
+
+@dataclass
+class Part:
+    """One command that runs tests, and what came of it."""
+
+    name: str
+    command: list[str]
+    why_left_out: str = ""
+    status: int = 0
+    seconds: float = 0.0
+    num_passed: int = 0
+    num_failed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason: tests
+
+    def run(self, folder: Path) -> None:
+        report = folder / f"{len(list(folder.iterdir()))}.xml"
+        started_at = time.monotonic()
+        print(f"==== {self.name}", flush=True)
+        self.status = subprocess.run([*self.command, f"--junitxml={report}"], cwd=ROOT, check=False).returncode
+        self.seconds = time.monotonic() - started_at
+        if report.exists():
+            self._read(report)
+        if self.status == NO_TESTS_COLLECTED:  # the arguments choose among another part's
+            self.status, self.why_left_out = 0, "no test is chosen by the arguments"
+        elif self.status == 0 and self.num_passed == 0 and self.skipped:
+            self.why_left_out = "; ".join(self.skipped)
+
+    def _read(self, report: Path) -> None:
+        for case in ET.parse(report).iter("testcase"):  # noqa: S314 pytest wrote it just now
+            skipped = case.find("skipped")
+            if skipped is not None:
+                self.skipped[skipped.get("message", "")] += 1
+            elif case.find("failure") is not None or case.find("error") is not None:
+                self.num_failed += 1
+            else:
+                self.num_passed += 1
+
+    def __str__(self) -> str:
+        if self.why_left_out:
+            return f"left out  {self.name}: {self.why_left_out}"
+        result = "passed" if self.status == 0 else "FAILED"
+        counts = f"{self.num_passed} passed, {self.num_failed} failed, {self.skipped.total()} skipped"
+        return f"{result:8s}  {self.name}: {counts}, {self.seconds:.0f} s, exit status {self.status}"
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    pytest = [sys.executable, "-m", "pytest"]
+    whole = ["--full", "-n", "2", "--ignore=tests/compose"]
+    parts = [
+        Part("the suite, with whole matrices and long soaks", [*pytest, *whole, *arguments]),
+        Part("native kernels with sanitizers", [sys.executable, "checks/sanitize.py", "--full", *arguments]),
+        Part("clusters of containers", [*pytest, "-m", "compose", "tests/compose", *arguments]),
+    ]
+    if find_compiler() is None:
+        parts[1].why_left_out = "no C++ compiler here"
+    with tempfile.TemporaryDirectory(prefix="outrider-test-all-") as folder:
+        for part in parts:
+            if not part.why_left_out:
+                part.run(Path(folder))
+    print("\n==== what ran")
+    for part in parts:
+        print(part)
+    print("\n==== single tests that were left out, and why")
+    for part in parts:
+        for reason, count in part.skipped.items() if not part.why_left_out else ():
+            print(f"{count:6d}  {reason} ({part.name})")
+    return max(part.status != 0 for part in parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
