@@ -30,12 +30,15 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.load import LoadedModel, load_model
+from outrider.model_hub.load import load_model
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.open import open_model
 
 BLOCK_SIZE = 16
 CONTEXT = 300
 VARIANTS = {
     "native": {},
+    "mapped": {},  # the same, with weights mapped from the cache as nodes have them
     "int8": {"weights": "int8"},
     "float32": {"dtype": "float32"},
     "torch": {"kernels": "torch"},
@@ -67,7 +70,8 @@ class Variant:
 
     def __init__(self, name: str, *, num_seqs: int, most: int) -> None:
         self.name = name
-        self.loaded: LoadedModel = load_model(ModelConfig(**VARIANTS[name]))
+        load = open_model if name == "mapped" else load_model
+        self.loaded: LoadedModel = load(ModelConfig(**VARIANTS[name]))
         blocks = -(-most // BLOCK_SIZE)
         cache = PagedKVCache(self.loaded.spec.planes, num_blocks=num_seqs * blocks, block_size=BLOCK_SIZE)
         self.runner = ModelRunner(self.loaded, cache, make_attention_backend())

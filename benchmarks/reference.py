@@ -35,8 +35,8 @@ from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.cli.bench import DEFAULT_PROMPTS
 from outrider.client import ChatMessage
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import choose_model_kernels
-from outrider.model_hub.load import resolve_device, resolve_dtype
+from outrider.model_hub.kernels import choose_model_kernels, resolve_device
+from outrider.model_hub.load import resolve_dtype
 from outrider.model_hub.locate import locate_model
 
 BANDWIDTH_BYTES = 1 << 29  # well beyond any cache

@@ -59,7 +59,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from outrider.engine.sampler import Sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.model_hub.load import load_model
+        from outrider.model_hub.open import open_model
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
@@ -68,7 +68,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
         from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.proposers.ngram import NgramProposer
 
-        model = load_model(model_config, progress=announce_progress)
+        model = open_model(model_config, progress=announce_progress)
         info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
         kv_cache = PagedKVCache.sized_for(model.spec, config.kv_cache, device=model.device)
         pool = BlockPool(
@@ -164,6 +164,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                 "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": info.numerics,
                 "kernels": str(model.kernels),
+                "weights": model.weights_from,
                 "cpu_turns": cpu_turns.description,
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,

@@ -50,7 +50,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
         from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
         from outrider.kv_transfer.connectors import make_connector
-        from outrider.model_hub.load import load_model
+        from outrider.model_hub.open import open_model
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
@@ -58,7 +58,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
 
-        model = load_model(model_config, progress=announce_progress)
+        model = open_model(model_config, progress=announce_progress)
         kv_cache = PagedKVCache.sized_for(model.spec, config.kv_cache, device=model.device)
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,
@@ -113,6 +113,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
                 "cpus": ",".join(map(str, usable_cpus())),
                 "numerics": model.info.numerics,
                 "kernels": str(model.kernels),
+                "weights": model.weights_from,
                 "cpu_turns": cpu_turns.description,
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,

@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 
 
 class RunnableModel(Protocol):
-    """What a runner needs of a loaded model (see outrider.model_hub.load.LoadedModel)."""
+    """What a runner needs of a loaded model (see outrider.model_hub.loaded_model.LoadedModel)."""
 
     @property
-    def model(self) -> PreTrainedModel: ...
+    def model(self) -> PreTrainedModel | None:
+        """None where `native` is a NativeDecoder."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def spec(self) -> ModelSpec: ...
 
     @property
     def native(self) -> NativeDecoder | NativeLayers | None:
-        """What computes in place of `model`, whose weights it has then taken, or in its layers."""
+        """What computes in place of `model`, or in its layers."""
 
 
 class ModelRunner:
@@ -53,9 +57,12 @@ class ModelRunner:
         self._attention = attention
         self._device = kv_cache.device
         # Elsewhere kernels compute behind the caller's back: a clock around a module would time its launches.
-        self.phases: ForwardPhases = ModulePhases(model.model) if self._device.type == "cpu" else NoPhases()
+        self.phases: ForwardPhases = NoPhases()
         if self._native is not None:
             self.phases = self._native.phases
+        elif self._device.type == "cpu":
+            assert model.model is not None
+            self.phases = ModulePhases(model.model)
 
     @property
     def attention_name(self) -> str:
@@ -78,6 +85,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _forward_of_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
+        assert self._model is not None
         step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         arguments: dict[str, Any] = {
             "input_ids": batch.token_ids.to(self._device).unsqueeze(0),  # [1, num_rows]

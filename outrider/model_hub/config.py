@@ -40,6 +40,9 @@ class ModelConfig:
     max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
     cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")
+    keep_packed: bool = setting(
+        True, help="Keep the weights as native kernels read them in the cache directory: later starts map them."
+    )
     cache_dir: str = setting(
         "", help="Where converted models are kept; empty is $OUTRIDER_CACHE_DIR, else $XDG_CACHE_HOME/outrider."
     )

@@ -36,3 +36,16 @@ def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
     assert choice.library is not None, "torch's kernels need no start"
     library = KernelLibrary(choice.library)
     return CpuKernels(library, Team(library, config.num_threads or len(usable_cpus())))
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device that a setting means. Raises ConfigError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
+    return device

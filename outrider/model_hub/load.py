@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -19,57 +19,17 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_layers
-from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.engine.linear import can_pack, pack_linear_layers
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.numerics import Numerics, native_numerics, torch_numerics
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.fingerprint import model_fingerprint
-from outrider.model_hub.kernels import choose_model_kernels, start_kernels, torch_instead
-from outrider.model_hub.locate import ModelLocation, locate_model
+from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels, torch_instead
+from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
+from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.support import check_paged_forward, describe_decoder, own_logits, refuse_by_config
-from outrider.model_hub.vocabulary import (
-    TOKENIZER_FILE,
-    eos_token_ids,
-    known_token_ids,
-    read_json,
-    read_tokenizer_files,
-    vocabulary_fingerprint,
-)
 from outrider.model_hub.weight_files import check_weight_files
-from outrider.node import ModelInfo
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model in memory, with everything that its node tells others about it."""
-
-    model: PreTrainedModel  # on its device, in eval mode, its attention is ours; without weights if `native` has them
-    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
-    kernels: KernelChoice
-    config: PretrainedConfig
-    spec: ModelSpec
-    info: ModelInfo
-    tokenizer_files: dict[str, bytes]  # by file name
-    known_token_ids: Tensor  # [vocab_size] bool, on the CPU: ids that the tokenizer has
-    directory: Path
-
-    @property
-    def num_threads(self) -> int:
-        """Of one forward pass."""
-        return torch.get_num_threads() if self.native is None else self.native.kernels.team.num_threads
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def cpu_kernels(self) -> CpuKernels | None:
-        """Library and threads that compute the model, for what else computes beside it; None without them."""
-        return None if self.native is None else self.native.kernels
 
 
 def load_model(config: ModelConfig, *, progress: Progress | None = None) -> LoadedModel:
@@ -97,7 +57,7 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
-    has_int8_weights = config.weights == "int8"
+    has_int8_weights = config.weights == INT8
     if has_int8_weights and kernels.library is None:
         raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
     expected = own_logits(model, spec.vocab_size)
@@ -106,24 +66,15 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         native = _make_native(start_kernels(kernels, config), model, spec, layers, quantise=has_int8_weights)
     elif can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
-    numerics = torch_numerics(dtype, device.type)
-    if native is not None:
-        numerics = native_numerics(
-            kernels.path, by_layers=isinstance(native, NativeLayers), has_int8_weights=has_int8_weights
-        )
-    tokenizer_files = read_tokenizer_files(location.directory)
-    known = torch.zeros(spec.vocab_size, dtype=torch.bool)
-    known[known_token_ids(tokenizer_files[TOKENIZER_FILE], spec.vocab_size)] = True
-    loaded = LoadedModel(
-        model=model,
-        native=native,
+    loaded = describe_model(
+        config=config,
+        location=location,
         kernels=kernels,
-        config=model.config,
+        device=device,
         spec=spec,
-        info=_model_info(location, spec, tokenizer_files, numerics=numerics, weights=config.weights),
-        tokenizer_files=tokenizer_files,
-        known_token_ids=known,
-        directory=location.directory,
+        model=None if isinstance(native, NativeDecoder) else model,
+        native=native,
+        weights_from="checkpoint",
     )
     check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
     return loaded
@@ -141,19 +92,6 @@ def _make_native(
     native.replace_activations(model)
     torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads
     return native
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device that a setting means. Raises ConfigError when it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"model.device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"model.device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
-    return device
 
 
 def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig, *, is_native: bool) -> str:
@@ -202,26 +140,6 @@ def _load_weights(
             raise
     model.requires_grad_(requires_grad=False)
     return model.eval()
-
-
-def _model_info(
-    location: ModelLocation, spec: ModelSpec, tokenizer_files: dict[str, bytes], *, numerics: Numerics, weights: str
-) -> ModelInfo:
-    directory = location.directory
-    return ModelInfo(
-        name=location.name,
-        revision=location.revision,
-        vocab_size=spec.vocab_size,
-        max_model_len=spec.max_model_len,
-        eos_token_ids=eos_token_ids(
-            read_json(directory / "config.json"), read_json(directory / "generation_config.json")
-        ),
-        dtype=spec.dtype,
-        # Rounded weights make another model, whose KV nobody else may use.
-        fingerprint=model_fingerprint(directory, dtype=spec.dtype if weights == "auto" else f"{spec.dtype}, {weights}"),
-        vocabulary_fingerprint=vocabulary_fingerprint(tokenizer_files[TOKENIZER_FILE]),
-        numerics=str(numerics),
-    )
 
 
 class _WeightsBar:

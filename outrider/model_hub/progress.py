@@ -8,7 +8,8 @@ Progress = Callable[[str, int, int], None]
 """progress(stage, done, total); total 0 is unknown.
 
 Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has by
-now), "check" (bytes), "kernels" (compiled files), "weights" (tensors).
+now), "check" (bytes), "kernels" (compiled files), "weights" (tensors, or bytes of
+packed ones).
 """
 
 

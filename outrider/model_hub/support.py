@@ -105,7 +105,7 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
     spec = model.spec
     allowed = LOSSY_TOLERANCE if is_lossy else RELATIVE_TOLERANCE[spec.dtype]
     token_ids = _probe_token_ids(spec.vocab_size)
-    cache = PagedKVCache(spec.planes, num_blocks=8, block_size=4, device=model.model.device)
+    cache = PagedKVCache(spec.planes, num_blocks=8, block_size=4, device=model.device)
     runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     tables = ((6, 1, 4), (2, 7, 0))
     halves = [

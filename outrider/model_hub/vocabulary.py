@@ -53,22 +53,22 @@ def vocabulary(tokenizer_json: bytes) -> dict[int, str]:
     return strings
 
 
-def vocabulary_fingerprint(tokenizer_json: bytes) -> str:
-    """SHA-256 in hexadecimal over every (id, string), ids rising.
+def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
+    """SHA-256 in hexadecimal over every (id, string) of a `vocabulary`, ids rising.
 
     Draft and target models fit together if and only if these are equal; padded ids,
     which no tokenizer entry names, do not count.
     """
     digest = hashlib.sha256()
-    for token_id, string in sorted(vocabulary(tokenizer_json).items()):
+    for token_id, string in sorted(strings.items()):
         encoded = string.encode("utf-8", "surrogatepass")
         digest.update(token_id.to_bytes(4, "little") + len(encoded).to_bytes(4, "little") + encoded)
     return digest.hexdigest()
 
 
-def known_token_ids(tokenizer_json: bytes, vocab_size: int) -> list[int]:
-    """The ids below `vocab_size` that the tokenizer has, rising; the model's other rows are padding."""
-    return sorted(token_id for token_id in vocabulary(tokenizer_json) if 0 <= token_id < vocab_size)
+def known_token_ids(strings: Mapping[int, str], vocab_size: int) -> list[int]:
+    """The ids below `vocab_size` that a `vocabulary` has, rising; the model's other rows are padding."""
+    return sorted(token_id for token_id in strings if 0 <= token_id < vocab_size)
 
 
 def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class Announcer:
                 self._descriptor = None
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        """How far a long start has come, at most ten times a second; fits `load_model(progress=…)`."""
+        """How far a long start has come, at most ten times a second; fits `open_model(progress=…)`."""
         now = time.monotonic()
         if done < total and now - self._last_progress < PROGRESS_INTERVAL_SECONDS:
             return
@@ -93,7 +93,7 @@ _STAGES = {
 
 
 def announce_progress(stage: str, done: int, total: int) -> None:
-    """Tells the process that started this one, and the log: `load_model(config, progress=announce_progress)`."""
+    """Tells the process that started this one, and the log: `open_model(config, progress=announce_progress)`."""
     _process_announcer.progress(stage, done, total)
     _process_log.progress(stage, done, total)
 

@@ -8,9 +8,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from outrider.engine.cpu_kernels.library import ElementType
 from outrider.errors import ConfigError, ModelError, NotFoundError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.load import load_model, resolve_device, resolve_dtype
+from outrider.model_hub.kernels import resolve_device
+from outrider.model_hub.load import load_model, resolve_dtype
 from outrider.model_hub.tiny import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
 
 
@@ -72,7 +74,7 @@ def test_equal_seeds_give_equal_models(tiny, tmp_path):
 def test_bfloat16_is_loaded_when_asked_for(tiny):
     loaded = load(tiny, dtype="bfloat16")
     assert loaded.spec.dtype == loaded.info.dtype == "bfloat16"
-    assert loaded.model.dtype == torch.bfloat16
+    assert loaded.native is None or loaded.native.weights.shape.element_type is ElementType.BFLOAT16
 
 
 def test_auto_is_the_checkpoints_dtype_but_float32_on_a_cpu_without_native_kernels():

@@ -48,7 +48,7 @@ def test_float32_is_exact_by_native_kernels_too(bfloat16_checkpoint):
 @needs_native
 def test_native_kernels_hold_the_only_copy_of_the_weights(bfloat16_checkpoint):
     loaded = load(bfloat16_checkpoint)
-    assert sum(parameter.numel() for parameter in loaded.model.parameters()) == 0
+    assert loaded.model is None
 
 
 def test_torch_on_a_cpu_is_float32_up_to_ties(bfloat16_checkpoint):

@@ -19,6 +19,10 @@ def tokenizer_json(vocab, added=(), **model):
     return json.dumps({"added_tokens": tokens, "model": {"type": "BPE", "vocab": vocab, **model}}).encode()
 
 
+def fingerprint(content):
+    return vocabulary_fingerprint(vocabulary(content))
+
+
 def test_added_tokens_are_part_of_the_vocabulary():
     assert vocabulary(tokenizer_json({"a": 0, "b": 1}, [(2, "<end>"), (1, "b")])) == {0: "a", 1: "b", 2: "<end>"}
 
@@ -28,19 +32,17 @@ def test_a_unigram_vocabulary_is_a_list():
 
 
 def test_the_fingerprint_tells_vocabularies_and_nothing_else_apart():
-    one = vocabulary_fingerprint(tokenizer_json({"a": 0, "b": 1}, [(2, "<end>")]))
-    assert one == vocabulary_fingerprint(tokenizer_json({"b": 1, "a": 0, "<end>": 2}, merges=["a b"]))
-    assert one != vocabulary_fingerprint(tokenizer_json({"a": 1, "b": 0}, [(2, "<end>")]))
-    assert one != vocabulary_fingerprint(tokenizer_json({"a": 0, "b": 1}))
-    assert vocabulary_fingerprint(tokenizer_json({"ab": 0, "c": 1})) != vocabulary_fingerprint(
-        tokenizer_json({"a": 0, "bc": 1})
-    )
+    one = fingerprint(tokenizer_json({"a": 0, "b": 1}, [(2, "<end>")]))
+    assert one == fingerprint(tokenizer_json({"b": 1, "a": 0, "<end>": 2}, merges=["a b"]))
+    assert one != fingerprint(tokenizer_json({"a": 1, "b": 0}, [(2, "<end>")]))
+    assert one != fingerprint(tokenizer_json({"a": 0, "b": 1}))
+    assert fingerprint(tokenizer_json({"ab": 0, "c": 1})) != fingerprint(tokenizer_json({"a": 0, "bc": 1}))
     assert len(one) == 64
 
 
 def test_rows_without_an_entry_are_not_known():
     content = tokenizer_json({"a": 0, "c": 2, "far": 9})
-    assert known_token_ids(content, 8) == [0, 2]
+    assert known_token_ids(vocabulary(content), 8) == [0, 2]
 
 
 @pytest.mark.parametrize(

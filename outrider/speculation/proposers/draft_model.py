@@ -21,7 +21,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows, SequenceSampling
-from outrider.model_hub.load import LoadedModel
+from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Proposal, ProposalRequest
 
@@ -168,6 +168,7 @@ class DraftModelProposer:
                 "dtype": model.info.dtype,
                 "numerics": model.info.numerics,
                 "kernels": str(model.kernels),
+                "weights": model.weights_from,
                 "threads": model.num_threads,
             },
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.progress import no_progress
 from outrider.speculation.proposers.base import Proposer
 from outrider.speculation.proposers.ngram import MAX_NGRAM, MIN_NGRAM, NgramProposer
 
@@ -33,7 +34,7 @@ def make_proposer(
 ) -> Proposer:
     """A new proposer. Loads the model of one that has any, which may take long.
 
-    Raises: ConfigError for an unknown name; what `load_model` raises.
+    Raises: ConfigError for an unknown name; what `open_model` raises.
     """
     settings = settings or ProposerSettings()
     if name == "ngram":
@@ -41,11 +42,11 @@ def make_proposer(
             raise ConfigError(f"min_ngram {settings.min_ngram} is above max_ngram {settings.max_ngram}")
         return NgramProposer(max_ngram=settings.max_ngram, min_ngram=settings.min_ngram)
     if name == "draft_model":
-        from outrider.model_hub.load import load_model
+        from outrider.model_hub.open import open_model
         from outrider.speculation.proposers.draft_model import DraftModelProposer
 
         return DraftModelProposer.of(
-            load_model(settings.model, progress=progress),
+            open_model(settings.model, progress=progress or no_progress),
             kv_cache=settings.kv_cache,
             attention=settings.model.attention,
             catch_up_tokens_per_step=settings.catch_up_tokens_per_step,

@@ -1,0 +1,113 @@
+"""A model in memory, ready to be run, with everything that its node tells others about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.cpu_kernels.paths import KernelChoice
+from outrider.engine.model_spec import ModelSpec
+from outrider.engine.numerics import native_numerics, torch_numerics
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.fingerprint import model_fingerprint
+from outrider.model_hub.locate import ModelLocation
+from outrider.model_hub.vocabulary import (
+    TOKENIZER_FILE,
+    eos_token_ids,
+    known_token_ids,
+    read_json,
+    read_tokenizer_files,
+    vocabulary,
+    vocabulary_fingerprint,
+)
+from outrider.node import ModelInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INT8 = "int8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """Made by outrider.model_hub.load or, from packed weights, by outrider.model_hub.open."""
+
+    model: PreTrainedModel | None  # in eval mode, its attention is ours; None where `native` computes all of it
+    native: NativeDecoder | NativeLayers | None  # what computes in place of `model`, or in its layers
+    kernels: KernelChoice
+    device: torch.device
+    spec: ModelSpec
+    info: ModelInfo
+    tokenizer_files: dict[str, bytes]  # by file name
+    known_token_ids: Tensor  # [vocab_size] bool, on the CPU: ids that the tokenizer has
+    directory: Path
+    weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
+
+    @property
+    def num_threads(self) -> int:
+        """Of one forward pass."""
+        return torch.get_num_threads() if self.native is None else self.native.kernels.team.num_threads
+
+    @property
+    def cpu_kernels(self) -> CpuKernels | None:
+        """Library and threads that compute the model, for what else computes beside it; None without them."""
+        return None if self.native is None else self.native.kernels
+
+
+def describe_model(
+    *,
+    config: ModelConfig,
+    location: ModelLocation,
+    kernels: KernelChoice,
+    device: torch.device,
+    spec: ModelSpec,
+    model: PreTrainedModel | None,
+    native: NativeDecoder | NativeLayers | None,
+    weights_from: str,
+) -> LoadedModel:
+    """Adds what the tokenizer and the other files of a checkpoint say. Raises ModelError for damaged ones."""
+    directory = location.directory
+    numerics = torch_numerics(spec.dtype, device.type)
+    if native is not None:
+        numerics = native_numerics(
+            kernels.path, by_layers=isinstance(native, NativeLayers), has_int8_weights=config.weights == INT8
+        )
+    tokenizer_files = read_tokenizer_files(directory)
+    strings = vocabulary(tokenizer_files[TOKENIZER_FILE])
+    known = torch.zeros(spec.vocab_size, dtype=torch.bool)
+    known[known_token_ids(strings, spec.vocab_size)] = True
+    info = ModelInfo(
+        name=location.name,
+        revision=location.revision,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        eos_token_ids=eos_token_ids(
+            read_json(directory / "config.json"), read_json(directory / "generation_config.json")
+        ),
+        dtype=spec.dtype,
+        # Rounded weights make another model, whose KV nobody else may use.
+        fingerprint=model_fingerprint(
+            directory, dtype=spec.dtype if config.weights == "auto" else f"{spec.dtype}, {config.weights}"
+        ),
+        vocabulary_fingerprint=vocabulary_fingerprint(strings),
+        numerics=str(numerics),
+    )
+    return LoadedModel(
+        model=model,
+        native=native,
+        kernels=kernels,
+        device=device,
+        spec=spec,
+        info=info,
+        tokenizer_files=tokenizer_files,
+        known_token_ids=known,
+        directory=directory,
+        weights_from=weights_from,
+    )

@@ -1,0 +1,270 @@
+"""Packed weights: written once, mapped by every later start, and never trusted without a look."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.errors import ModelError
+from outrider.model_hub import load as load_module
+from outrider.model_hub import open as open_module
+from outrider.model_hub import packed_weights
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.model_hub.open import open_model
+from outrider.model_hub.packed_weights import HEADER, WEIGHTS
+from outrider.model_hub.tiny import make_tiny_model
+
+NATIVE = choose_kernels()
+pytestmark = pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE))
+MAPPED = "packed weights, mapped"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    torch.set_num_threads(1)
+    return make_tiny_model(tmp_path_factory.mktemp("qwen2"), architecture="qwen2", dtype="bfloat16")
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The configurations that were loaded from a checkpoint."""
+    original, loaded = load_module.load_model, []
+
+    def load(config, **options):
+        loaded.append(config)
+        return original(config, **options)
+
+    monkeypatch.setattr(load_module, "load_model", load)
+    return loaded
+
+
+@pytest.fixture
+def opened(tiny, cache):
+    def run(path=tiny, **settings):
+        return open_model(ModelConfig(id=str(path), cache_dir=str(cache), **{"num_threads": 1, **settings}))
+
+    return run
+
+
+def folders(cache):
+    return sorted(path for path in (cache / "packed").iterdir() if path.is_dir())
+
+
+def logits(loaded):
+    kv_cache = PagedKVCache(loaded.spec.planes, num_blocks=4, block_size=16)
+    runner = ModelRunner(loaded, kv_cache, make_attention_backend())
+    return runner.forward(build_input_batch([SequenceRows(list(range(40)), 0, range(3), 40)], 16))
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"weights": "int8"}], ids=["auto", "float32", "int8"])
+def test_mapped_weights_are_those_of_the_checkpoint_to_the_last_bit(opened, tiny, loads, settings):
+    expected = load_model(ModelConfig(id=str(tiny), num_threads=1, **settings))
+    first, second = opened(**settings), opened(**settings)
+    assert len(loads) == 1
+    assert (first.weights_from, second.weights_from) == (MAPPED, MAPPED)
+    for loaded in (first, second):
+        assert loaded.model is None
+        assert (loaded.spec, loaded.info) == (expected.spec, expected.info)
+        assert torch.equal(loaded.known_token_ids, expected.known_token_ids)
+        assert torch.equal(logits(loaded), logits(expected))
+        assert not any(blob.flags.writeable for blob in loaded.native.weights.blobs.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_other_architectures_are_mapped_alike(opened, loads, architecture, tmp_path):
+    path = make_tiny_model(tmp_path / architecture, architecture=architecture)
+    assert torch.equal(logits(opened(path)), logits(load_model(ModelConfig(id=str(path), num_threads=1))))
+
+
+def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache):
+    opened()
+    program = (
+        "import sys\n"
+        "from outrider.model_hub.config import ModelConfig\n"
+        "from outrider.model_hub.open import open_model\n"
+        f"loaded = open_model(ModelConfig(id={str(tiny)!r}, cache_dir={str(cache)!r}))\n"
+        "print(loaded.weights_from, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == f"{MAPPED} False"
+
+
+def cut_short(folder):
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1)
+
+
+def turn_a_bit(name, position):
+    def damage(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[position] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_short,
+        turn_a_bit(WEIGHTS, 0),
+        turn_a_bit(WEIGHTS, -1),
+        turn_a_bit(HEADER, 60),
+        lambda folder: (folder / HEADER).unlink(),
+        lambda folder: (folder / HEADER).write_text("[]"),
+        shutil.rmtree,
+    ],
+    ids=["cut short", "first byte", "last byte", "header", "no header", "not a header", "removed"],
+)
+def test_damaged_weights_are_found_and_made_again(opened, loads, cache, damage):
+    expected = logits(opened())
+    (folder,) = folders(cache)
+    damage(folder)
+    again = opened()
+    assert len(loads) == 2
+    assert again.weights_from == MAPPED
+    assert torch.equal(logits(again), expected)
+    opened()
+    assert len(loads) == 2
+
+
+def test_what_the_bytes_depend_on_makes_others(opened, tiny, loads, tmp_path, monkeypatch):
+    copy = shutil.copytree(tiny, tmp_path / "copy")
+    opened(copy)
+    for settings in ({"dtype": "float32"}, {"weights": "int8"}, {"max_model_len": 512}):
+        before = len(loads)
+        opened(copy, **settings)
+        assert len(loads) == before + 1, settings
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    opened(copy)
+    assert len(loads) == 5
+    monkeypatch.setattr(packed_weights, "_source_hash", lambda: "another version")
+    opened(copy)
+    assert len(loads) == 6
+
+
+def test_of_one_model_only_the_versions_last_used_are_kept(opened, cache, monkeypatch):
+    made = []
+    for number in range(packed_weights.KEPT_FOR_A_MODEL + 2):
+        monkeypatch.setattr(packed_weights, "_source_hash", lambda number=number: str(number))
+        opened()
+        (new,) = set(folders(cache)) - set(made)
+        made.append(new)
+        used = time.time() - 1000 + number
+        os.utime(new, (used, used))
+    assert folders(cache) == sorted(made[1:])
+
+
+def test_weights_that_no_node_asked_for_in_a_month_are_removed(opened, cache, tmp_path):
+    opened()
+    (folder,) = folders(cache)
+    long_ago = time.time() - packed_weights.KEPT_SECONDS - 1
+    os.utime(folder, (long_ago, long_ago))
+    opened()  # which is asking for it
+    opened(make_tiny_model(tmp_path / "llama"))
+    assert folder.exists()
+    os.utime(folder, (long_ago, long_ago))
+    opened(make_tiny_model(tmp_path / "qwen3", architecture="qwen3"))
+    assert not folder.exists()
+    assert len(folders(cache)) == 2
+
+
+def test_two_nodes_that_start_at_once_pack_once(opened, loads):
+    barrier = threading.Barrier(2)
+
+    def start(_):
+        barrier.wait(10)
+        return opened()
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(start, range(2)))
+    assert len(loads) == 1
+    assert [loaded.weights_from for loaded in both] == [MAPPED, MAPPED]
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_the_model_served(opened, cache, tiny):
+    cache.parent.mkdir(exist_ok=True)
+    cache.touch()  # a file where the folder should be
+    loaded = opened()
+    assert loaded.weights_from.startswith("checkpoint; packed weights are not kept: ")
+    assert "packed" in loaded.weights_from
+    assert torch.equal(logits(loaded), logits(load_model(ModelConfig(id=str(tiny), num_threads=1))))
+
+
+def test_a_full_disk_is_told_and_nothing_is_left_there(opened, cache, monkeypatch):
+    monkeypatch.setattr(packed_weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert "No space left" in opened().weights_from or "MiB are needed" in opened().weights_from
+    assert folders(cache) == []
+
+
+def test_a_disk_that_is_full_in_the_middle_leaves_nothing_there(opened, cache, monkeypatch):
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packed_weights.os, "fsync", fail)
+    assert "No space left on device" in opened().weights_from
+    assert folders(cache) == []
+
+
+def test_what_native_kernels_do_not_compute_as_a_whole_is_loaded_each_time(opened, loads, cache, tmp_path):
+    gemma = make_tiny_model(tmp_path / "gemma2", architecture="gemma2")
+    for settings in ({"path": gemma}, {"kernels": "torch"}, {"keep_packed": False}):
+        assert opened(**settings).weights_from == "checkpoint"
+    assert len(loads) == 3
+    assert not (cache / "packed").exists()
+
+
+def test_a_model_that_fails_the_check_is_not_kept(opened, cache, monkeypatch):
+    describe = load_module.describe_decoder
+
+    def forgetful(*arguments, **options):
+        spec, layers = describe(*arguments, **options)
+        return spec, [type(layer)(layer.scaling, sliding_window=11) for layer in layers]
+
+    monkeypatch.setattr(load_module, "describe_decoder", forgetful)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="native kernels' forward differs"):
+            opened(dtype="float32")
+    assert folders(cache) == []
+
+
+def test_a_damaged_checkpoint_is_refused_whatever_is_packed(opened, tiny, tmp_path):
+    copy = shutil.copytree(tiny, tmp_path / "copy")
+    opened(copy)
+    os.truncate(copy / "model.safetensors", 1000)
+    with pytest.raises(ModelError, match="is damaged"):
+        opened(copy)
+
+
+def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, monkeypatch):
+    monkeypatch.setattr(open_module, "WAIT_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(open_module, "WAIT_SECONDS", 0.0)
+    opened()
+    (folder,) = folders(cache)
+    shutil.rmtree(folder)
+    (lock,) = (cache / "packed").glob("*.lock")
+    with open_module.FileLock(lock):
+        assert "another process has been packing them" in opened().weights_from
