@@ -7,7 +7,9 @@ Inert unless the variable OUTRIDER_FAULTS is set when the process starts:
 The second time that the prefill node is about to commit, it stops; without a number it is
 the first time, with `*` every time. A fault happens in the thread that reaches its point.
 With OUTRIDER_FAULTS_ONCE=PATH each fault happens once in all processes and restarts that
-share the path: the file PATH.POINT says that it has.
+share the path: the file PATH.POINT says that it has, and holds the process's id. A test that
+writes this file first disarms the point, and arms it again when it removes the file; `hold`
+waits until the file is emptied.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 
 from outrider.errors import ConfigError
 
@@ -60,9 +63,11 @@ ACTIONS: Mapping[str, str] = {
     "kill": "SIGKILL to this process",
     "stop": "SIGSTOP to this process; it goes on with SIGCONT",
     "hang": "the thread blocks for good; the others go on",
+    "hold": "the thread waits until the file of OUTRIDER_FAULTS_ONCE is empty; the others go on",
     "delay:MS": "the thread sleeps for so many milliseconds",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_HOLD_POLL_SECONDS = 0.002
 
 
 @dataclass(slots=True)
@@ -70,7 +75,7 @@ class Fault:
     """What happens at one point, and when. Thread-safe."""
 
     point: str
-    action: str  # "kill", "stop", "hang", "delay"
+    action: str  # "kill", "stop", "hang", "hold", "delay"
     delay_seconds: float = 0.0
     nth: int | None = 1  # None: every time
     once_path: str = ""  # a file that says that it has happened; empty: in each process anew
@@ -90,7 +95,8 @@ class Fault:
         if not self.once_path:
             return True
         try:
-            os.close(os.open(self.once_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            with Path(self.once_path).open("x") as file:
+                file.write(str(os.getpid()))
         except FileExistsError:
             return False
         return True
@@ -100,6 +106,9 @@ class Fault:
             os.kill(os.getpid(), _SIGNALS[self.action])
         elif self.action == "hang":
             threading.Event().wait()
+        elif self.action == "hold":
+            while Path(self.once_path).stat().st_size:
+                time.sleep(_HOLD_POLL_SECONDS)
         else:
             time.sleep(self.delay_seconds)
 
@@ -124,12 +133,14 @@ def _parse_fault(part: str, *, once: str) -> Fault:
         hint = f"; {near[0]} is one" if near else ""
         raise ConfigError(f"{FAULTS_VARIABLE}: there is no fault point {point!r}{hint}")
     is_delay = action == "delay" and milliseconds.isdecimal()
-    if not equals or not (is_delay or (action in ("kill", "stop", "hang") and not colon)):
+    if not equals or not (is_delay or (action in ("kill", "stop", "hang", "hold") and not colon)):
         raise ConfigError(
             f"{FAULTS_VARIABLE}: {part!r} is not POINT[:NTH]=ACTION, an action being {', '.join(ACTIONS)}"
         )
     if times not in ("", "*") and not (times.isdecimal() and int(times) > 0):
         raise ConfigError(f"{FAULTS_VARIABLE}: {times!r} in {part!r} is neither a number from 1 nor *")
+    if action == "hold" and not once:
+        raise ConfigError(f"{FAULTS_VARIABLE}: {part!r} needs {ONCE_VARIABLE}")
     return Fault(
         point=point,
         action=action,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from google.rpc import code_pb2
 
 from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
+from outrider.faults import fault_point
 from outrider.node import NodeState
 from outrider.session import (
     Granted,
@@ -236,6 +237,7 @@ class Attempt:
         self._finish(Lost(lost, "decode_lost"))
 
     def _take_grant(self, granted: Granted) -> None:
+        fault_point("router.granted")
         if self.is_granted:
             if self._hand_off is not None:
                 self._hand_off.on_granted(granted)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from outrider.answer import Started
 from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
+from outrider.faults import fault_point
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Granted, RejectReason, SampleDone, SampleTokens
@@ -205,6 +206,7 @@ class RequestFlow(AttemptListener):
         self._news.set()
 
     def _open(self, place: Place) -> None:
+        fault_point("router.admitted")
         for older in tuple(self._attempts):
             if older.numerics != place.decode.numerics:  # its tokens could differ from the new ones: it ends first
                 self._drop(older)
@@ -277,6 +279,7 @@ class RequestFlow(AttemptListener):
         )
 
     async def _conclude(self) -> None:
+        fault_point("router.before_finish")
         self._record.mark_end()
         last = self._last or next(iter(self._attempts), None)
         if last is not None:
@@ -338,6 +341,7 @@ class RequestFlow(AttemptListener):
         self._note_move(attempt, "prefill_lost", error)
 
     def on_tokens(self, attempt: Attempt, tokens: SampleTokens) -> None:
+        fault_point("router.token")
         num_new, has_ended = self._answer.take(tokens)
         self._record.speculation.add(tokens.speculation)
         if num_new:

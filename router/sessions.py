@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from outrider.errors import MismatchError, OutriderError, PeerLostError
+from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.service.liveness import ProgressDeadline, until_lost
 from outrider.service.telemetry.logging import get_logger
@@ -109,7 +110,10 @@ class DecodeSession:
 
     async def _write(self) -> None:
         while True:
-            await self._stream.write(await self._next_command())
+            command = await self._next_command()
+            await self._stream.write(command)
+            if isinstance(command, OpenSequenceGroup):
+                fault_point("router.opened")
 
     async def _next_command(self) -> SequenceGroupCommand | None:
         """What is queued, or None for a heartbeat: a node frees the work of a router that falls silent."""

@@ -28,10 +28,14 @@ def module_command(role: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What all processes of a cluster get. `overrides` are "decode_node.max_running_sequences=8"."""
+    """What all processes of a cluster get. `overrides` are "decode_node.max_running_sequences=8".
+
+    `node_overrides` are for one process each, by its name ("decode-0"), and come after the others.
+    """
 
     config_file: Path | None = None
     overrides: tuple[str, ...] = ()
+    node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
     command: Callable[[str], Sequence[str]] = module_command
@@ -85,7 +89,7 @@ def child_command(
         command += ["--config", str(launch.config_file)]
     chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
     settings = [f"{key}={_text(value)}" for key, value in chosen.items() if not launch.sets(key)]
-    settings += launch.overrides
+    settings += [*launch.overrides, *launch.node_overrides.get(spec.name, ())]
     settings += [f"{spec.role}.server.{name}={port}" for name, port in bound.items() if port is not None]
     for setting in settings:
         command += ["--set", setting]
