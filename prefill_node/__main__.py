@@ -59,14 +59,20 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
         from prefill_node.prefill_loop import PrefillLoop
 
         model = open_model(model_config, progress=announce_progress)
-        kv_cache = PagedKVCache.sized_for(model.spec, config.kv_cache, device=model.device)
+        attention = make_attention_backend(model_config.attention, model.device, model.spec.dtype)
+        kv_cache = PagedKVCache.sized_for(
+            model.spec,
+            config.kv_cache,
+            block_size=attention.block_size(config.kv_cache.block_size),
+            device=model.device,
+        )
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
             hash_seed=bytes.fromhex(model.info.fingerprint),
             enable_prefix_cache=config.kv_cache.prefix_cache,
         )
-        runner = ModelRunner(model, kv_cache, make_attention_backend(model_config.attention, model.device))
+        runner = ModelRunner(model, kv_cache, attention)
         runner.warm_up()
         scheduler = Scheduler(
             pool,

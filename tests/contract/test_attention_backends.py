@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
+from tests.contract import stand_in_flash_attn
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -34,6 +36,8 @@ BACKENDS = [
         )
         for dtype in (torch.float32, torch.bfloat16)
     ),
+    pytest.param(("stand-in", "cpu", torch.bfloat16), id="flash_attn-stand-in-bfloat16"),
+    pytest.param(("stand-in", "cpu", torch.float16), id="flash_attn-stand-in-float16"),
     pytest.param(
         ("torch_sdpa", "cuda", torch.float32),
         id="torch_sdpa-cuda-float32",
@@ -66,15 +70,28 @@ def backend(request):
     return request.param
 
 
-def make_backend(name, device):
+def make_backend(name, device, dtype):
     if name == "native":  # comes with the kernels that a model was loaded with
         return NativeAttention(start_kernels(KERNELS, ModelConfig(num_threads=2)))
-    return make_attention_backend(name, device)
+    if name == "stand-in":
+        return flash_attention_over(stand_in_flash_attn, device)
+    return make_attention_backend(name, device, str(dtype).removeprefix("torch."))
+
+
+def flash_attention_over(package, device):
+    """FlashAttention as it is where `package` is what is installed as flash_attn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", package)
+        patch.delitem(sys.modules, "outrider.engine.attention.flash_attn", raising=False)
+        return importlib.import_module("outrider.engine.attention.flash_attn").FlashAttention(device)
 
 
 def run(backend, sequences, *, block_size, options, num_heads=6, num_kv_heads=2, head_dim=16, seed=0):
     """(the backend's output, the reference's), both [num_rows, num_heads, head_dim] float64."""
     name, device, dtype = backend
+    attention = make_backend(name, device, dtype)
+    if name in ("flash_attn", "stand-in"):
+        block_size = attention.block_size(None)
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-(before + rows) // block_size) for rows, before in sequences]
     shuffled = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
@@ -93,7 +110,6 @@ def run(backend, sequences, *, block_size, options, num_heads=6, num_kv_heads=2,
         [SequenceRows([0] * rows, before, table, 1) for (rows, before), table in zip(sequences, tables, strict=True)],
         block_size,
     )
-    attention = make_backend(name, device)
     plan = attention.prepare(batch)
     output = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
     again = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
@@ -173,6 +189,34 @@ def test_a_wrong_mask_would_be_noticed(backend):
 
 def test_auto_runs_on_this_machine_without_a_gpu():
     assert make_attention_backend("auto", "cpu").name == "torch_sdpa"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """flash-attn, as far as `auto` can tell."""
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in_flash_attn)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float32", "torch_sdpa"), ("bfloat16", "flash_attn"), ("float16", "flash_attn")]
+)
+def test_auto_on_a_gpu_takes_flash_attn_for_what_it_can_compute(installed, dtype, expected):
+    backend = make_attention_backend("auto", "cuda", dtype)
+    assert backend.name == expected
+    assert backend.block_size(None) == {"torch_sdpa": 16, "flash_attn": 256}[expected]
+
+
+def test_auto_on_a_gpu_without_flash_attn_is_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert make_attention_backend("auto", "cuda", "bfloat16").name == "torch_sdpa"
+
+
+def test_what_flash_attn_cannot_do_is_refused_with_the_way_out(installed):
+    with pytest.raises(ConfigError, match=r"float32.*torch_sdpa"):
+        make_attention_backend("flash_attn", "cuda", "float32")
+    with pytest.raises(ConfigError, match=r"kv_cache\.block_size 16.*unset"):
+        make_attention_backend("flash_attn", "cuda", "bfloat16").block_size(16)
+    assert make_attention_backend("torch_sdpa", "cuda").block_size(8) == 8
 
 
 def test_flash_attn_on_a_cpu_is_refused_with_the_way_out():

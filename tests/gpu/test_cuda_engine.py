@@ -23,8 +23,12 @@ def sampled_tokens(path, device, *, num_tokens=20):
     from outrider.request import SamplingParams
 
     model = load_model(ModelConfig(id=str(path), device=device, dtype="float32"))
-    cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
-    runner = ModelRunner(model, cache, make_attention_backend("auto", model.device))
+    attention = make_attention_backend("auto", model.device, model.spec.dtype)
+    block_size = attention.block_size(None)
+    cache = PagedKVCache.sized_for(
+        model.spec, KVCacheConfig(num_blocks=256), block_size=block_size, device=model.device
+    )
+    runner = ModelRunner(model, cache, attention)
     sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=str(model.device))
     state = sampler.start(
         SamplingParams(seed=3, max_tokens=num_tokens, temperature=0.8), sample=0, prompt_token_ids=PROMPT
@@ -33,7 +37,7 @@ def sampled_tokens(path, device, *, num_tokens=20):
     with torch.inference_mode():
         while len(tokens) < len(PROMPT) + num_tokens:
             rows = SequenceRows(tokens[computed:], computed, range(8), num_logits=1)
-            logits = runner.forward(build_input_batch([rows], 16))
+            logits = runner.forward(build_input_batch([rows], block_size))
             (token,) = sampler.sample(logits, [SampleRows(state, len(tokens))]).token_ids
             computed = len(tokens)
             tokens.append(token)

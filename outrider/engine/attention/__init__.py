@@ -12,23 +12,41 @@ from outrider.errors import ConfigError
 __all__ = ["AttentionBackend", "AttentionOptions", "make_attention_backend"]
 
 
-def make_attention_backend(name: str = "auto", device: torch.device | str = "cpu") -> AttentionBackend:
-    """A new backend; "auto" is flash_attn on a GPU that has it, else torch_sdpa. Raises ConfigError if impossible."""
+FLASH_ATTN_DTYPES = ("float16", "bfloat16")
+
+
+def make_attention_backend(
+    name: str = "auto", device: torch.device | str = "cpu", dtype: str = "float32"
+) -> AttentionBackend:
+    """A new backend. Raises ConfigError if impossible.
+
+    Args:
+        name: "torch_sdpa", "flash_attn", or "auto": flash_attn where it can compute, else torch_sdpa.
+        device: of the model.
+        dtype: of queries, keys and values.
+    """
     device = torch.device(device)
-    has_flash_attn = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     if name == "auto":
-        name = "flash_attn" if has_flash_attn else "torch_sdpa"
+        name = "torch_sdpa" if _why_no_flash_attn(device, dtype) else "flash_attn"
     if name == "torch_sdpa":
         from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 
         return TorchSdpaAttention(device)
     if name == "flash_attn":
-        if not has_flash_attn:
-            raise ConfigError(
-                f"model.attention flash_attn needs a CUDA device and the flash-attn package (pip install "
-                f"--no-build-isolation flash-attn, once torch is there); the device is {device}: use auto or torch_sdpa"
-            )
+        if reason := _why_no_flash_attn(device, dtype):
+            raise ConfigError(f"model.attention flash_attn {reason}: use auto or torch_sdpa")
         from outrider.engine.attention.flash_attn import FlashAttention
 
         return FlashAttention(device=device)
     raise ConfigError(f"model.attention {name!r} is not one of auto, torch_sdpa, flash_attn")
+
+
+def _why_no_flash_attn(device: torch.device, dtype: str) -> str:
+    """Empty where it can compute."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, and the device is {device}"
+    if dtype not in FLASH_ATTN_DTYPES:
+        return f"computes in {' and '.join(FLASH_ATTN_DTYPES)}, and model.dtype is {dtype}"
+    if importlib.util.find_spec("flash_attn") is None:
+        return "needs the flash-attn package (pip install --no-build-isolation flash-attn, once torch is there)"
+    return ""

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from outrider.engine.input_batch import InputBatch
 
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens in a block where a backend reads any: little is wasted at a sequence's end, and short prefixes are shared."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
@@ -30,6 +33,9 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """As in settings, such as "torch_sdpa"."""
+
+    def block_size(self, wanted: int | None) -> int:
+        """Tokens in a block of the KV cache: `wanted`, or what suits where that is None. Raises ConfigError."""
 
     def prepare(self, batch: InputBatch) -> Any:
         """What all layers of one forward share (indices, masks); passed to `attend` as `plan`."""

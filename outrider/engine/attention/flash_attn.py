@@ -10,9 +10,10 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.input_batch import InputBatch
+from outrider.errors import ConfigError
 
-PAGED_BLOCK_MULTIPLE = 256
-"""flash-attn 2 reads through a block table only when blocks are a multiple of this long."""
+BLOCK_SIZE = 256
+"""flash-attn 2 follows a block table only where blocks are a multiple of this; a longer one only wastes memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +24,36 @@ class _Plan:
     key_start_loc: Tensor  # [num_seqs + 1] int32, of the tokens
     max_num_rows: int
     max_seq_len: int
-    block_tables: Tensor | None  # [num_seqs, max_blocks] int32, where the kernel can follow them
-    key_slots: Tensor | None  # [sum of seq_lens] int64, where it cannot: keys are gathered first
+    block_tables: Tensor  # [num_seqs, max_blocks] int32
 
 
 class FlashAttention:
-    """One kernel for all rows of all sequences, whatever their lengths."""
+    """One kernel for all rows of all sequences, whatever their lengths; keys and values are read where they lie."""
 
     name = "flash_attn"
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._device = torch.device(device)
 
+    def block_size(self, wanted: int | None) -> int:
+        """Raises ConfigError where the kernel cannot follow blocks of the wanted size."""
+        if wanted not in (None, BLOCK_SIZE):
+            raise ConfigError(
+                f"kv_cache.block_size {wanted}: flash-attn reads blocks of {BLOCK_SIZE} tokens; leave it unset, or set "
+                "model.attention to torch_sdpa"
+            )
+        return BLOCK_SIZE
+
     def prepare(self, batch: InputBatch) -> _Plan:
-        """Moves lengths and block tables, or the slots of every key, to the GPU."""
+        """Moves lengths and block tables to the GPU."""
         key_start_loc = torch.zeros_like(batch.query_start_loc)
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=key_start_loc[1:])
-        is_paged = batch.block_size % PAGED_BLOCK_MULTIPLE == 0
         return _Plan(
             query_start_loc=self._move(batch.query_start_loc),
             key_start_loc=self._move(key_start_loc),
             max_num_rows=int(batch.query_start_loc.diff().max()),
             max_seq_len=int(batch.seq_lens.max()),
-            block_tables=self._move(batch.block_tables) if is_paged else None,
-            key_slots=None if is_paged else self._move(_key_slots(batch, key_start_loc)),
+            block_tables=self._move(batch.block_tables),
         )
 
     def attend(
@@ -58,9 +65,6 @@ class FlashAttention:
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
-        if plan.key_slots is not None:
-            key_cache = key_cache.flatten(0, 1).index_select(0, plan.key_slots)  # [sum of seq_lens, heads, dim]
-            value_cache = value_cache.flatten(0, 1).index_select(0, plan.key_slots)
         window = (-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0)
         output: Tensor = flash_attn_varlen_func(
             query.contiguous(),
@@ -80,12 +84,3 @@ class FlashAttention:
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
-
-
-def _key_slots(batch: InputBatch, key_start_loc: Tensor) -> Tensor:
-    """[sum of seq_lens] int64: the slot of every token of every sequence, in order."""
-    seq_lens = batch.seq_lens.long()
-    sequence = torch.repeat_interleave(torch.arange(batch.num_seqs), seq_lens)
-    positions = torch.arange(int(key_start_loc[-1])) - key_start_loc.long()[sequence]
-    blocks = batch.block_tables.long()[sequence, positions // batch.block_size]
-    return blocks * batch.block_size + positions % batch.block_size

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import DEFAULT_BLOCK_SIZE, AttentionOptions
 from outrider.engine.input_batch import InputBatch
 
 MOST_GROUPED_ROWS = 16
@@ -160,6 +160,9 @@ class TorchSdpaAttention:
         self._device = torch.device(device)
         self._key_workspace = torch.empty(0)
         self._value_workspace = torch.empty(0)
+
+    def block_size(self, wanted: int | None) -> int:
+        return wanted or DEFAULT_BLOCK_SIZE
 
     def prepare(self, batch: InputBatch) -> _Plan:
         """Groups are made when the first layer asks, since only it knows its window and dtype."""

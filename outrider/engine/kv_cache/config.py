@@ -11,7 +11,9 @@ from outrider.config import setting
 class KVCacheConfig:
     """How much KV a node keeps. Memory is committed by the system only as blocks are first written."""
 
-    block_size: int = setting(16, at_least=1, at_most=256, help="Tokens in a block.")
+    block_size: int | None = setting(
+        None, at_least=1, at_most=256, help="Tokens in a block; by default 16, or 256 where flash-attn computes."
+    )
     num_blocks: int | None = setting(None, at_least=1, help="Blocks in the pool; overrides memory_bytes.")
     memory_bytes: int | None = setting(None, at_least=1, help="Size of the pool; overrides memory_fraction.")
     memory_fraction: float = setting(

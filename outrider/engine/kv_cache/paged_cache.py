@@ -50,21 +50,28 @@ class PagedKVCache:
         self.values: tuple[Tensor, ...] = self._tensors["v"].unbind(0)
 
     @classmethod
-    def sized_for(cls, spec: ModelSpec, config: KVCacheConfig, *, device: torch.device | str = "cpu") -> PagedKVCache:
-        """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few."""
-        num_blocks = cls.num_blocks_for(spec, config, free_bytes=free_memory_bytes(torch.device(device)))
-        return cls(spec.planes, num_blocks=num_blocks, block_size=config.block_size, device=device)
+    def sized_for(
+        cls, spec: ModelSpec, config: KVCacheConfig, *, block_size: int, device: torch.device | str = "cpu"
+    ) -> PagedKVCache:
+        """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few.
+
+        `block_size`: what the attention backend makes of the setting.
+        """
+        num_blocks = cls.num_blocks_for(
+            spec, config, block_size=block_size, free_bytes=free_memory_bytes(torch.device(device))
+        )
+        return cls(spec.planes, num_blocks=num_blocks, block_size=block_size, device=device)
 
     @staticmethod
-    def num_blocks_for(spec: ModelSpec, config: KVCacheConfig, *, free_bytes: int) -> int:
+    def num_blocks_for(spec: ModelSpec, config: KVCacheConfig, *, block_size: int, free_bytes: int) -> int:
         """Blocks in a pool of `config`, of which `free_bytes` may be had.
 
         Explicit sizes are taken as they are, but must hold one full window, without
         which a request that the model allows could never run. The automatic size is at
         least two full windows. Raises ConfigError naming the setting and the fix.
         """
-        block_bytes = spec.bytes_per_token * config.block_size
-        window_blocks = -(-spec.max_model_len // config.block_size)
+        block_bytes = spec.bytes_per_token * block_size
+        window_blocks = -(-spec.max_model_len // block_size)
         if config.num_blocks is not None:
             num_blocks, source = config.num_blocks, "num_blocks"
         elif config.memory_bytes is not None:
@@ -79,7 +86,7 @@ class PagedKVCache:
                 )
         if num_blocks < window_blocks:
             raise ConfigError(
-                f"kv_cache.{source} gives {num_blocks} blocks of {config.block_size} tokens, but one window of "
+                f"kv_cache.{source} gives {num_blocks} blocks of {block_size} tokens, but one window of "
                 f"{spec.max_model_len} needs {window_blocks}: set it higher or model.max_model_len lower"
             )
         return num_blocks

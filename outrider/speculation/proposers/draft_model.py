@@ -144,8 +144,11 @@ class DraftModelProposer:
         catch_up_tokens_per_step: int = 512,
     ) -> DraftModelProposer:
         """Over a loaded model, with a cache of its own. Raises ConfigError when the cache does not fit."""
-        cache = PagedKVCache.sized_for(model.spec, kv_cache, device=model.device)
-        runner = ModelRunner(model, cache, make_attention_backend(attention, model.device))
+        backend = make_attention_backend(attention, model.device, model.spec.dtype)
+        cache = PagedKVCache.sized_for(
+            model.spec, kv_cache, block_size=backend.block_size(kv_cache.block_size), device=model.device
+        )
+        runner = ModelRunner(model, cache, backend)
         runner.warm_up()
         pool = BlockPool(
             num_blocks=cache.num_blocks,

@@ -127,7 +127,7 @@ BLOCK_BYTES = SPEC.bytes_per_token * 4
 
 def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows():
     def blocks(free_bytes=10_000 * BLOCK_BYTES, **settings):
-        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), free_bytes=free_bytes)
+        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(**settings), block_size=4, free_bytes=free_bytes)
 
     assert blocks(num_blocks=50) == 50
     assert blocks(memory_bytes=70 * BLOCK_BYTES + 1) == 70
@@ -137,7 +137,7 @@ def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows():
 
 def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
     def blocks(free_bytes, **settings):
-        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), free_bytes=free_bytes)
+        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(**settings), block_size=4, free_bytes=free_bytes)
 
     with pytest.raises(ConfigError, match=r"num_blocks.*model\.max_model_len"):
         blocks(10**9, num_blocks=15)
