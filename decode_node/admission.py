@@ -15,7 +15,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class Admission:
-    """Decides by blocks: the prompt's, the expected growth, and one kept back for each running sequence.
+    """Counts blocks: the prompt's, the expected growth, and one kept back for each running sequence.
 
     Growth is expected by the running mean of output lengths (each bounded by its
     max_tokens), so that a pool is neither left idle for outputs that never come nor
@@ -24,7 +24,7 @@ class Admission:
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:
         self._pool = pool
-        self._max_running = max_running_sequences
+        self.max_running_sequences = max_running_sequences
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
@@ -54,17 +54,18 @@ class Admission:
         if longest > self._max_model_len:
             return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
         num_samples = len(opened.samples)
-        if num_samples > self._max_running:
-            return RejectReason.TOO_LARGE, f"{num_samples} samples are more than {self._max_running} running sequences"
+        if num_samples > self.max_running_sequences:
+            message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"
+            return RejectReason.TOO_LARGE, message
         needed = self._blocks(num_prompt) + num_samples * (self._blocks(longest) - num_prompt // self._pool.block_size)
         if needed > self._pool.num_blocks:
             return RejectReason.TOO_LARGE, f"{needed} KV blocks are needed, the node has {self._pool.num_blocks}"
         return None
 
-    def has_room(self, opened: OpenSequenceGroup, *, num_shared: int, num_new_blocks: int, groups: GroupTable) -> bool:
-        """Whether the group may come in now. An empty node always has room.
-
-        Unless a broken transfer of a group that is gone still holds blocks.
+    def blocks_needed(
+        self, opened: OpenSequenceGroup, *, num_shared: int, num_new_blocks: int, groups: GroupTable
+    ) -> int:
+        """Free blocks with which the group may come in now; on an empty node those that it takes at once.
 
         Args:
             opened: what asks for room.
@@ -73,10 +74,7 @@ class Admission:
             groups: what is here already.
         """
         if len(groups) == 0:
-            return num_new_blocks <= self._pool.num_free_blocks
-        num_sequences = groups.num_sequences
-        if num_sequences + len(opened.samples) > self._max_running:
-            return False
+            return num_new_blocks
         growth = sum(map(self._growth_of_running, groups.samples()))
         for group in groups:
             growth += sum(
@@ -84,7 +82,7 @@ class Admission:
                 for start in group.unstarted_samples
             )
         growth += sum(self._growth_of_start(opened, start, num_shared=num_shared) for start in opened.samples)
-        return num_new_blocks + growth + num_sequences <= self._pool.num_free_blocks
+        return num_new_blocks + growth + groups.num_sequences
 
     def _growth_of_running(self, sample: Sample) -> int:
         """Blocks for the tokens that it is expected to generate, and for those that are known but have none yet."""

@@ -15,6 +15,7 @@ from decode_node.commands import (
     TransferFailed,
 )
 from decode_node.draft_gathering import DraftGatherer
+from decode_node.fair_shares import FairShares
 from decode_node.groups import GroupTable, Sample, SequenceGroup
 from decode_node.ingest import Ingest
 from decode_node.reservations import Reservations
@@ -55,6 +56,7 @@ class GroupDesk:
         self._engine = engine
         self._drafts = drafts
         self._admission = admission
+        self._fair_shares = FairShares(engine.pool, max_running_sequences=admission.max_running_sequences, clock=clock)
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._groups = GroupTable()
         self._reservations = Reservations(
@@ -73,6 +75,13 @@ class GroupDesk:
     def num_waiting(self) -> int:
         """Groups whose KV is on its way, and preempted sequences."""
         return len(self._reservations) + self._engine.scheduler.num_waiting
+
+    @property
+    def num_sequences_free(self) -> int:
+        """Samples for which there may be room; none while preempted ones wait for it. May be read by any thread."""
+        if self._engine.scheduler.num_waiting:
+            return 0
+        return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
 
     def sample_of(self, sequence: EngineSequence) -> Sample:
         return self._groups.sample_of(sequence)
@@ -112,12 +121,11 @@ class GroupDesk:
             return
         shared = opened.shared_token_ids()
         kv = SequenceKV.create(self._engine.pool, shared, max_cached_tokens=len(shared))
-        num_new_blocks = kv.num_blocks_needed(len(shared))
-        if self._engine.scheduler.num_waiting or not self._admission.has_room(
-            opened, num_shared=len(shared), num_new_blocks=num_new_blocks, groups=self._groups
-        ):
+        needed = self._admission.blocks_needed(
+            opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
+        )
+        if self._has_no_room(command, needed):
             kv.free()
-            self._reject(command, RejectReason.NO_ROOM, "no room for the sequence group at present")
             return
         self._num_arrived += 1
         self.prefix_lookups = self.prefix_lookups.plus(
@@ -131,6 +139,27 @@ class GroupDesk:
         else:
             kv.reserve(len(shared))
             self._reservations.add(group, opened.transfer_id)
+
+    def _has_no_room(self, command: GroupOpened, num_blocks: int) -> bool:
+        """Rejects the group where it finds no room, or where the room there is goes to another router first."""
+        session_id, num_samples, pool = command.session_id, len(command.group.samples), self._engine.pool
+        is_short = num_blocks > pool.num_free_blocks or num_samples > self.num_sequences_free
+        wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
+        if not is_short and not wait_seconds:
+            self._fair_shares.settle(session_id)
+            return False
+        if is_short:
+            self._fair_shares.claim(session_id)
+        rejected = Rejected(
+            sequence_group_id=command.group.sequence_group_id,
+            reason=RejectReason.NO_ROOM,
+            message="no room at present" if is_short else "another router waits for room, and this one has its share",
+            kv_blocks_needed=min(num_blocks, pool.num_blocks),  # when all are free the node is empty
+            num_sequences_needed=num_samples,
+            wait_seconds=wait_seconds,
+        )
+        self._events.append(AddressedEvent(session_id, rejected))
+        return True
 
     def retarget(self, command: GroupRetargeted) -> None:
         """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
@@ -221,6 +250,7 @@ class GroupDesk:
 
     def end_session(self, session_id: int) -> None:
         """The lease is over. Nobody is left to report to."""
+        self._fair_shares.settle(session_id)
         for group in self._groups.of_session(session_id):
             self._free(group)
         self._events = [event for event in self._events if event.session_id != session_id]

@@ -55,6 +55,14 @@ class SequenceGroup:
         """Those that start when the KV is there."""
         return self.wanted_samples if self.is_waiting_for_kv else []
 
+    def tables(self) -> Iterator[SequenceKV]:
+        """The block tables that it holds: the reservation's, or its samples'."""
+        if self.kv is not None:
+            yield self.kv
+        for sample in self.samples.values():
+            if sample.sequence.kv is not None:
+                yield sample.sequence.kv
+
     @property
     def wanted_samples(self) -> list[SampleStart]:
         """The samples to start, lowest first."""
@@ -77,8 +85,8 @@ class GroupTable:
 
     @property
     def num_sequences(self) -> int:
-        """Running samples, and those of groups that still wait for their KV."""
-        return len(self._samples) + sum(len(group.unstarted_samples) for group in self._groups.values())
+        """Running samples, and those of groups that still wait for their KV. May be read by any thread."""
+        return len(self._samples) + sum(len(group.unstarted_samples) for group in self)
 
     def next_sequence_id(self) -> int:
         return next(self._sequence_ids)

@@ -114,8 +114,12 @@ class DecodeNode:
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """No new groups; what runs ends or is given up at the deadline; its last events are sent."""
+        """No new groups. What runs ends, is moved by its router, or is given up at the deadline.
+
+        Returns when the last events are sent.
+        """
         self._state = NodeState.DRAINING
+        self._sessions.report_now()  # routers move what runs here: the sooner they know the better
         parts = self._parts
         if parts is None:
             return
@@ -220,6 +224,7 @@ class DecodeNode:
             kv_blocks_free=engine.pool.num_free_blocks,
             tokens_per_second=self._rates.tokens_per_second(),
             mean_acceptance_length=self._rates.mean_acceptance_length(),
+            num_sequences_free=self._parts.desk.num_sequences_free,
         )
 
 

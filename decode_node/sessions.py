@@ -96,6 +96,11 @@ class Sessions:
         for session_id in woken:
             self._sessions[session_id].wake.set()
 
+    def report_now(self) -> None:
+        """To every router, without waiting for an event or the next interval."""
+        for session in self._sessions.values():
+            session.wake.set()
+
     @property
     def has_unsent_events(self) -> bool:
         return any(session.events for session in self._sessions.values())

@@ -64,6 +64,7 @@ class NodeLoad:
     tokens_per_second: float = 0.0
     mean_acceptance_length: float = 0.0
     num_outstanding_tokens: int = 0
+    num_sequences_free: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

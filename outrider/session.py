@@ -95,11 +95,30 @@ class RejectReason(enum.Enum):
     INVALID = 4
 
 
+NO_ROOM_RETRY_SECONDS = 5.0
+"""A router that was refused for want of room asks again after so long, whatever reports say: else its claim ends."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
+    """Answers an Open; nothing is kept.
+
+    A router does not poll a node that has NO_ROOM with whole prompts. It opens the group there
+    again when `wait_seconds` have passed and a later report of the node shows room:
+
+        load.kv_blocks_free >= kv_blocks_needed and load.num_sequences_free >= num_sequences_needed
+
+    or after `NO_ROOM_RETRY_SECONDS`. The figures are those of the moment: while other sequences
+    end, less is needed. Until the router is let in (or that time and a second have passed) the
+    node takes it to wait, and refuses routers that hold more than their share.
+    """
+
     sequence_group_id: bytes
     reason: RejectReason
     message: str
+    kv_blocks_needed: int = 0  # NO_ROOM: free blocks with which it would have been let in
+    num_sequences_needed: int = 0  # NO_ROOM: its samples
+    wait_seconds: float = 0.0  # NO_ROOM: the least wait, because another router waits for room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,12 +149,18 @@ class Granted(_message.Message):
     def __init__(self, transfer_id: _Optional[bytes] = ..., kv_address: _Optional[str] = ..., held_prefix_length: _Optional[int] = ..., num_tokens_to_compute: _Optional[int] = ...) -> None: ...
 
 class Rejected(_message.Message):
-    __slots__ = ("reason", "message")
+    __slots__ = ("reason", "message", "kv_blocks_needed", "num_sequences_needed", "wait_microseconds")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_NEEDED_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     reason: RejectReason
     message: str
-    def __init__(self, reason: _Optional[_Union[RejectReason, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    kv_blocks_needed: int
+    num_sequences_needed: int
+    wait_microseconds: int
+    def __init__(self, reason: _Optional[_Union[RejectReason, str]] = ..., message: _Optional[str] = ..., kv_blocks_needed: _Optional[int] = ..., num_sequences_needed: _Optional[int] = ..., wait_microseconds: _Optional[int] = ...) -> None: ...
 
 class KvReady(_message.Message):
     __slots__ = ("transfer_id", "connector", "kv_bytes", "transfer_microseconds")

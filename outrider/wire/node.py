@@ -85,6 +85,7 @@ def report_to_proto(report: NodeReport) -> node_pb2.NodeReport:
             tokens_per_second=load.tokens_per_second,
             mean_acceptance_length=load.mean_acceptance_length,
             num_outstanding_tokens=load.num_outstanding_tokens,
+            num_sequences_free=load.num_sequences_free,
         ),
         incarnation=report.incarnation,
     )
@@ -107,5 +108,6 @@ def report_from_proto(proto: node_pb2.NodeReport) -> NodeReport:
             tokens_per_second=load.tokens_per_second,
             mean_acceptance_length=load.mean_acceptance_length,
             num_outstanding_tokens=load.num_outstanding_tokens,
+            num_sequences_free=load.num_sequences_free,
         ),
     )

@@ -158,7 +158,13 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
             )
         case Rejected():
             proto.rejected.CopyFrom(
-                session_pb2.Rejected(reason=_REJECT_REASONS.to_proto(event.reason), message=event.message)
+                session_pb2.Rejected(
+                    reason=_REJECT_REASONS.to_proto(event.reason),
+                    message=event.message,
+                    kv_blocks_needed=event.kv_blocks_needed,
+                    num_sequences_needed=event.num_sequences_needed,
+                    wait_microseconds=round(event.wait_seconds * 1e6),
+                )
             )
         case KvReady():
             proto.kv_ready.CopyFrom(
@@ -212,6 +218,9 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
                 sequence_group_id=group_id,
                 reason=_REJECT_REASONS.from_proto(proto.rejected.reason),
                 message=proto.rejected.message,
+                kv_blocks_needed=proto.rejected.kv_blocks_needed,
+                num_sequences_needed=proto.rejected.num_sequences_needed,
+                wait_seconds=proto.rejected.wait_microseconds / 1e6,
             )
         case "kv_ready":
             return KvReady(

@@ -149,9 +149,9 @@ class Node:
         self.loop.submit(GroupOpened(session, group, "decode"))
         return group_id
 
-    def cancel(self, group_id, *samples):
+    def cancel(self, group_id, *samples, session=SESSION):
         cancel = CancelSequenceGroup(sequence_group_id=group_id, samples=samples)
-        self.loop.submit(GroupCancelled(SESSION, cancel))
+        self.loop.submit(GroupCancelled(session, cancel))
 
     def retarget(self, group_id, transfer_id):
         retarget = RetargetSequenceGroup(sequence_group_id=group_id, transfer_id=transfer_id)

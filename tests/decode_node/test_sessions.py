@@ -254,6 +254,16 @@ async def test_another_protocol_version_is_refused():
             )
 
 
+async def test_a_report_can_be_sent_at_once(monkeypatch):
+    monkeypatch.setattr("decode_node.sessions.REPORT_SECONDS", PATIENCE_SECONDS * 10)
+    async with serving() as (_, sessions, channel):
+        call = await connect(channel)
+        sessions.report_now()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert (await call.read()).node.incarnation == bytes(16)
+        call.cancel()
+
+
 async def test_a_router_that_speaks_newer_versions_too_is_served():
     async with serving() as (_, _, channel):
         hello = session_pb2.SessionHello(

@@ -86,7 +86,15 @@ def test_commands_survive_the_wire(command):
     "event",
     [
         Granted(sequence_group_id=ID, transfer_id=ID, kv_address="h:1", held_prefix_length=16, num_tokens_to_compute=1),
-        Rejected(sequence_group_id=ID, reason=RejectReason.NO_ROOM, message="full"),
+        Rejected(sequence_group_id=ID, reason=RejectReason.DRAINING, message="leaving"),
+        Rejected(
+            sequence_group_id=ID,
+            reason=RejectReason.NO_ROOM,
+            message="full",
+            kv_blocks_needed=40,
+            num_sequences_needed=3,
+            wait_seconds=0.25,
+        ),
         KvReady(sequence_group_id=ID, transfer_id=ID, connector="grpc", kv_bytes=2**40, transfer_seconds=0.25),
         KvFailed(sequence_group_id=ID, transfer_id=ID[::-1], message="k layers 0-1 tokens 0-15 are missing"),
         SampleTokens(sequence_group_id=ID, sample=2, start_position=7, token_ids=(1, 2)),
@@ -138,7 +146,7 @@ def test_a_report_survives_the_wire():
         step=5,
         expected_step_seconds=0.5,
         step_age_seconds=0.25,
-        load=NodeLoad(num_running=1, kv_blocks_total=4, kv_blocks_free=3),
+        load=NodeLoad(num_running=1, kv_blocks_total=4, kv_blocks_free=3, num_sequences_free=7),
     )
     done = SampleDone(sequence_group_id=ID, sample=0, reason=FinishReason.LENGTH)
     message = report_message_to_proto(report, [done], hello=info)

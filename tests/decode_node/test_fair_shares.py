@@ -1,0 +1,134 @@
+"""Two routers share a node: room goes to the one that waits before the other takes more than its share."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node.commands import SessionEnded
+from decode_node.fair_shares import CLAIM_SECONDS, HOLD_BACK_SECONDS
+from outrider.session import Granted, Rejected, RejectReason
+
+GREEDY, MODEST, THIRD = 1, 2, 3
+MAX_RUNNING = 16  # of the scripted node
+SAMPLING = {"max_tokens": 40}
+
+
+@pytest.fixture
+def node(make_scripted_node):
+    return make_scripted_node(num_blocks=400)
+
+
+def answer(node, *, session, n=1):
+    """Opens a group: its id and what the node says."""
+    group_id = node.open(session=session, sampling={**SAMPLING, "n": n})
+    node.iterate()
+    (said,) = [*node.find(Granted, group_id), *node.find(Rejected, group_id)]
+    return group_id, said
+
+
+def fill(node, *, session, num_groups=MAX_RUNNING):
+    """Groups of one sample each, all let in."""
+    opened = [answer(node, session=session) for _ in range(num_groups)]
+    assert all(isinstance(said, Granted) for _, said in opened)
+    return [group_id for group_id, _ in opened]
+
+
+def test_one_router_may_have_all_of_a_node_that_nobody_else_wants(node):
+    fill(node, session=GREEDY)
+
+
+def test_while_another_waits_a_router_with_its_share_is_refused(node):
+    groups = fill(node, session=GREEDY)
+    _, refused = answer(node, session=MODEST)
+    assert (refused.reason, refused.num_sequences_needed, refused.wait_seconds) == (RejectReason.NO_ROOM, 1, 0.0)
+    node.cancel(groups.pop(), session=GREEDY)
+    _, held_back = answer(node, session=GREEDY)
+    assert (held_back.reason, held_back.wait_seconds) == (RejectReason.NO_ROOM, HOLD_BACK_SECONDS)
+    _, granted = answer(node, session=MODEST)
+    assert isinstance(granted, Granted)
+    node.cancel(groups.pop(), session=GREEDY)
+    _, granted = answer(node, session=GREEDY)  # nobody waits any more
+    assert isinstance(granted, Granted)
+
+
+def test_a_router_below_its_share_comes_in_while_another_waits(node):
+    fill(node, session=GREEDY, num_groups=7)  # the share of two is 8
+    _, refused = answer(node, session=MODEST, n=10)
+    assert isinstance(refused, Rejected)
+    assert isinstance(answer(node, session=GREEDY)[1], Granted)
+    assert isinstance(answer(node, session=GREEDY)[1], Rejected)
+
+
+def test_the_share_is_that_of_all_who_hold_or_want_some(node):
+    fill(node, session=GREEDY, num_groups=6)
+    fill(node, session=THIRD, num_groups=1)
+    assert isinstance(answer(node, session=MODEST, n=10)[1], Rejected)
+    assert isinstance(answer(node, session=GREEDY)[1], Rejected)  # a third of 16 is 5
+    assert isinstance(answer(node, session=THIRD)[1], Granted)
+
+
+def test_shares_are_of_blocks_too(make_scripted_node):
+    node = make_scripted_node(num_blocks=24)
+    node.desk._admission._mean_output_tokens = 1.0
+    node.open(prompt=tuple(range(1, 50)), session=GREEDY, sampling=SAMPLING)  # twelve blocks
+    node.iterate()
+    too_much = node.open(prompt=tuple(range(1, 46))[::-1], session=MODEST, sampling=SAMPLING)
+    node.iterate()
+    (refused,) = node.find(Rejected, too_much)
+    assert refused.kv_blocks_needed > node.engine.pool.num_free_blocks
+    assert refused.kv_blocks_needed <= node.engine.pool.num_blocks
+    assert isinstance(answer(node, session=GREEDY)[1], Rejected)
+    assert isinstance(answer(node, session=THIRD)[1], Granted)
+
+
+@pytest.mark.parametrize("end", ["time", "session"])
+def test_a_claim_ends_with_its_time_and_with_its_session(node, end):
+    groups = fill(node, session=GREEDY)
+    assert isinstance(answer(node, session=MODEST)[1], Rejected)
+    node.cancel(groups.pop(), session=GREEDY)
+    if end == "time":
+        node.clock.advance(CLAIM_SECONDS)
+    else:
+        node.loop.submit(SessionEnded(MODEST))
+    assert isinstance(answer(node, session=GREEDY)[1], Granted)
+    assert node.desk._fair_shares.num_claims == 0
+
+
+def test_claims_are_one_for_each_session(node):
+    fill(node, session=GREEDY)
+    for _ in range(100):
+        answer(node, session=MODEST)
+    assert node.desk._fair_shares.num_claims == 1
+    node.loop.submit(SessionEnded(MODEST))
+    node.iterate()
+    assert node.desk._fair_shares.num_claims == 0
+
+
+def test_a_report_shows_room_when_a_refused_group_would_be_let_in(node):
+    groups = fill(node, session=GREEDY)
+    _, refused = answer(node, session=MODEST, n=2)
+    room = []
+    for group_id in groups[:2]:
+        room.append(
+            node.desk.num_sequences_free >= refused.num_sequences_needed
+            and node.engine.pool.num_free_blocks >= refused.kv_blocks_needed
+        )
+        node.cancel(group_id, session=GREEDY)
+        node.iterate()
+    assert room == [False, False]
+    assert node.desk.num_sequences_free >= refused.num_sequences_needed
+    assert isinstance(answer(node, session=MODEST, n=2)[1], Granted)
+
+
+def test_while_preempted_sequences_wait_there_is_no_room(node):
+    fill(node, session=GREEDY, num_groups=2)
+    assert node.desk.num_sequences_free == MAX_RUNNING - 2
+    pool = node.engine.pool
+    held = pool.allocate(pool.num_free_blocks)
+    while not node.num_preempted:
+        node.iterate()
+    assert node.desk.num_sequences_free == 0
+    pool.release(held)
+    node.run()
+    assert node.desk.num_sequences_free == MAX_RUNNING
+    node.assert_nothing_is_held()
