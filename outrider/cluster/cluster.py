@@ -254,8 +254,8 @@ class Cluster:
         before = [other for other in self._children if other is not child]
         if any(other.spec.is_one_shot and other.state is not ChildState.ENDED for other in before):
             return False
-        if child.spec.role == ROUTER:
-            return all(other.spec.is_one_shot or other.state is ChildState.SERVING for other in before)
+        if child.spec.role == ROUTER:  # which waits for nodes that do not serve yet
+            return all(other.spec.is_one_shot or other.address for other in before)
         if child.spec.role == DECODE:
             return all(other.address for other in before if other.spec.role == DRAFT)
         return True

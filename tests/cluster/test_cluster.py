@@ -40,7 +40,7 @@ def wait_until_gone(pids: list[int]) -> None:
     assert alive == []
 
 
-def test_nodes_start_before_the_router_which_knows_them_all(tmp_path):
+def test_the_router_starts_when_all_nodes_listen_and_knows_them_all(tmp_path):
     cluster = make_cluster(tmp_path, decode_nodes=2, metrics=True)
     events = []
     cluster.on_event = events.append
@@ -53,7 +53,7 @@ def test_nodes_start_before_the_router_which_knows_them_all(tmp_path):
     assert nodes["decode-0"].description["draft_targets"] == [nodes["draft-0"].address]
     order = [(event.kind, event.name) for event in events]
     router_start = order.index((EventKind.STARTING, "router"))
-    assert all(order.index((EventKind.SERVING, name)) < router_start for name in nodes if name != "router")
+    assert all(order.index((EventKind.LISTENING, name)) < router_start for name in nodes if name != "router")
     assert status["router"] == nodes["router"].address
     assert {entry["role"] for entry in status["nodes"]} == {"router", "prefill_node", "decode_node", "draft_node"}
     assert all(entry["metrics_address"] for entry in status["nodes"])
