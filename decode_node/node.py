@@ -16,7 +16,7 @@ from decode_node.drafts import DraftClient, NoDrafts
 from decode_node.group_desk import GroupDesk
 from decode_node.ingest import Ingest
 from decode_node.metrics import DecodeMetrics
-from decode_node.server import DecodeServicer
+from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions
 from decode_node.statistics import RecentRates, StepStats
 from outrider import __version__

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import REGISTRY
 
 from draft_node.config import DraftNodeConfig
-from draft_node.server import DraftNodeService
+from draft_node.node import DraftNode
 from outrider.config import parse_role_arguments
 from outrider.engine.processor import SPIN_SHORT, prepare_environment
 from outrider.service.config import TelemetryConfig
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = parse_role_arguments("draft_node", {"telemetry": TelemetryConfig, "draft_node": DraftNodeConfig}, argv)
     config: DraftNodeConfig = sections["draft_node"]
     prepare_environment(spin_count=SPIN_SHORT, cpus=config.model.cpus)
-    service = DraftNodeService(config, registry=REGISTRY)
+    service = DraftNode(config, registry=REGISTRY)
     return run_service(service, server=config.server, telemetry=sections["telemetry"], role="draft_node")
 
 

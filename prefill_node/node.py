@@ -28,7 +28,7 @@ from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
 from prefill_node.desk import JobDesk
 from prefill_node.jobs import Command, JobEnded, PrefillResult, Stop
 from prefill_node.prefill_loop import PrefillLoop
-from prefill_node.server import PrefillServicer, ServedModel
+from prefill_node.servicer import PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
 EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE

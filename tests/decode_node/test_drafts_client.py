@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from decode_node.draft_link import draft_rank
 from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartInfo
 from draft_node.config import DraftNodeConfig
-from draft_node.server import DraftNodeService
+from draft_node.node import DraftNode
 from outrider.node import ModelInfo, NodeInfo, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
 from outrider.request import SamplingParams
@@ -59,7 +59,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @contextlib.asynccontextmanager
 async def serving(servicer_or_service, port: int = 0) -> AsyncIterator[int]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    is_node = isinstance(servicer_or_service, DraftNodeService)
+    is_node = isinstance(servicer_or_service, DraftNode)
     if is_node:
         servicer_or_service.add_to(server)
     else:
@@ -76,9 +76,9 @@ async def serving(servicer_or_service, port: int = 0) -> AsyncIterator[int]:
             await servicer_or_service.stop()
 
 
-def draft_node(proposer=None, *, name="draft@test", **settings) -> DraftNodeService:
+def draft_node(proposer=None, *, name="draft@test", **settings) -> DraftNode:
     config = DraftNodeConfig(server=ServerConfig(name=name), **settings)
-    return DraftNodeService(config, registry=CollectorRegistry(), proposer=proposer or NgramProposer())
+    return DraftNode(config, registry=CollectorRegistry(), proposer=proposer or NgramProposer())
 
 
 @contextlib.asynccontextmanager

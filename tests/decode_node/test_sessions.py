@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from decode_node.commands import AddressedEvent, GroupOpened, SessionEnded
-from decode_node.server import DecodeServicer
+from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions, merge_tokens
 from outrider.errors import CapacityError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from decode_node.drafts import DraftClient, DraftWant, SequenceStartInfo
 from draft_node.config import DraftNodeConfig
-from draft_node.server import DraftNodeService
+from draft_node.node import DraftNode
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
@@ -25,7 +25,7 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 @pytest.fixture
 async def node(tmp_path):
     torch.set_num_threads(1)
-    service = DraftNodeService(
+    service = DraftNode(
         DraftNodeConfig(
             proposer="draft_model",
             catch_up_tokens_per_step=50,
@@ -44,7 +44,7 @@ async def node(tmp_path):
     await service.stop()
 
 
-def hello_for(service: DraftNodeService) -> DraftHello:
+def hello_for(service: DraftNode) -> DraftHello:
     model = service.info().model
     assert model is not None
     return DraftHello(

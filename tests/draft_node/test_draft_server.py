@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLoop
-from draft_node.server import DraftNodeService
+from draft_node.node import DraftNode
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.service.config import ServerConfig
 from outrider.speculation.prefix_hash import prefix_hash
@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 10.0
 @contextlib.asynccontextmanager
 async def running(*, starts=True, registry=None):
     config = DraftNodeConfig(server=ServerConfig(name="draft@test"))
-    service = DraftNodeService(config, registry=registry or CollectorRegistry(), proposer=NgramProposer())
+    service = DraftNode(config, registry=registry or CollectorRegistry(), proposer=NgramProposer())
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -176,9 +176,7 @@ async def test_a_loop_that_fails_ends_the_process():
         event_loop.call_soon_threadsafe(ended.set)
 
     config = DraftNodeConfig(server=ServerConfig(name="draft@test"))
-    service = DraftNodeService(
-        config, registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=exit_process
-    )
+    service = DraftNode(config, registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=exit_process)
     await service.start("127.0.0.1:1")
     service.draft_loop().step = lambda: 1 // 0
     service.draft_loop().submit(service.draft_loop().connect(hello_from_proto(HELLO), lambda: None), [])
@@ -199,7 +197,7 @@ async def test_a_stop_before_the_loops_thread_has_looked_is_no_failure(monkeypat
 
     monkeypatch.setattr(DraftLoop, "run", run_late)
     statuses = []
-    service = DraftNodeService(
+    service = DraftNode(
         DraftNodeConfig(server=ServerConfig(name="draft@test")),
         registry=CollectorRegistry(),
         proposer=NgramProposer(),

@@ -16,7 +16,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from outrider.wire.node import info_from_proto, report_from_proto
 from prefill_node.node import EXIT_ENGINE_FAILED, PrefillNode, PrefillParts
-from prefill_node.server import ServedModel, job_from_proto
+from prefill_node.servicer import ServedModel, job_from_proto
 
 FINGERPRINT = "ab" * 32
 MODEL = ModelInfo(

@@ -1,11 +1,11 @@
-"""The draft node's gRPC face: proto in, domain call, proto out."""
+"""The draft node as a service: the draft loop's thread behind one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,36 +14,30 @@ from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
-from draft_node.draft_peer import DraftPeer
+from draft_node.servicer import DraftServicer
 from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
-from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
-from outrider.faults import fault_point
+from outrider.errors import MismatchError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.service.announce import announce_progress
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
-from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.speculation.draft_stream import DraftHello
 from outrider.speculation.proposers.base import Proposer
 from outrider.speculation.proposers.factory import make_proposer
-from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2_grpc
-from outrider.wire.draft import hello_from_proto, proposals_to_proto, update_from_proto
-from outrider.wire.node import info_to_proto
+from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 EXIT_LOOP_FAILED = 70  # EX_SOFTWARE
 LEAST_EXPECTED_STEP_SECONDS = 1.0
 """A step that follows a short one may have a long prefix to catch up with: that is not a death."""
 
-DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
-
 _log = get_logger("draft_node")
 
 
-class DraftNodeService:
-    """A draft node as `run_service` runs it."""
+class DraftNode:
+    """A Service (see `outrider.service.server`)."""
 
     service_names: tuple[str, ...] = ("outrider.v1.DraftService", "outrider.v1.NodeService")
 
@@ -185,93 +179,3 @@ def _count_step(metrics: EngineMetrics, stats: DraftStepStats) -> None:
     metrics.set_load(NodeLoad(num_running=stats.num_held, num_waiting=stats.num_waiting))
     metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_requests)
     metrics.add_tokens(num_generated_tokens=stats.num_proposed_tokens)
-
-
-class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """One call for each decode node: reads newest states, writes newest answers."""
-
-    def __init__(self, node: DraftNodeService) -> None:
-        self._node = node
-        self._open: dict[DraftPeer, asyncio.Event] = {}
-        self._is_closing = False
-        self._all_gone = asyncio.Event()
-
-    async def Draft(  # noqa: N802 named by the proto
-        self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate], context: DraftContext
-    ) -> None:
-        async with rpc_errors(context):
-            hello, first = await self._read_hello(request_iterator)
-            loop = self._node.draft_loop()
-            fault_point("draft.hello")
-            await context.write(draft_pb2.DraftProposals(hello=info_to_proto(self._node.info())))
-            event_loop = asyncio.get_running_loop()
-            wake = asyncio.Event()
-
-            def notify() -> None:  # called from the draft loop's thread
-                event_loop.call_soon_threadsafe(wake.set)
-
-            peer = loop.connect(hello, notify)
-            self._open[peer] = wake
-            _log.info("decode node connected", node=hello.name)
-            reader = asyncio.create_task(_read_updates(loop, peer, first, request_iterator))
-            reader.add_done_callback(lambda _task: wake.set())
-            try:
-                await self._write_answers(peer, wake, reader, context)
-                if reader.done():
-                    await reader  # raises what ended it
-            finally:
-                reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
-                del self._open[peer]
-                if self._is_closing and not self._open:
-                    self._all_gone.set()
-                loop.disconnect(peer)
-                _log.info("decode node gone", node=hello.name)
-
-    async def close(self, deadline_seconds: float) -> None:
-        """Ends every stream, and waits for them. Raises: TimeoutError."""
-        self._is_closing = True
-        for wake in self._open.values():
-            wake.set()
-        if self._open:
-            await asyncio.wait_for(self._all_gone.wait(), deadline_seconds)
-
-    async def _read_hello(
-        self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate]
-    ) -> tuple[DraftHello, draft_pb2.DraftUpdate]:
-        """Raises: InvalidRequestError without a hello, MismatchError for one that does not fit."""
-        first = await anext(request_iterator, None)
-        if first is None or not first.HasField("hello"):
-            raise InvalidRequestError("the first message carries the hello", field="hello")
-        hello = hello_from_proto(first.hello)
-        self._node.draft_loop()  # serving?
-        self._node.check_fits(hello)
-        return hello, first
-
-    async def _write_answers(
-        self, peer: DraftPeer, wake: asyncio.Event, reader: asyncio.Task[None], context: DraftContext
-    ) -> None:
-        """Each message is made when the last has been written, from what is newest then."""
-        while not reader.done() and not self._is_closing:
-            await wake.wait()
-            wake.clear()
-            answers = peer.take_answers()
-            if answers:
-                message = draft_pb2.DraftProposals(sequences=[proposals_to_proto(answer) for answer in answers])
-                fault_point("draft.proposal")
-                await context.write(message)
-
-
-async def _read_updates(
-    loop: DraftLoop,
-    peer: DraftPeer,
-    first: draft_pb2.DraftUpdate,
-    request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
-) -> None:
-    """Until the decode node closes its side."""
-    message: draft_pb2.DraftUpdate | None = first
-    while message is not None:
-        if message.sequences:
-            fault_point("draft.update")
-            loop.submit(peer, [update_from_proto(update) for update in message.sequences])
-        message = await anext(request_iterator, None)

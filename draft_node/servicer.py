@@ -1,0 +1,117 @@
+"""DraftService: proto in, domain call, proto out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from draft_node.draft_loop import DraftLoop
+from draft_node.draft_peer import DraftPeer
+from outrider.errors import InvalidRequestError
+from outrider.faults import fault_point
+from outrider.service.rpc_errors import rpc_errors
+from outrider.service.telemetry.logging import get_logger
+from outrider.speculation.draft_stream import DraftHello
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.draft import hello_from_proto, proposals_to_proto, update_from_proto
+from outrider.wire.node import info_to_proto
+
+if TYPE_CHECKING:
+    from draft_node.node import DraftNode
+
+DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
+
+_log = get_logger("draft_node")
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """One call for each decode node: reads newest states, writes newest answers."""
+
+    def __init__(self, node: DraftNode) -> None:
+        self._node = node
+        self._open: dict[DraftPeer, asyncio.Event] = {}
+        self._is_closing = False
+        self._all_gone = asyncio.Event()
+
+    async def Draft(  # noqa: N802 named by the proto
+        self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate], context: DraftContext
+    ) -> None:
+        async with rpc_errors(context):
+            hello, first = await self._read_hello(request_iterator)
+            loop = self._node.draft_loop()
+            fault_point("draft.hello")
+            await context.write(draft_pb2.DraftProposals(hello=info_to_proto(self._node.info())))
+            event_loop = asyncio.get_running_loop()
+            wake = asyncio.Event()
+
+            def notify() -> None:  # called from the draft loop's thread
+                event_loop.call_soon_threadsafe(wake.set)
+
+            peer = loop.connect(hello, notify)
+            self._open[peer] = wake
+            _log.info("decode node connected", node=hello.name)
+            reader = asyncio.create_task(_read_updates(loop, peer, first, request_iterator))
+            reader.add_done_callback(lambda _task: wake.set())
+            try:
+                await self._write_answers(peer, wake, reader, context)
+                if reader.done():
+                    await reader  # raises what ended it
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+                del self._open[peer]
+                if self._is_closing and not self._open:
+                    self._all_gone.set()
+                loop.disconnect(peer)
+                _log.info("decode node gone", node=hello.name)
+
+    async def close(self, deadline_seconds: float) -> None:
+        """Ends every stream, and waits for them. Raises: TimeoutError."""
+        self._is_closing = True
+        for wake in self._open.values():
+            wake.set()
+        if self._open:
+            await asyncio.wait_for(self._all_gone.wait(), deadline_seconds)
+
+    async def _read_hello(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate]
+    ) -> tuple[DraftHello, draft_pb2.DraftUpdate]:
+        """Raises: InvalidRequestError without a hello, MismatchError for one that does not fit."""
+        first = await anext(request_iterator, None)
+        if first is None or not first.HasField("hello"):
+            raise InvalidRequestError("the first message carries the hello", field="hello")
+        hello = hello_from_proto(first.hello)
+        self._node.draft_loop()  # serving?
+        self._node.check_fits(hello)
+        return hello, first
+
+    async def _write_answers(
+        self, peer: DraftPeer, wake: asyncio.Event, reader: asyncio.Task[None], context: DraftContext
+    ) -> None:
+        """Each message is made when the last has been written, from what is newest then."""
+        while not reader.done() and not self._is_closing:
+            await wake.wait()
+            wake.clear()
+            answers = peer.take_answers()
+            if answers:
+                message = draft_pb2.DraftProposals(sequences=[proposals_to_proto(answer) for answer in answers])
+                fault_point("draft.proposal")
+                await context.write(message)
+
+
+async def _read_updates(
+    loop: DraftLoop,
+    peer: DraftPeer,
+    first: draft_pb2.DraftUpdate,
+    request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
+) -> None:
+    """Until the decode node closes its side."""
+    message: draft_pb2.DraftUpdate | None = first
+    while message is not None:
+        if message.sequences:
+            fault_point("draft.update")
+            loop.submit(peer, [update_from_proto(update) for update in message.sequences])
+        message = await anext(request_iterator, None)
