@@ -186,7 +186,7 @@ BAD = [
     ("a", {"generated_token_ids": [5]}, InvalidRequestError, "sampling.seed"),
     ("a", {"prompt_logprobs": 2}, NotSupportedError, None),
     ("a", {"regex": "a+"}, NotSupportedError, None),
-    ("a", {"resume_window_seconds": 5.0}, NotSupportedError, None),
+    ("a", {"resume_window_seconds": -1.0}, InvalidRequestError, "resume_window"),
     ("a", {"verification_method": "rejection"}, NotSupportedError, None),
 ]
 
