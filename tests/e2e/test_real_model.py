@@ -1,15 +1,21 @@
-"""Four processes with the default model: real text, real drafts, the same tokens."""
+"""Four processes with the default model: real text, real drafts, the same tokens.
+
+`OUTRIDER_SOAK_REQUESTS` sets how many random requests it gets (a thousand take most of an
+hour on two cores).
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import warnings
 
 import pytest
 
 from outrider.cli.bench import DEFAULT_PROMPTS as PROMPTS
 from outrider.client import ChatMessage
+from tests.e2e.random_requests import assert_exact, bench_texts, soak
 
 pytestmark = pytest.mark.real_model
 
@@ -67,6 +73,13 @@ def test_an_answer_is_the_same_alone_and_in_a_crowd(real, prompts):
         answers = [future.result(timeout=110)[0] for future in crowd]
     assert_same_tokens(real, prompts[1], answers[1], alone)
     assert_same_tokens(real, prompts[1], answers[4], alone)
+
+
+@pytest.mark.timeout(7200)
+def test_random_requests_are_answered_alike_with_and_without_drafts(real, is_full):
+    assert_exact(real)
+    num_requests = int(os.environ.get("OUTRIDER_SOAK_REQUESTS", "100" if is_full else "12"))
+    assert soak(real, num_requests, bench_texts()) > 0
 
 
 def test_the_default_model_says_something_sensible(real):
