@@ -21,7 +21,8 @@ import pathlib
 import tomllib
 
 project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
-wanted = [*project["dependencies"], *project["optional-dependencies"]["node"]]
+extras = project["optional-dependencies"]
+wanted = [*project["dependencies"], *extras["node"], *extras["store"]]
 pins = pathlib.Path("/constraints.txt").read_text().splitlines()
 torch = [line for line in pins if line.startswith("torch==")]
 pathlib.Path("/torch.txt").write_text("\n".join(torch) + "\n")

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -39,6 +40,10 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", metavar="PROPOSER", help="ngram (default), draft_model:PATH, or none")
     for role in ("prefill", "decode", "draft"):
         parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"number of {role} nodes; default 1")
+    parser.add_argument("--routers", type=int, metavar="N", help="number of routers, on consecutive ports; default 1")
+    parser.add_argument(
+        "--store", metavar="URL", help="what routers share: valkey://host:port; default: memory, each its own"
+    )
     parser.add_argument("--port", type=int, metavar="N", help="the router's port; default 50051; 0: the system chooses")
     parser.add_argument("--config", metavar="FILE", type=Path, help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}")
     parser.add_argument(
@@ -58,12 +63,15 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster:
         "cluster.prefill_nodes": arguments.prefill_nodes,
         "cluster.decode_nodes": arguments.decode_nodes,
         "cluster.draft_nodes": arguments.draft_nodes,
+        "cluster.routers": arguments.routers,
         "cluster.port": arguments.port,
+        "router.store": arguments.store,
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    config: ClusterConfig = load_config(sections_of(None), file=file, environ=os.environ, overrides=overrides)[
-        "cluster"
-    ]
+    sections = load_config(sections_of(None), file=file, environ=os.environ, overrides=overrides)
+    config: ClusterConfig = sections["cluster"]
+    if config.routers > 1 and config.port is None:
+        config = replace(config, port=sections["router"].server.port)
     launch = Launch(config_file=file, overrides=tuple(overrides), log_directory=arguments.log_dir)
     return Cluster(config, launch)
 
@@ -71,7 +79,7 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster:
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments)
-    _check_router_port(cluster)
+    _check_router_ports(cluster)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
@@ -112,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if set(statuses.values()) <= good else 1
 
 
-def _check_router_port(cluster: Cluster) -> None:
+def _check_router_ports(cluster: Cluster) -> None:
     """Reports a port in use at once, not after the weights are loaded. Raises: ConfigError."""
     launch, port = cluster.launch, cluster.config.port
     overrides = [*launch.overrides, *([] if port is None else [f"router.server.port={port}"])]
@@ -120,7 +128,8 @@ def _check_router_port(cluster: Cluster) -> None:
         "router"
     ]
     if router.server.port:
-        probe_port(router.server.host, router.server.port, "choose another with --port")
+        for index in range(cluster.config.routers):
+            probe_port(router.server.host, router.server.port + index, "choose another with --port")
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:

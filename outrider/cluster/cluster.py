@@ -108,11 +108,14 @@ class Cluster:
 
     @property
     def router_address(self) -> str:
-        """Raises: InternalError before the router listens."""
-        address = self._child("router").address
-        if not address:
+        """As clients take it: several routers' addresses have commas between them.
+
+        Raises: InternalError before every router listens.
+        """
+        addresses = [child.address for child in self._children if child.spec.role == ROUTER]
+        if not all(addresses):
             raise InternalError("the router does not listen yet")
-        return address
+        return ",".join(filter(None, addresses))
 
     @property
     def nodes(self) -> tuple[NodeProcess, ...]:
@@ -121,7 +124,7 @@ class Cluster:
             return tuple(child.snapshot() for child in self._children if not child.spec.is_one_shot)
 
     def node(self, name: str) -> NodeProcess:
-        """By name: "router", "decode-0". Raises: NotFoundError."""
+        """By name: "router" ("router-0" of several), "decode-0". Raises: NotFoundError."""
         return self._child(name).snapshot()
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -147,10 +150,10 @@ class Cluster:
         return {child.spec.name: child.exit_status for child in self._children if child.exit_status is not None}
 
     def status(self) -> dict[str, Any]:
-        """As JSON values: {"router": address, "nodes": [{role, name, address, pid, metrics_address}]}."""
+        """As JSON values: {"router": router_address, "nodes": [{role, name, address, pid, metrics_address}]}."""
         nodes = self.nodes
         return {
-            "router": next((node.address for node in nodes if node.role == ROUTER), ""),
+            "router": ",".join(node.address for node in nodes if node.role == ROUTER and node.address),
             "nodes": [
                 {
                     "role": node.role,
@@ -255,7 +258,8 @@ class Cluster:
         if any(other.spec.is_one_shot and other.state is not ChildState.ENDED for other in before):
             return False
         if child.spec.role == ROUTER:  # which waits for nodes that do not serve yet
-            return all(other.spec.is_one_shot or other.address for other in before)
+            nodes = [other for other in before if other.spec.role != ROUTER]
+            return all(other.spec.is_one_shot or other.address for other in nodes)
         if child.spec.role == DECODE:
             return all(other.address for other in before if other.spec.role == DRAFT)
         return True

@@ -16,9 +16,15 @@ class ClusterConfig:
     prefill_nodes: int = setting(1, at_least=1, at_most=64, help="Number of prefill nodes.")
     decode_nodes: int = setting(1, at_least=1, at_most=64, help="Number of decode nodes.")
     draft_nodes: int = setting(1, at_least=0, at_most=64, help="Number of draft nodes.")
+    routers: int = setting(
+        1, at_least=1, at_most=64, help="Number of routers, on consecutive ports; several share router.store."
+    )
     draft: str = setting("ngram", help="The proposer: ngram, draft_model:PATH, or none (no speculation).")
     port: int | None = setting(
-        None, at_least=0, at_most=65535, help="The router's port; 0: the system chooses; null: router.server.port."
+        None,
+        at_least=0,
+        at_most=65535,
+        help="The (first) router's port; 0: the system chooses; null: router.server.port.",
     )
     metrics: bool = setting(True, help="Prometheus metrics of each process, on ports that the system chooses.")
     drain_seconds: float = setting(

@@ -58,7 +58,12 @@ class ChildSpec:
 
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
-    """In the order of their start; the model's own process first, the router last."""
+    """In the order of their start; the model's own process first, routers last.
+
+    Raises: ConfigError for several routers without a port to count from.
+    """
+    if config.routers > 1 and config.port is None:
+        raise ConfigError("cluster.routers: several routers need cluster.port, from which theirs are counted")
     num_drafts = 0 if config.draft == "none" else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
@@ -67,7 +72,16 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
         for role, count in counts
         for index in range(count)
     ]
-    return [*children, ChildSpec(name="router", role=ROUTER)]
+    names = ["router"] if config.routers == 1 else [f"router-{index}" for index in range(config.routers)]
+    return [*children, *(ChildSpec(name=name, role=ROUTER) for name in names)]
+
+
+def router_ports(config: ClusterConfig) -> dict[str, int]:
+    """Of several routers, by name: consecutive, or all 0. Empty for one router, whose settings say it."""
+    if config.routers == 1:
+        return {}
+    assert config.port is not None, "plan_children has checked it"
+    return {f"router-{index}": config.port + index if config.port else 0 for index in range(config.routers)}
 
 
 def child_command(
@@ -90,6 +104,8 @@ def child_command(
     chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
     settings = [f"{key}={_text(value)}" for key, value in chosen.items() if not launch.sets(key)]
     settings += [*launch.overrides, *launch.node_overrides.get(spec.name, ())]
+    if spec.name in (ports := router_ports(config)):  # over all sources: a port in them is one for all routers
+        settings.append(f"router.server.port={ports[spec.name]}")
     settings += [f"{spec.role}.server.{name}={port}" for name, port in bound.items() if port is not None]
     for setting in settings:
         command += ["--set", setting]

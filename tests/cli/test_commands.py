@@ -87,6 +87,10 @@ def target(up):
         (["--prefill-nodes", "0"], "cluster.prefill_nodes = 0 is out of range: must be at least 1"),
         (["--set", "decode_node.kv_prt=1"], "unknown key decode_node.kv_prt; the nearest is decode_node.kv_port"),
         (["--set", "model.dtype=int8"], "model.dtype = 'int8' is out of range"),
+        (
+            ["--routers", "2", "--store", "disk"],
+            "--set router.store=disk: router: store is neither memory nor valkey://",
+        ),
     ],
 )
 def test_up_refuses_a_wrong_setting_of_any_role_before_it_starts_one(capsys, arguments, message):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ import pytest
 
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch
-from outrider.errors import NotFoundError, PeerLostError
+from outrider.errors import ConfigError, NotFoundError, PeerLostError
 
 ROLE_PROCESS = Path(__file__).with_name("role_process.py")
 WAIT_SECONDS = 30.0
@@ -59,6 +61,35 @@ def test_the_router_starts_when_all_nodes_listen_and_knows_them_all(tmp_path):
     assert all(entry["metrics_address"] for entry in status["nodes"])
     assert cluster.exit_statuses == dict.fromkeys(nodes, 0)
     wait_until_gone([node.pid for node in nodes.values()])
+
+
+def test_several_routers_are_one_address_for_clients_which_do_without_one_of_them(tmp_path):
+    with make_cluster(tmp_path, routers=2, port=0, restart_seconds=5.0) as cluster:
+        routers = [cluster.node(name) for name in ("router-0", "router-1")]
+        assert cluster.router_address == cluster.status()["router"] == ",".join(router.address for router in routers)
+        with Client(cluster.router_address) as client:
+            assert client.target == routers[0].address
+            cluster.kill("router-0")
+            assert client.model().name == "echo"
+            assert client.target == routers[1].address
+    assert cluster.exit_statuses == {**dict.fromkeys(cluster.exit_statuses, 0), "router-0": -signal.SIGKILL}
+
+
+def test_several_routers_have_consecutive_ports_whatever_a_file_says(tmp_path):
+    base = two_free_ports()
+    with make_cluster(tmp_path, routers=2, port=base) as cluster:
+        assert cluster.router_address == f"127.0.0.1:{base},127.0.0.1:{base + 1}"
+    with pytest.raises(ConfigError, match=r"several routers need cluster\.port"):
+        make_cluster(tmp_path, routers=2)
+
+
+def two_free_ports():
+    for base in range(20_000, 30_000, 2):
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", base))
+            second.bind(("127.0.0.1", base + 1))
+            return base
+    raise AssertionError("no two ports side by side are free")
 
 
 def test_a_node_that_dies_comes_back_on_its_port_and_a_frozen_one_is_stopped(tmp_path):

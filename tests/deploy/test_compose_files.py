@@ -57,14 +57,14 @@ def test_nodes_take_turns_through_a_volume_that_they_share(compose, config):
     assert compose["volumes"]["turns"]["driver_opts"]["type"] == "tmpfs"
 
 
-@pytest.mark.parametrize("service", ["router", "prometheus", "grafana"])
+@pytest.mark.parametrize("service", ["router", "router_2", "prometheus", "grafana"])
 def test_ports_are_published_on_loopback_only(compose, service):
     assert all(port.startswith("127.0.0.1:") for port in compose["services"][service]["ports"])
 
 
 def test_nobody_else_publishes_a_port(compose):
     published = {name for name, service in compose["services"].items() if "ports" in service}
-    assert published == {"router", "prometheus", "grafana"}
+    assert published == {"router", "router_2", "prometheus", "grafana"}
 
 
 @pytest.mark.parametrize("role", ROLES)
