@@ -40,6 +40,17 @@ async def read_request(proto: router_pb2.GenerateRequest, served: ServedModel, *
     )
 
 
+def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
+    """The public request that gives the same answer anywhere: prompt as token ids, seed and length filled in."""
+    complete = router_pb2.GenerateRequest()
+    complete.CopyFrom(proto)
+    complete.request_id = request.request_id
+    complete.token_ids.ids[:] = request.prompt_token_ids
+    complete.sampling.seed = request.sampling.seed
+    complete.sampling.max_tokens = request.sampling.max_tokens
+    return complete
+
+
 def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
     """None: the answer ends with its stream."""
     if not proto.HasField("resume_window"):

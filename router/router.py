@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -18,12 +19,16 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.admission import Admission
 from router.answer_budget import AnswerBudget
+from router.answer_keeper import AnswerKeeper
 from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.placement import Placement
 from router.request_flow import FlowServices
 from router.servicer import SERVICE_NAME, RouterServicer
+from router.store.address import MEMORY
+from router.store.base import AnswerStore
+from router.store.factory import make_store
 from router.transport import RouterIdentity
 
 TELL_SECONDS = 0.5
@@ -45,6 +50,7 @@ class Router:
         *,
         resolver: Resolver = resolve_with_dns,
         registry: CollectorRegistry = REGISTRY,
+        make_store: Callable[[bytes], AnswerStore | None] | None = None,
     ) -> None:
         self._config = config
         self._registry = registry
@@ -54,6 +60,9 @@ class Router:
         self.nodes = NodeDirectory(config, identity, resolver=resolver, on_lost=self._on_lost)
         self.services: FlowServices | None = None  # None: no node has served yet
         self.servicer = RouterServicer(self.nodes, self._services_now)
+        self.desk = self.servicer.desk
+        make = partial(_make_store, config) if make_store is None else make_store
+        self._store = make(identity.incarnation)  # connects on first use
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
@@ -82,11 +91,19 @@ class Router:
             router_address=address,
         )
         self.nodes.on_change(_pump_and_count(self.services))
+        if self._store is not None:
+            self.desk.keeper = AnswerKeeper(
+                self._store,
+                restore=self.desk.restore,
+                may_serve_without=config.store_lost == "serve",
+                append_seconds=config.store_append_seconds,
+                renew_seconds=config.store_lease_seconds / 3,
+            )
 
     async def drain(self, deadline_seconds: float) -> None:
         """No new request; running ones end, or are told at the deadline, the queue included."""
-        self.servicer.is_draining = True
-        running = self.servicer.running
+        self.desk.is_draining = True
+        running = self.desk.running
         if not await _comes_about(running.wait_until_idle(), deadline_seconds):
             _log.warning("drain deadline passed", num_requests=len(running))
             running.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
@@ -95,7 +112,8 @@ class Router:
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
-        self.servicer.running.close_all()
+        await self.desk.keeper.stop()
+        self.desk.running.close_all()
         await self.nodes.stop()
 
     def describe(self) -> Mapping[str, Any]:
@@ -119,6 +137,18 @@ class Router:
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:
             self.services.metrics.add_lost_node(role.name.lower())
+
+
+def _make_store(config: RouterConfig, owner: bytes) -> AnswerStore | None:
+    """None: nobody shares it. Raises: ConfigError."""
+    if config.store == MEMORY:
+        return None
+    return make_store(
+        config.store,
+        owner=owner,
+        timeout_seconds=config.store_timeout_seconds,
+        lease_seconds=config.store_lease_seconds,
+    )
 
 
 async def _comes_about(condition: Coroutine[Any, Any, None], seconds: float) -> bool:

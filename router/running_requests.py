@@ -8,14 +8,10 @@ from contextlib import aclosing
 
 from outrider.answer import AnswerEvent
 from outrider.errors import AlreadyRunningError, InternalError, NotFoundError, OutriderError
-from outrider.request import Request
 from outrider.service.telemetry.logging import get_logger
-from router.answer import Answer, make_answer
-from router.answer_budget import answer_bytes
-from router.node_directory import ServedModel
-from router.request_flow import FlowServices, RequestFlow
-from router.request_record import RequestRecord
-from router.trailers import NOTHING_GENERATED, Trailers, answer_trailers
+from router.answer import Answer
+from router.request_flow import RequestFlow
+from router.trailers import NOTHING_GENERATED, Trailers
 
 _log = get_logger("requests")
 
@@ -40,6 +36,12 @@ class RunningRequest:
         self._is_aborted = False
         self._error: OutriderError | None = None
         self.is_closed = False
+        self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
+
+    @property
+    def answer(self) -> Answer:
+        assert self._answer is not None, "begin comes first"
+        return self._answer
 
     @property
     def is_idle(self) -> bool:
@@ -80,8 +82,7 @@ class RunningRequest:
         Raises: OutOfRangeError for positions that the answer does not have; what the answer
         ends with; AbortedError when another stream is attached.
         """
-        assert self._answer is not None, "begin comes first"
-        reader = self._answer.read(next_positions)
+        reader = self.answer.read(next_positions)
         self._stop_expiry()
         try:
             async with aclosing(reader.batches()) as batches:
@@ -129,39 +130,13 @@ class RunningRequest:
     def _take_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a request's flow failed", request_id=self.request_id, exc_info=error)
-            assert self._answer is not None, "begin comes first"
-            self._answer.fail(InternalError(f"the request's flow failed: {error}"))
+            self.answer.fail(InternalError(f"the request's flow failed: {error}"))
         self._on_change(self)
 
     def _stop_expiry(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
-
-
-def begin_request(
-    running: RunningRequest,
-    request: Request,
-    served: ServedModel,
-    services: FlowServices,
-    *,
-    arrived_at: float,
-    window: float | None,
-) -> None:
-    """Starts to compute the answer. Raises: CapacityError when there is no memory for it."""
-    num_bytes = answer_bytes(request)
-    services.answers.reserve(num_bytes)
-    eos_token_ids = () if request.stop.ignore_eos else served.info.eos_token_ids
-    stop_token_ids = tuple(sorted({*eos_token_ids, *request.stop.token_ids}))
-    answer = make_answer(request, tokenizer=served.tokenizer, stop_token_ids=stop_token_ids)
-    record = RequestRecord(request, arrived_at)
-    running.begin(
-        answer,
-        RequestFlow(answer, record, served, services, stop_token_ids=stop_token_ids),
-        trailers=lambda: answer_trailers(record, num_generated_tokens=answer.num_generated_tokens),
-        release=lambda: services.answers.release(num_bytes),
-        resume_window_seconds=window,
-    )
 
 
 class RunningRequests:
@@ -183,6 +158,9 @@ class RunningRequests:
         running = self._by_id[request_id] = RunningRequest(request_id, self._take_change)
         self._is_idle.clear()
         return running
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._by_id
 
     def find_resumable(self, request_id: str) -> RunningRequest:
         """Raises: NotFoundError for a name that is not in use, or whose answer cannot be resumed."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -22,12 +20,13 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import complete_to_proto, event_to_proto
 from outrider.wire.cluster import cluster_to_proto, model_to_proto
 from outrider.wire.request import num_samples, skips_special_tokens
-from router.intake import encode_prompt, read_request, resume_window_seconds
+from router.intake import encode_prompt
 from router.node_directory import NodeDirectory
+from router.request_desk import RequestDesk
 from router.request_flow import FlowServices
-from router.running_requests import RunningRequest, RunningRequests, begin_request
+from router.running_requests import RunningRequest
 from router.trailers import NOTHING_GENERATED
-from router.validation import check_chat, check_request, check_token_ids
+from router.validation import check_chat, check_token_ids
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
@@ -42,9 +41,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, nodes: NodeDirectory, services: Callable[[], FlowServices]) -> None:
         self._nodes = nodes
         self._services = services
-        self.running = RunningRequests()
+        self.desk = RequestDesk(nodes, services)
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
-        self.is_draining = False
         self._has_ended = asyncio.Event()  # nothing is left to watch
 
     def end_watches(self) -> None:
@@ -66,14 +64,18 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
         async with rpc_errors(context):
-            running = self.running.find_resumable(request.request_id)
+            running = await self.desk.find(request.request_id)
             try:
                 await self._write(running, context, dict(request.next_positions))
             finally:
+                running.leave()
                 context.set_trailing_metadata(running.trailers())
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
-        return router_pb2.AbortResponse(aborted=self.running.abort(request.request_id))
+        response = router_pb2.AbortResponse()
+        async with rpc_errors(context):
+            response.aborted = await self.desk.abort(request.request_id)
+        return response
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
         response = router_pb2.TokenizeResponse()
@@ -117,27 +119,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     @asynccontextmanager
     async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[RunningRequest]:
-        """Check → name → encode → begin. Raises: OutriderError.
-
-        However the call ends, its trailers say what there was of an answer.
-        """
-        arrived_at = time.monotonic()
+        """Raises: OutriderError. However the call ends, its trailers say what there was of an answer."""
         self.calls.enter(context)
         context.set_trailing_metadata(NOTHING_GENERATED)
-        if self.is_draining:
-            raise PeerLostError("the router is draining", reason="DRAINING")
-        services, served = self._services(), self._nodes.model()
-        check_request(proto, served.info)
-        request_id = proto.request_id or str(uuid.uuid4())
-        running = self.running.enter(request_id)
-        try:
-            request = await read_request(proto, served, request_id=request_id)
-            begin_request(
-                running, request, served, services, arrived_at=arrived_at, window=resume_window_seconds(proto)
-            )
-        except BaseException:
-            running.close()
-            raise
+        running = await self.desk.open(proto)
         try:
             yield running
         finally:

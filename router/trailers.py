@@ -6,6 +6,7 @@ from router.request_record import RequestRecord
 
 TOKENS_KEY = "outrider-tokens"
 TTFT_KEY = "outrider-ttft-ms"
+STORE_KEY = "outrider-store"
 ACCEPTANCE_LENGTH_KEY = "outrider-acceptance-length"
 
 Trailers = tuple[tuple[str, str], ...]
@@ -14,12 +15,17 @@ NOTHING_GENERATED: Trailers = ((TOKENS_KEY, "0"),)
 """Of a call that was refused before it became a request."""
 
 
-def answer_trailers(record: RequestRecord, *, num_generated_tokens: int) -> Trailers:
-    """What there is to tell: a figure that was never measured is left out, not zero."""
+def answer_trailers(record: RequestRecord, *, num_generated_tokens: int, is_kept: bool = True) -> Trailers:
+    """What there is to tell: a figure that was never measured is left out, not zero.
+
+    `is_kept`: False for a resumable request that the store does not have.
+    """
     trailers = [(TOKENS_KEY, str(num_generated_tokens))]
     if record.first_token_at is not None:
         trailers.append((TTFT_KEY, f"{record.ttft_seconds * 1e3:.1f}"))
     mean_acceptance_length = record.speculation.metrics().mean_acceptance_length
     if mean_acceptance_length:
         trailers.append((ACCEPTANCE_LENGTH_KEY, f"{mean_acceptance_length:.2f}"))
+    if not is_kept:
+        trailers.append((STORE_KEY, "lost"))
     return tuple(trailers)

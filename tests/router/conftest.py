@@ -110,7 +110,7 @@ class Cluster:
         self.stack = contextlib.AsyncExitStack()
         self.registry = CollectorRegistry()
 
-    async def start(self, *, resolver: Any = None, **config: Any) -> Cluster:
+    async def start(self, *, resolver: Any = None, make_store: Any = None, **config: Any) -> Cluster:
         for node in self.nodes:
             if not node.address:
                 await node.start()
@@ -126,6 +126,7 @@ class Cluster:
             "liveness_timeout_seconds": 1.0,
         }
         extra = {} if resolver is None else {"resolver": resolver}
+        extra |= {} if make_store is None else {"make_store": make_store}
         self.service = Router(RouterConfig(**values | config), registry=self.registry, **extra)
         self.server = server = grpc.aio.server(options=server_options())
         self.service.add_to(server)
@@ -186,7 +187,7 @@ class Cluster:
 
     async def is_empty(self, *, seconds: float = 1.0) -> None:
         """Nothing is left in the router and on the nodes."""
-        await eventually(lambda: len(self.service.servicer.running) == 0, seconds=seconds, what="running requests")
+        await eventually(lambda: len(self.service.desk.running) == 0, seconds=seconds, what="running requests")
         await eventually(lambda: self.decode.num_blocks_used == 0, seconds=seconds, what="blocks on decode nodes")
         await eventually(lambda: self.prefill.num_active == 0, seconds=seconds, what="prefills")
         services = self.services

@@ -415,7 +415,7 @@ async def test_drain_lets_running_requests_end_and_takes_no_new_ones(cluster):
     running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=100)))
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     draining = asyncio.ensure_future(cluster.service.drain(10))
-    await cluster.eventually(lambda: cluster.service.servicer.is_draining)
+    await cluster.eventually(lambda: cluster.service.desk.is_draining)
     assert (await cluster.fail(sampling=cluster.sampling())).code is UNAVAILABLE
     assert len((await running).token_ids()) == 100
     await asyncio.wait_for(draining, 1)

@@ -53,7 +53,7 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
     running = asyncio.ensure_future(finish(call(request_id="doomed", sampling=cluster.sampling(max_tokens=400))))
     await cluster.eventually(lambda: any(group.is_ready for group in cluster.decode.groups))
     await cluster.eventually(lambda: any(n > 2 for group in cluster.decode.groups for n in group.num_sent.values()))
-    cluster.service.servicer.running.abort("doomed")
+    cluster.service.desk.running.abort("doomed")
     trailers, messages, error = await running
     assert error is None
     assert int(trailers[TOKENS]) == messages[-1].summary.usage.num_generated_tokens > 0

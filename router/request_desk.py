@@ -1,0 +1,125 @@
+"""Where requests come in: checked, named, encoded, begun; found again by those who come back."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from outrider.errors import NotFoundError, PeerLostError
+from outrider.request import Request
+from outrider.v1 import router_pb2
+from router.answer import Answer, make_answer
+from router.answer_budget import answer_bytes
+from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
+from router.intake import complete_proto, read_request, resume_window_seconds
+from router.node_directory import NodeDirectory, ServedModel
+from router.request_flow import FlowServices, RequestFlow
+from router.request_record import RequestRecord
+from router.running_requests import RunningRequest, RunningRequests
+from router.store.base import StoredAnswer
+from router.trailers import answer_trailers
+from router.validation import check_request
+
+
+class RequestDesk:
+    """Owned by the event loop. `services` raises PeerLostError until the router serves."""
+
+    def __init__(self, nodes: NodeDirectory, services: Callable[[], FlowServices]) -> None:
+        self._nodes = nodes
+        self._services = services
+        self.running = RunningRequests()
+        self.keeper: Keeper = NoKeeper()
+        self.is_draining = False
+
+    async def open(self, proto: router_pb2.GenerateRequest) -> RunningRequest:
+        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
+        arrived_at = time.monotonic()
+        if self.is_draining:
+            raise PeerLostError("the router is draining", reason="DRAINING")
+        services, served = self._services(), self._nodes.model()
+        check_request(proto, served.info)
+        request_id = proto.request_id or str(uuid.uuid4())
+        running = self.running.enter(request_id)
+        try:
+            request = await read_request(proto, served, request_id=request_id)
+            window = resume_window_seconds(proto)
+            answer = _make_answer(request, served)
+            _begin(running, answer, served, services, arrived_at=arrived_at, window=window)
+            if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
+                fingerprint = served.info.fingerprint
+                message = complete_proto(proto, request).SerializeToString()
+                stored = stored_request(request, message, fingerprint=fingerprint, window=window)
+                running.is_kept = await self.keeper.keep(running, answer, stored)
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+    async def find(self, request_id: str) -> RunningRequest:
+        """A request whose answer can be read again, here or from a router that is gone. Raises: OutriderError."""
+        try:
+            return self.running.find_resumable(request_id)
+        except NotFoundError:
+            if self.running.has(request_id) or self.is_draining:
+                raise
+        return await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
+
+    async def abort(self, request_id: str) -> bool:
+        """Whether there was something to stop, here or on another router. Raises: StoreError."""
+        if self.running.has(request_id):
+            return self.running.abort(request_id)
+        return await self.keeper.abort(request_id)
+
+    async def restore(self, stored: StoredAnswer) -> RunningRequest:
+        """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
+        services, served = self._services(), self._nodes.model()
+        proto = router_pb2.GenerateRequest.FromString(stored.request.request)
+        running = self.running.enter(stored.request.request_id)
+        try:
+            request = await read_request(proto, served, request_id=stored.request.request_id)
+            answer = _make_answer(request, served)
+            take_known_tokens(answer, stored)
+            window = stored.request.resume_window_seconds
+            _begin(running, answer, served, services, arrived_at=time.monotonic(), window=window)
+            if stored.is_aborted:
+                running.abort()
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+
+def _make_answer(request: Request, served: ServedModel) -> Answer:
+    return make_answer(request, tokenizer=served.tokenizer, stop_token_ids=_stop_token_ids(request, served))
+
+
+def _stop_token_ids(request: Request, served: ServedModel) -> tuple[int, ...]:
+    eos_token_ids = () if request.stop.ignore_eos else served.info.eos_token_ids
+    return tuple(sorted({*eos_token_ids, *request.stop.token_ids}))
+
+
+def _begin(
+    running: RunningRequest,
+    answer: Answer,
+    served: ServedModel,
+    services: FlowServices,
+    *,
+    arrived_at: float,
+    window: float | None,
+) -> None:
+    """Starts to compute the answer. Raises: CapacityError when there is no memory for it."""
+    request = answer.request
+    num_bytes = answer_bytes(request)
+    services.answers.reserve(num_bytes)
+    record = RequestRecord(request, arrived_at)
+    stop_token_ids = _stop_token_ids(request, served)
+    running.begin(
+        answer,
+        RequestFlow(answer, record, served, services, stop_token_ids=stop_token_ids),
+        trailers=lambda: answer_trailers(
+            record, num_generated_tokens=answer.num_generated_tokens, is_kept=running.is_kept
+        ),
+        release=lambda: services.answers.release(num_bytes),
+        resume_window_seconds=window,
+    )

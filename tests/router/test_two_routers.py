@@ -1,0 +1,209 @@
+"""Routers that share a store: what one has begun another one ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import duration_pb2
+
+from outrider.errors import StoreError
+from outrider.v1 import router_pb2
+from router.fakes.decode_node import letters
+from router.store.memory import MemoryAnswerStore, MemoryRecords
+from tests.router.conftest import Cluster
+
+NUM_TOKENS = 200
+
+
+class FlakyStore(MemoryAnswerStore):
+    """Answers unless `is_lost`."""
+
+    is_lost = False
+
+    async def create(self, stored):
+        self._check()
+        await super().create(stored)
+
+    async def append(self, spans):
+        self._check()
+        await super().append(spans)
+
+    async def renew(self, request_ids):
+        self._check()
+        return await super().renew(request_ids)
+
+    async def claim(self, request_id, *, fingerprint, take_over=False):
+        self._check()
+        return await super().claim(request_id, fingerprint=fingerprint, take_over=take_over)
+
+    def _check(self):
+        if self.is_lost:
+            raise StoreError("the scripted store is lost")
+
+
+class Pair:
+    """Two routers, one set of nodes, one store."""
+
+    def __init__(self):
+        self.records = MemoryRecords()
+        self.first, self.second = Cluster(), Cluster()
+        self.second.decode, self.second.prefill = self.first.decode, self.first.prefill
+        self.second.nodes = []
+        self.stores = []
+
+    def make_store(self, owner):
+        self.stores.append(FlakyStore(owner=owner, lease_seconds=1.0, records=self.records))
+        return self.stores[-1]
+
+    async def serve(self, **config):
+        values = {"store_append_seconds": 0.05, "store_lease_seconds": 0.3} | config
+        self.first.decode.step_seconds = 0.01
+        await self.first.serve(make_store=self.make_store, **values)
+        targets = {
+            "prefill_targets": (self.first.prefill.address,),
+            "decode_targets": (self.first.decode.address,),
+        }
+        await self.second.serve(make_store=self.make_store, **values, **targets)
+        return self
+
+    def request(self, **fields):
+        window = duration_pb2.Duration(seconds=30)
+        sampling = {"max_tokens": NUM_TOKENS} | fields.pop("sampling", {})
+        return self.first.request(
+            request_id="r", resume_window=window, sampling=self.first.sampling(**sampling), **fields
+        )
+
+    async def begin(self, num_deltas=5, **fields):
+        """(the call, Started, the first deltas) on the first router."""
+        call = self.first.stub.Generate(self.request(**fields))
+        started = (await call.read()).started
+        return call, started, [(await call.read()).delta for _ in range(num_deltas)]
+
+    async def kill_first(self):
+        """As far as one process can: its server and its sessions end at once, nothing is written any more."""
+        keeper = self.first.service.desk.keeper
+        keeper._work.cancel()
+        await self.first.server.stop(None)
+        await self.first.service.nodes.stop()
+
+    async def resume(self, **next_positions):
+        positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
+        call = self.second.stub.Resume(router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=20)
+        return [message async for message in call]
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    async with asyncio.timeout(10):
+        await pair.second.stack.aclose()
+        await pair.first.stack.aclose()
+
+
+def told(messages, sample=0):
+    deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+@pytest.mark.parametrize("kind", ["one sample", "three samples", "logprobs"])
+async def test_an_answer_goes_on_at_another_router_when_its_own_is_gone(pair, kind):
+    await pair.serve()
+    n = 3 if kind == "three samples" else 1
+    fields = {"output": router_pb2.OutputOptions(top_logprobs=1)} if kind == "logprobs" else {}
+    _, started, deltas = await pair.begin(num_deltas=30, sampling={"n": n}, **fields)
+    seen = {sample: [t for d in deltas if d.sample == sample for t in d.token_ids] for sample in range(n)}
+    await pair.kill_first()
+    start = started.num_prompt_tokens
+    messages = await pair.resume(**{f"sample_{sample}": start + len(ids) for sample, ids in seen.items()})
+    again = messages[0].started
+    assert (again.seed, again.num_prompt_tokens) == (started.seed, started.num_prompt_tokens)
+    for sample, ids in seen.items():
+        assert ids + told(messages, sample) == letters(pair.first.decode.opened[0], sample)
+    assert messages[-1].HasField("summary")
+    known = pair.first.decode.opened[-1].samples[0].generated_token_ids
+    assert (len(known) > 0) == (kind != "logprobs"), "tokens are read from the store, logprobs are not there"
+
+
+async def test_a_resume_elsewhere_ends_the_stream_of_the_owner(pair):
+    await pair.serve()
+    call, _, _ = await pair.begin()
+    messages = asyncio.ensure_future(pair.resume())
+
+    async def read_on():
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(read_on(), 5)
+    failure = pair.first.failure_of(caught.value)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
+    assert told(await messages) == letters(pair.first.decode.opened[0], 0)
+    await pair.first.eventually(lambda: not pair.first.service.desk.running.has("r"))
+
+
+async def test_an_abort_reaches_the_owner_from_any_router(pair):
+    await pair.serve()
+    task = asyncio.ensure_future(pair.first.generate(pair.request(sampling={"max_tokens": 400})))
+    await pair.first.eventually(lambda: pair.first.decode.groups)
+    assert (await pair.second.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
+    answer = await task
+    assert answer.finished[0].reason == router_pb2.FINISH_REASON_ABORTED
+    assert not (await pair.second.stub.Abort(router_pb2.AbortRequest(request_id="nobody"))).aborted
+
+
+async def test_an_id_that_another_router_has_is_taken(pair):
+    await pair.serve()
+    await pair.begin()
+    assert (await pair.second.fail(pair.request())).code is grpc.StatusCode.ALREADY_EXISTS
+    await pair.second.eventually(lambda: len(pair.second.service.desk.running) == 0)
+
+
+async def test_a_finished_answer_can_be_read_at_another_router(pair):
+    await pair.serve()
+    answer = await pair.first.generate(pair.request(sampling={"max_tokens": 20}))
+    await pair.first.eventually(lambda: pair.records.get("r").is_finished)
+    await pair.kill_first()
+    assert told(await pair.resume()) == answer.token_ids()
+
+
+async def test_an_unknown_request_is_not_found(pair):
+    await pair.serve()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pair.resume()
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("store_lost", ["refuse", "serve"])
+async def test_without_the_store_running_answers_go_on_and_new_ones_get_what_is_configured(pair, store_lost):
+    await pair.serve(store_lost=store_lost)
+    call, _, _ = await pair.begin()
+    for store in pair.stores:
+        store.is_lost = True
+    other = pair.request()
+    other.request_id = "other"
+    if store_lost == "refuse":
+        failure = await pair.first.fail(other)
+        assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_LOST")
+    else:
+        second = pair.first.stub.Generate(other)
+        assert told([message async for message in second]) == letters(pair.first.decode.opened[1], 0)
+        assert ("outrider-store", "lost") in tuple(await second.trailing_metadata())
+    plain = pair.first.request(sampling=pair.first.sampling(max_tokens=5))
+    assert len((await pair.first.generate(plain)).token_ids()) == 5
+    while (message := await call.read()) is not grpc.aio.EOF:
+        last = message
+    assert last.summary.usage.num_generated_tokens == NUM_TOKENS
+
+
+async def test_a_store_that_was_emptied_is_filled_again(pair):
+    await pair.serve()
+    _, started, _ = await pair.begin()
+    pair.records.remove("r")
+    await pair.first.eventually(lambda: pair.records.get("r") is not None)
+    await pair.first.eventually(lambda: pair.records.get("r").tokens.token_ids())
+    await pair.kill_first()
+    assert told(await pair.resume(sample_0=started.num_prompt_tokens)) == letters(pair.first.decode.opened[0], 0)
