@@ -204,6 +204,6 @@ async def test_a_store_that_was_emptied_is_filled_again(pair):
     _, started, _ = await pair.begin()
     pair.records.remove("r")
     await pair.first.eventually(lambda: pair.records.get("r") is not None)
-    await pair.first.eventually(lambda: pair.records.get("r").tokens.token_ids())
+    await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
     await pair.kill_first()
     assert told(await pair.resume(sample_0=started.num_prompt_tokens)) == letters(pair.first.decode.opened[0], 0)
