@@ -44,7 +44,7 @@ class RouterConfig:
         help="From the end of a prefill to the decode node's word that KV is complete.",
     )
     no_node_timeout_seconds: float = setting(
-        15.0, at_least=0.0, at_most=3600.0, help="How long requests wait while no decode or no prefill node serves."
+        30.0, at_least=0.0, at_most=3600.0, help="How long requests wait while no decode or no prefill node serves."
     )
     resolve_interval_seconds: float = setting(
         5.0, at_least=0.1, at_most=3600.0, help="How often targets are looked up again."
