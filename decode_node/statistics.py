@@ -45,23 +45,31 @@ class RecentRates:
 
     clock: Callable[[], float] = time.monotonic
     _steps: deque[tuple[float, StepStats]] = field(default_factory=deque)
+    # Sums over these steps, so that asking does not go through all of them.
+    _num_generated_tokens: int = 0
+    _num_drafts: int = 0
+    _num_accepted: int = 0
 
     def add(self, stats: StepStats) -> None:
         self._steps.append((self.clock(), stats))
+        self._count(stats, 1)
         self._forget_old()
 
     def tokens_per_second(self) -> float:
         self._forget_old()
-        return sum(stats.num_generated_tokens for _, stats in self._steps) / RATE_WINDOW_SECONDS
+        return self._num_generated_tokens / RATE_WINDOW_SECONDS
 
     def mean_acceptance_length(self) -> float:
         """1 + accepted draft tokens for each draft; 0 where nothing was drafted."""
         self._forget_old()
-        num_drafts = sum(stats.num_drafts for _, stats in self._steps)
-        accepted = sum(stats.num_accepted_draft_tokens for _, stats in self._steps)
-        return 1.0 + accepted / num_drafts if num_drafts else 0.0
+        return 1.0 + self._num_accepted / self._num_drafts if self._num_drafts else 0.0
+
+    def _count(self, stats: StepStats, sign: int) -> None:
+        self._num_generated_tokens += sign * stats.num_generated_tokens
+        self._num_drafts += sign * stats.num_drafts
+        self._num_accepted += sign * stats.num_accepted_draft_tokens
 
     def _forget_old(self) -> None:
         oldest = self.clock() - RATE_WINDOW_SECONDS
         while self._steps and self._steps[0][0] < oldest:
-            self._steps.popleft()
+            self._count(self._steps.popleft()[1], -1)

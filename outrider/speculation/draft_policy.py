@@ -103,6 +103,7 @@ class DraftPolicy:
     _step: int = 0
     _load: _Load = field(default_factory=_Load)
     _tally: _Tally = field(default_factory=_Tally)
+    _row_price: float = 0.0
 
     def num_draft_tokens(self, sequence_id: int, *, maximum: int) -> int:
         """How many draft tokens to verify for this sequence in the next step, 0 to `maximum`."""
@@ -114,7 +115,7 @@ class DraftPolicy:
             return self._best_length(record, maximum)
         if self._step - record.off_since < RETRY_STEPS:
             return 0
-        row_price = self.row_price()
+        row_price = self._row_price
         return maximum if row_price <= 0.0 else max(1, min(maximum, int(TRIAL_CREDIT / row_price / 2)))
 
     def observe_verdict(self, sequence_id: int, num_draft: int, num_accepted: int) -> None:
@@ -132,7 +133,7 @@ class DraftPolicy:
         record.verdicts.append((num_draft, num_accepted))
         record.acceptance = None
         credit = record.credit if len(record.verdicts) < WINDOW else 0.0
-        if record.balance(self.row_price()) < -credit:
+        if record.balance(self._row_price) < -credit:
             record.off_since = self._step
 
     def observe_step(
@@ -154,13 +155,17 @@ class DraftPolicy:
             num_accepted=load.num_accepted + weight * (tally.num_accepted - load.num_accepted),
         )
         self._tally = _Tally()
+        self._row_price = self._price_of_a_row()
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended; an unknown one is fine."""
         self._records.pop(sequence_id, None)
 
     def row_price(self) -> float:
-        """Tokens that the rest of the batch would make in the time of one more row; 0 when unknown."""
+        """Tokens that the rest of the batch would make in the time of one more row; 0 when unknown. Set by each step."""
+        return self._row_price
+
+    def _price_of_a_row(self) -> float:
         load = self._load
         if load.num_sequences <= 0.0:
             return 0.0
@@ -178,7 +183,7 @@ class DraftPolicy:
 
     def _best_length(self, record: _Record, maximum: int) -> int:
         """The length whose expected accepted tokens exceed the price of its rows by most; at least 1."""
-        row_price = self.row_price()
+        row_price = self._row_price
         best, gain, best_gain, survival = 1, 0.0, float("-inf"), 1.0
         if record.acceptance is None or len(record.acceptance) < maximum:
             record.acceptance = record.acceptance_by_position(maximum)
