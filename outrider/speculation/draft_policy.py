@@ -162,7 +162,7 @@ class DraftPolicy:
         self._records.pop(sequence_id, None)
 
     def row_price(self) -> float:
-        """Tokens that the rest of the batch would make in the time of one more row; 0 when unknown. Set by each step."""
+        """Tokens that the others would make in the time of one more row, by the last step; 0 when unknown."""
         return self._row_price
 
     def _price_of_a_row(self) -> float:
