@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 FIRST_STEP_SECONDS = 1.0  # the least expected of a number of rows that was never run: a busy machine is not a death
 NEWEST_WEIGHT = 0.2
@@ -46,10 +46,10 @@ class StepProgress:
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self._clock())
 
     def expect(self, num_rows: int) -> None:
-        """The step at hand has a forward pass of so many rows."""
+        """The step at hand has a forward pass of so many rows. A new number: the expectation is a new one."""
         self._has_rows = True
         self._bucket = num_rows.bit_length()
-        self.at_hand = replace(self.at_hand, expected_seconds=self._expected_seconds())
+        self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self.at_hand.started)
 
     def pause(self) -> None:
         """The step at hand waits for others: nothing is expected of this node until `resume`."""

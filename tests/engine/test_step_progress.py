@@ -135,3 +135,17 @@ def test_a_step_without_rows_says_nothing_about_others():
     clock.advance(5.0)
     progress.end()
     assert expected_seconds(progress, 4) == 0.1
+
+
+def test_a_long_step_that_was_expected_to_be_short_before_its_rows_were_known_is_not_late():
+    clock = FakeClock()
+    progress, watcher = StepProgress(clock), ProgressDeadline(clock=clock)
+    run_step(progress, clock, num_rows=512, seconds=5.0)
+    run_step(progress, clock, num_rows=1, seconds=0.01)
+    progress.begin()
+    watcher.feed(report_of(progress))  # just then
+    progress.expect(512)
+    for _ in range(25):
+        clock.advance(0.2)
+        watcher.feed(report_of(progress))
+        assert not watcher.is_late()
