@@ -181,7 +181,9 @@ class DecodeLoop:
         return stats
 
     def _gather(self) -> Drafts:
-        drafts = self._drafts.gather(self._desk.samples_at_decode_row())
+        # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
+        may_wait = not self._cpu_turns.is_over(0.0)
+        drafts = self._drafts.gather(self._desk.samples_at_decode_row(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts

@@ -80,8 +80,8 @@ class DraftGatherer:
         if self._fallback is not None:
             self._fallback.forget(sample.sequence_id)
 
-    def gather(self, samples: Sequence[Sample]) -> Drafts:
-        """Drafts for the samples whose next row is a decode row. Waits within its budget only."""
+    def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> Drafts:
+        """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         wants: list[DraftWant] = []
         for sample in samples:
             num_wanted = self._num_wanted(sample)
@@ -89,7 +89,7 @@ class DraftGatherer:
                 wants.append(DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted))
         if not wants:
             return Drafts()
-        wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds)
+        wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
         taken = self._client.take(wants, wait_seconds=wait_seconds)
         token_ids = dict(taken.token_ids)
         missing = [want for want in wants if not token_ids.get(want.sequence_id)]

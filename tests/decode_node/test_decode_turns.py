@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from decode_node.drafts import NoDrafts, TakenDrafts
 from outrider.engine.fakes import FakeClock, ScriptedTurns
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
@@ -127,6 +128,26 @@ def test_drafts_are_chosen_by_what_a_step_costs_without_the_wait(node, turns):
     node.open(prompt=SHORT_PROMPT)
     node.run()
     assert seconds == [0.25] * 5
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_drafts_are_not_waited_for_in_a_turn_that_others_wait_for(is_wanted):
+    waits = []
+
+    class SlowDrafts(NoDrafts):
+        def take(self, wants, *, wait_seconds):
+            waits.append(wait_seconds)
+            return TakenDrafts()
+
+    node = Node(num_speculative_tokens=3, cpu_turns=ScriptedTurns(is_over=is_wanted))
+    drafts = node.loop._drafts
+    drafts._client, drafts._max_wait_seconds = SlowDrafts(), 0.5
+    node.open(prompt=SHORT_PROMPT)
+    node.iterate()
+    waits.clear()
+    drafts._last_step_seconds = 1.0
+    node.iterate()
+    assert waits == [0.0 if is_wanted else 0.2]
 
 
 def test_a_node_that_stops_while_others_compute_ends(node, turns):
