@@ -1,0 +1,110 @@
+"""Groups that come from another node, each sample with tokens of its own, where room is short."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_node.commands import DrainStarted
+from outrider.session import KvReady, Rejected, SampleDone, SampleStart
+from tests.decode_node.conftest import SHORT_PROMPT
+
+PROMPT = tuple(range(1, 30))  # eight blocks of four
+SAMPLING = {"n": 3, "max_tokens": 40}
+
+
+def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
+    """Opens what another node had come so far with: {sample: tokens}."""
+    whole = node.model.generate(prompt, sampling["max_tokens"])
+    samples = tuple(SampleStart(sample, tuple(whole[:cut])) for sample, cut in cuts.items())
+    group_id = node.open(prompt=prompt, sampling=sampling, samples=samples)
+    return group_id, whole
+
+
+def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_alike(make_scripted_node):
+    node = make_scripted_node(num_blocks=40)
+    group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
+    node.desk.take_events()
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # one of them, and little more
+    node.run()
+    assert node.num_preempted > 0
+    for sample, cut in {0: 30, 1: 12, 2: 0}.items():
+        assert node.tokens(group_id, sample) == whole[cut:]
+    node.engine.pool.release(held)
+    node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("samples", [(), (1,), (0, 2)])
+def test_a_cancel_reaches_samples_that_are_preempted(make_scripted_node, samples):
+    """Their router has had them computed elsewhere meanwhile."""
+    node = make_scripted_node(num_blocks=40)
+    group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)
+    while not node.num_preempted:
+        node.iterate()
+    before = {sample: node.tokens(group_id, sample) for sample in range(3)}
+    node.cancel(group_id, *samples)
+    node.run()
+    for sample, cut in {0: 30, 1: 12, 2: 0}.items():
+        is_cancelled = not samples or sample in samples
+        assert node.tokens(group_id, sample) == (before[sample] if is_cancelled else whole[cut:])
+    node.engine.pool.release(held)
+    node.assert_nothing_is_held()
+
+
+def test_a_cancel_reaches_samples_that_still_compute_their_own_tokens(make_scripted_node):
+    node = make_scripted_node(num_blocks=200)
+    group_id, _ = moved(node, {0: 30, 1: 12, 2: 0})
+    node.loop._handle_commands(wait=False)
+    assert node.engine.scheduler.num_running == 3
+    node.cancel(group_id, 0)
+    node.iterate()
+    assert node.tokens(group_id, 0) == []
+    node.cancel(group_id)
+    node.iterate()
+    node.assert_nothing_is_held()
+
+
+def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_node):
+    """Two samples of 36 tokens take 18 blocks at once, though they begin with one short prompt."""
+    node = make_scripted_node(num_blocks=40)
+    node.desk._admission._mean_output_tokens = 1.0
+    node.open(prompt=tuple(place % 60 for place in range(92)), sampling={"max_tokens": 5})  # 23 blocks
+    node.iterate()
+    fresh = node.open(sampling={**SAMPLING, "max_tokens": 40})
+    node.iterate()
+    assert not node.find(Rejected, fresh)
+    node.cancel(fresh)
+    group_id, _ = moved(node, {0: 33, 1: 33, 2: 0})
+    node.iterate()
+    (rejected,) = node.find(Rejected, group_id)
+    assert rejected.kv_blocks_needed > node.engine.pool.num_free_blocks
+
+
+def test_drafts_are_told_each_samples_own_tokens(make_scripted_node):
+    node = make_scripted_node(num_blocks=200, num_speculative_tokens=2)
+    told = {}
+    node.loop._drafts._client.open = lambda sequence_id, start: told.update({start.sample: start})
+    group_id, whole = moved(node, {0: 30, 2: 1})
+    node.run()
+    assert {sample: list(start.generated_token_ids) for sample, start in told.items()} == {0: whole[:30], 2: whole[:1]}
+    assert {done.sample for done in node.find(SampleDone, group_id)} == {0, 2}
+
+
+def test_a_draining_node_goes_on_with_what_it_has_until_that_is_moved(make_scripted_node):
+    node = make_scripted_node()
+    running, waiting = node.open(sampling={"max_tokens": 50}), node.open(prompt=PROMPT)
+    node.iterate()
+    node.loop.submit(DrainStarted())
+    node.iterate()
+    num_tokens = len(node.tokens(running))
+    node.iterate()
+    assert len(node.tokens(running)) == num_tokens + 1
+    node.push(waiting, PROMPT)
+    node.iterate()
+    assert node.find(KvReady, waiting)
+    assert not node.loop.is_drained
+    node.cancel(running)  # the other node's first token has won
+    node.cancel(waiting)
+    node.iterate()
+    assert node.loop.is_drained
+    node.assert_nothing_is_held()
