@@ -12,13 +12,21 @@ GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def free_main_memory_bytes(*, groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """The least of what is available on the machine and what each control group above this process leaves."""
-    available: int = psutil.virtual_memory().available
-    return max(0, min([available, *_left_in_groups(groups, membership)]))
+def free_main_memory_bytes(
+    *, groups: Path = GROUPS, membership: Path = MEMBERSHIP, mapped_bytes: int | None = None
+) -> int:
+    """The least of what is available on the machine and what each control group above this process leaves.
+
+    The system takes all pages of files for memory that can be had again. Those that this
+    process maps, its weights above all, it needs in every step: they are not free.
+    `mapped_bytes` of them are resident; by default what the system says.
+    """
+    mapped = int(psutil.Process().memory_info().shared) if mapped_bytes is None else mapped_bytes
+    available: int = psutil.virtual_memory().available - mapped
+    return max(0, min([available, *_left_in_groups(groups, membership, mapped)]))
 
 
-def _left_in_groups(groups: Path, membership: Path) -> Iterator[int]:
+def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int]:
     """Bytes left in each group that has a limit, of both versions of control groups.
 
     A container sees its own group as the root of the hierarchy, whatever name the host
@@ -31,10 +39,10 @@ def _left_in_groups(groups: Path, membership: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            root, limit, usage, cache = groups, "memory.max", "memory.current", "inactive_file"
+            root, limit, usage, prefix = groups, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             root = groups / "memory"
-            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            limit, usage, prefix = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         group = root / name.strip("/")
@@ -42,7 +50,9 @@ def _left_in_groups(groups: Path, membership: Path) -> Iterator[int]:
             with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or it says "max"
                 bound = int((folder / limit).read_text())
                 used = int((folder / usage).read_text())
-                rows = (row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                yield bound - used + int(dict(rows)[cache])  # the page cache of files makes room where it is needed
+                rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                inactive, active = (int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
+                # The page cache of files makes room where it is needed, but for what is mapped here.
+                yield bound - used + min(inactive, max(0, inactive + active - mapped))
             if folder == root:
                 break

@@ -9,8 +9,8 @@ from outrider.engine.memory import free_main_memory_bytes
 
 MIB = 2**20
 FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
 }
 UNLIMITED = {1: "9223372036854771712", 2: "max"}
 
@@ -23,19 +23,20 @@ def machine(request, tmp_path):
         version = request.param
         root = tmp_path / "memory" if request.param == 1 else tmp_path
 
-        def add(self, group, *, limit, used, cache=0):
+        def add(self, group, *, limit, used, cache=0, active=0):
             folder = self.root / group
             folder.mkdir(parents=True, exist_ok=True)
-            limit_file, usage_file, cache_name = FILES[self.version]
+            limit_file, usage_file, prefix = FILES[self.version]
             (folder / limit_file).write_text(f"{limit}\n")
             (folder / usage_file).write_text(f"{used}\n")
-            (folder / "memory.stat").write_text(f"anon 1\n{cache_name} {cache}\nactive_anon 2\n")
+            files = f"{prefix}inactive_file {cache}\n{prefix}active_file {active}\n"
+            (folder / "memory.stat").write_text(f"anon 1\n{files}active_anon 2\n")
 
-        def free(self, group):
+        def free(self, group, *, mapped=0):
             membership = tmp_path / "membership"
             other = "12:cpu,cpuacct:/elsewhere\n"
             membership.write_text(other + (f"4:memory:/{group}\n" if self.version == 1 else f"0::/{group}\n"))
-            return free_main_memory_bytes(groups=tmp_path, membership=membership)
+            return free_main_memory_bytes(groups=tmp_path, membership=membership, mapped_bytes=mapped)
 
     return Machine()
 
@@ -47,6 +48,16 @@ def available():
 def test_a_limit_leaves_what_is_not_used_and_what_files_only_borrow(machine):
     machine.add("docker/abc", limit=300 * MIB, used=200 * MIB, cache=50 * MIB)
     assert machine.free("docker/abc") == 150 * MIB
+
+
+def test_pages_of_files_that_this_process_maps_are_not_free(machine):
+    machine.add("a", limit=900 * MIB, used=600 * MIB, cache=400 * MIB, active=100 * MIB)
+    assert machine.free("a", mapped=100 * MIB) == 700 * MIB  # they may all be among the active ones
+    assert machine.free("a", mapped=350 * MIB) == 450 * MIB
+    assert machine.free("a", mapped=800 * MIB) == 300 * MIB
+    machine.add("b", limit=UNLIMITED[machine.version], used=0)
+    all_of_it = psutil.virtual_memory().available
+    assert machine.free("b", mapped=all_of_it // 2) == pytest.approx(all_of_it / 2, rel=0.2)
 
 
 def test_a_container_whose_group_is_the_root_is_within_its_limit(machine):
