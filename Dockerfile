@@ -1,15 +1,16 @@
 # One image for all four roles; compose.yaml says which one a container runs.
 #
 #   docker build -t outrider .
-#   docker build -t outrider:cuda --build-arg TORCH_INDEX_URL= .     # PyPI's torch carries CUDA
+#   docker build -t outrider:cuda --build-arg TORCH_BUILD=cuda .
+#   docker build --secret id=pip_conf,src=$HOME/.config/pip/pip.conf …     # another package index, with its password
 #
+# Build arguments stay in the image's history: none of them takes an address, which could hold a password.
 # What changes seldom comes first: a change of our code rebuilds the wheel and one small layer.
+
+# For a build that can be repeated, name the digest too: python:3.11-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS python
-# Another package index than pip's own; not set: pip's configuration decides.
-ARG PIP_INDEX_URL
-ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 # ---------------------------------------------------------------- the requirements, as text
@@ -31,21 +32,24 @@ PYTHON
 
 # ---------------------------------------------------------------- everything but ourselves
 FROM python AS dependencies
-# Where torch without CUDA is found; empty: the package index, whose torch brings CUDA.
-ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# cpu: torch without CUDA, from PyTorch's index or pip's own; cuda: as the package index has it.
+ARG TORCH_BUILD=cpu
 COPY --from=requirements /torch.txt /usr/local/share/outrider/
 # By itself and without its own requirements, so that nothing else can come from that index. Headers,
 # tests and build tools go at once; torch_shm_manager is looked for at import.
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m pip install --no-compile --no-deps ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} \
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
+    case "$TORCH_BUILD" in cpu) index=https://download.pytorch.org/whl/cpu;; cuda) index=;; \
+        *) echo "TORCH_BUILD is cpu or cuda, not $TORCH_BUILD"; exit 1;; esac \
+    && PIP_CONFIG_FILE=/run/secrets/pip_conf \
+        python -m pip install --no-compile --no-deps ${index:+--extra-index-url "$index"} \
         -r /usr/local/share/outrider/torch.txt \
     && torch="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch" \
     && rm -rf "$torch/include" "$torch/test" "$torch/share" \
     && find "$torch/bin" -type f ! -name torch_shm_manager -delete
 # Compiled on all cores, which pip does not do; the files never change, so nobody need look at their times.
 COPY --from=requirements /requirements.txt /constraints.txt /usr/local/share/outrider/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m pip install --no-compile \
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
+    PIP_CONFIG_FILE=/run/secrets/pip_conf python -m pip install --no-compile \
         -c /usr/local/share/outrider/constraints.txt -r /usr/local/share/outrider/requirements.txt \
     && python -m compileall -q -j 0 -x '/tests/|/torch/testing/_internal/' --invalidation-mode unchecked-hash \
         "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
@@ -56,7 +60,8 @@ FROM python AS wheel
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
-RUN --mount=type=cache,target=/root/.cache/pip python -m pip install 'setuptools>=77'
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
+    PIP_CONFIG_FILE=/run/secrets/pip_conf python -m pip install 'setuptools>=77'
 WORKDIR /source
 # The kernels first: they take the longest to compile, and stay as long as their sources do.
 COPY outrider/__init__.py outrider/cache_directory.py outrider/
@@ -68,6 +73,15 @@ RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
 # ---------------------------------------------------------------- what runs
 FROM dependencies AS runtime
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+# The commit that was built: --build-arg REVISION="$(git rev-parse HEAD)"
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Outrider" \
+    org.opencontainers.image.description="A language-model server in four gRPC services" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="${REVISION}" \
+    org.opencontainers.image.base.name="docker.io/library/${PYTHON_IMAGE}"
 RUN groupadd --gid 10001 outrider \
     && useradd --uid 10001 --gid outrider --no-create-home --home-dir /var/lib/outrider \
         --shell /usr/sbin/nologin outrider \

@@ -172,7 +172,7 @@ def test_the_gpu_files_ask_for_devices_and_the_cuda_build(project):
     config = json.loads(merged.run("config", "--format", "json").stdout)
     services = config["services"]
     assert {service["image"] for service in services.values()} == {"outrider:cuda"}
-    assert services["model"]["build"]["args"]["TORCH_INDEX_URL"] == ""
+    assert services["model"]["build"]["args"]["TORCH_BUILD"] == "cuda"
     for role in ("prefill_node", "decode_node"):
         (device,) = services[role]["deploy"]["resources"]["reservations"]["devices"]
         assert device["driver"] == "nvidia"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider import __version__
 from outrider.cli.config import ROLES, sections_of
 from outrider.config import load_config
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
@@ -118,3 +119,14 @@ def test_the_build_context_has_what_the_wheel_is_made_of():
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE", "outrider", *ROLES} == set(allowed)
     assert all((ROOT / name).exists() for name in allowed)
+
+
+def test_the_build_takes_no_argument_that_could_hold_a_credential(compose):
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    arguments = {line.split()[1].partition("=")[0] for line in lines if line.startswith("ARG ")}
+    assert arguments == {"PYTHON_IMAGE", "TORCH_BUILD", "REVISION"}  # none is an address
+    assert set(compose["services"]["model"]["build"]["args"]) <= arguments
+
+
+def test_the_image_is_labelled_with_this_version():
+    assert f'org.opencontainers.image.version="{__version__}"' in (ROOT / "Dockerfile").read_text(encoding="utf-8")
