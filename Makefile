@@ -12,6 +12,8 @@ INSTALLED := $(VENV)/.installed
 KERNELS := outrider/engine/cpu_kernels
 LIBRARIES := $(KERNELS)/libraries/manifest.json
 READY := $(INSTALLED) $(LIBRARIES)
+# Compiling all packages to bytecode takes as long as the rest of the install; Python does it for what is imported.
+PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -21,8 +23,9 @@ help: ## This list
 # First what is one file for everybody, compared by hash; then torch, of which each index has another build, and us.
 $(INSTALLED): pyproject.toml setup.py constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[node,dev]'
+	rm -rf $(KERNELS)/libraries  # those of older sources would be refused; the cache gives back what is still good
+	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
+	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
 	touch $@
 
 # What makes releases, not what is released.
