@@ -117,7 +117,7 @@ class DecodeLoop:
     def _attend(self, *, wait: bool = False) -> None:
         """To commands; with `wait` until there is one, for a little while."""
         self._handle_commands(wait=wait)
-        self._desk.tend_reservations()
+        self._desk.tend_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 

@@ -27,6 +27,7 @@ from outrider.faults import fault_point
 from outrider.session import (
     Rejected,
     RejectReason,
+    SampleStart,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
@@ -65,6 +66,7 @@ class GroupDesk:
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
+        self._led: dict[SequenceGroup, None] = {}  # whose first sample computes what all begin with
         self.is_draining = False
 
     @property
@@ -180,7 +182,12 @@ class GroupDesk:
     def transfer_failed(self, command: TransferFailed) -> None:
         self._reservations.fail(command.transfer_id, command.reason)
 
-    def tend_reservations(self) -> None:
+    def tend_groups(self) -> None:
+        """Starts what can start, and gives up what nobody fills."""
+        for group in tuple(self._led):
+            (leader,) = group.samples.values()
+            if leader.sequence.num_computed >= len(group.shared_token_ids):
+                self._start_followers(group, leader)
         starting, overdue = self._reservations.tend()
         for group in starting:
             self._start_samples(group)
@@ -190,34 +197,55 @@ class GroupDesk:
     def _start_samples(self, group: SequenceGroup) -> None:
         """The samples share the blocks of what they begin with; the first write into a shared one copies it.
 
-        What a sample has of its own already, it computes in its first rows.
+        Where much of that is missing, the first sample computes it and the others follow. What
+        a sample has of its own already, it computes in its first rows.
         """
-        opened, kv = group.opened, group.kv
+        kv, group.kv = group.kv, None
         assert kv is not None
-        starts = group.wanted_samples
-        tables = [kv, *(kv.fork() for _ in starts[1:])]
-        group.kv = None
-        for start, table in zip(starts, tables, strict=True):
-            sequence = EngineSequence(
-                key=self._groups.next_sequence_id(),
-                token_ids=list(opened.known_token_ids(start)),
-                kv=table,
-                priority=opened.priority,
-                arrival=group.arrival,
-            )
-            sampling = self._engine.sampler.start(
-                opened.sampling,
-                sample=start.sample,
-                prompt_token_ids=opened.prompt_token_ids,
-                generated_token_ids=start.generated_token_ids,
-                stop_token_ids=opened.stop_token_ids,
-                logprobs=opened.logprobs,
-            )
-            sample = Sample(group, start.sample, sequence, sampling, frozenset(opened.stop_token_ids))
-            self._groups.add_sample(sample)
-            self._engine.scheduler.add_running(sequence)
-            self._drafts.open(sample)
+        first, *others = group.wanted_samples
+        if len(group.shared_token_ids) - kv.num_tokens > self._max_local_prefill_tokens and others:
+            group.followers, others = others, []
+            self._led[group] = None
+        tables = [kv.fork() for _ in others]
+        self._start_sample(group, first, kv)
+        for start, table in zip(others, tables, strict=True):
+            self._start_sample(group, start, table)
         fault_point("decode.before_first_token")
+
+    def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
+        """The leader has computed what all begin with, or ends: the others have as much of it as there is."""
+        del self._led[group]
+        starts, group.followers = group.followers, []
+        num_shared, kv = len(group.shared_token_ids), leader.sequence.kv
+        for start in starts:
+            if kv is None:  # preempted
+                table = SequenceKV.create(self._engine.pool, group.shared_token_ids, max_cached_tokens=num_shared)
+            else:
+                table = kv.fork()
+                table.truncate(min(table.num_tokens, num_shared))
+            self._start_sample(group, start, table)
+
+    def _start_sample(self, group: SequenceGroup, start: SampleStart, kv: SequenceKV) -> None:
+        opened = group.opened
+        sequence = EngineSequence(
+            key=self._groups.next_sequence_id(),
+            token_ids=list(opened.known_token_ids(start)),
+            kv=kv,
+            priority=opened.priority,
+            arrival=group.arrival,
+        )
+        sampling = self._engine.sampler.start(
+            opened.sampling,
+            sample=start.sample,
+            prompt_token_ids=opened.prompt_token_ids,
+            generated_token_ids=start.generated_token_ids,
+            stop_token_ids=opened.stop_token_ids,
+            logprobs=opened.logprobs,
+        )
+        sample = Sample(group, start.sample, sequence, sampling, frozenset(opened.stop_token_ids))
+        self._groups.add_sample(sample)
+        self._engine.scheduler.add_running(sequence)
+        self._drafts.open(sample)
 
     def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
         event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
@@ -244,6 +272,7 @@ class GroupDesk:
                 self._free(group)
             return
         for index in command.cancel.samples:
+            group.followers = [start for start in group.followers if start.sample != index]
             sample = group.samples.get(index)
             if sample is not None:
                 self._drop(sample)
@@ -274,6 +303,8 @@ class GroupDesk:
         self._free(group)
 
     def _free(self, group: SequenceGroup) -> None:
+        self._led.pop(group, None)
+        group.followers.clear()
         if group.is_waiting_for_kv:
             self._reservations.drop(group)
         for sample in tuple(group.samples.values()):
@@ -281,6 +312,8 @@ class GroupDesk:
         self._groups.remove(group)
 
     def _drop(self, sample: Sample) -> None:
+        if sample.group in self._led:
+            self._start_followers(sample.group, sample)
         self._engine.scheduler.remove(sample.sequence)
         self._drafts.close(sample)
         self._groups.remove_sample(sample)

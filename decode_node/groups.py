@@ -49,11 +49,12 @@ class SequenceGroup:
     is_waiting_for_kv: bool = False
     cancelled_samples: set[int] = field(default_factory=set)  # before they could start
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished ones, by index
+    followers: list[SampleStart] = field(default_factory=list)  # start when the only sample has computed what is shared
 
     @property
     def unstarted_samples(self) -> list[SampleStart]:
         """Those that start when the KV is there."""
-        return self.wanted_samples if self.is_waiting_for_kv else []
+        return self.wanted_samples if self.is_waiting_for_kv else self.followers
 
     def tables(self) -> Iterator[SequenceKV]:
         """The block tables that it holds: the reservation's, or its samples'."""

@@ -23,6 +23,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
+    KvFailed,
     OpenSequenceGroup,
     RetargetSequenceGroup,
     SampleTokens,
@@ -89,6 +90,8 @@ class Sessions:
         for addressed in events:
             session = self._sessions.get(addressed.session_id)
             if session is not None:
+                if isinstance(addressed.event, KvFailed):
+                    _log.warning("kv transfer failed", router=session.router, reason=addressed.event.message)
                 session.events.append(addressed.event)
                 woken.add(addressed.session_id)
                 if len(session.events) > MAX_UNSENT_EVENTS:

@@ -79,6 +79,64 @@ def test_without_a_prefill_node_the_node_computes_what_is_missing(node, has_fail
     node.assert_nothing_is_held()
 
 
+class RowCounter:
+    """Rows of every forward pass of a node."""
+
+    def __init__(self, node):
+        self.num_rows, forward = 0, node.engine.runner.forward
+
+        def count(sequences):
+            self.num_rows += sum(len(rows.token_ids) for rows in sequences)
+            return forward(sequences)
+
+        node.engine.runner.forward = count
+
+
+@pytest.mark.parametrize("cancelled", [(), (0,), (2,), (0, 2)])
+def test_what_all_samples_begin_with_is_computed_once(node, cancelled):
+    rows = RowCounter(node)
+    group_id = node.open(prompt=PROMPT, sampling={"n": 3})
+    node.granted(group_id)
+    node.retarget(group_id, b"")
+    node.loop._handle_commands(wait=False)
+    assert node.engine.scheduler.num_running == 1
+    assert node.desk.num_sequences_free == 16 - 3
+    if cancelled:
+        node.cancel(group_id, *cancelled)
+    node.run()
+    for sample in range(3):
+        assert node.tokens(group_id, sample) == ([] if sample in cancelled else node.model.generate(PROMPT, 5))
+    if not cancelled:
+        assert rows.num_rows == len(PROMPT) - 1 + 3 * 5
+    node.assert_nothing_is_held()
+
+
+def test_the_others_go_on_when_the_first_sample_ends_with_its_first_token(node):
+    whole = node.model.generate(PROMPT, 6)
+    group_id = node.open(
+        prompt=PROMPT,
+        sampling={"n": 2, "max_tokens": 6},
+        samples=(SampleStart(0, tuple(whole[:5])), SampleStart(1, tuple(whole[:3]))),
+    )
+    node.granted(group_id)
+    node.retarget(group_id, b"")
+    node.run()
+    assert node.tokens(group_id, 0) == whole[5:]
+    assert node.tokens(group_id, 1) == whole[3:]
+    node.assert_nothing_is_held()
+
+
+def test_a_group_that_is_cancelled_while_its_first_sample_computes_leaves_nothing(node):
+    group_id = node.open(prompt=PROMPT, sampling={"n": 3})
+    node.granted(group_id)
+    node.retarget(group_id, b"")
+    node.loop._handle_commands(wait=False)
+    node.cancel(group_id)
+    node.run()
+    assert node.tokens(group_id) == []
+    node.assert_nothing_is_held()
+
+
 def test_a_retarget_replaces_a_transfer_under_way_without_a_failure(node):
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
