@@ -148,7 +148,7 @@ def real(start_cluster):
 def store_server(tmp_path):
     """An empty server of Valkey's protocol."""
     if store_servers.PROGRAM is None:
-        pytest.skip("neither valkey-server nor redis-server is on the path (Debian: apt-get install redis-server)")
+        pytest.skip(store_servers.MISSING)
     with store_servers.StoreServer(tmp_path) as server:
         yield server
 

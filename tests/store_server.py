@@ -15,6 +15,7 @@ from outrider.rpc.credentials import TlsConfig
 
 WAIT_SECONDS = 20.0
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
+MISSING = "neither valkey-server nor redis-server is on the path (Debian: apt-get install redis-server)"
 
 
 class StoreServer:

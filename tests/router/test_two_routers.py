@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
 
+from outrider.client import AsyncClient
 from outrider.errors import StoreError
 from outrider.v1 import router_pb2
 from router.fakes.decode_node import letters
@@ -207,3 +208,41 @@ async def test_a_store_that_was_emptied_is_filled_again(pair):
     await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
     await pair.kill_first()
     assert told(await pair.resume(sample_0=started.num_prompt_tokens)) == letters(pair.first.decode.opened[0], 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"top_logprobs": 2}, {"echo": True, "stop": ["nothing"]}])
+async def test_a_program_that_streams_does_not_notice(pair, options):
+    await pair.serve()
+    options = {"seed": 4, "max_tokens": 80, **options}
+
+    async def run(targets, strike=None):
+        logprobs = []
+        async with AsyncClient(targets) as client, client.generate("a prompt", **options) as stream:
+            num_deltas = 0
+            async for delta in stream:
+                logprobs += [(delta.sample, entry) for entry in delta.logprobs]
+                num_deltas += 1
+                if strike is not None and num_deltas == 20:
+                    await strike()
+        samples = range(options.get("n", 1))
+        return [(stream.text(k), stream.token_ids(k), stream.finished[k]) for k in samples], logprobs, stream
+
+    undisturbed, logprobs, whole = await run(pair.second.address)
+    answer, logprobs_again, stream = await run([pair.first.address, pair.second.address], pair.kill_first)
+    assert answer == undisturbed
+    assert logprobs_again == logprobs
+    assert stream.summary.usage.num_generated_tokens == whole.summary.usage.num_generated_tokens
+
+
+async def test_an_answer_that_a_client_leaves_is_stopped_on_whichever_router_has_it(pair):
+    await pair.serve()
+    async with AsyncClient([pair.first.address, pair.second.address]) as client:
+        async with client.generate("a prompt", seed=4, max_tokens=500) as stream:
+            num_deltas = 0
+            async for _ in stream:
+                num_deltas += 1
+                if num_deltas == 5:
+                    await pair.kill_first()
+                if num_deltas == 30:
+                    break
+        await pair.second.eventually(lambda: pair.first.decode.num_blocks_used == 0, what="blocks on the decode node")
