@@ -115,8 +115,8 @@ class Continuation:
             raise error
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
             return self._sent_again(error)
-        if step.method == "Generate" and isinstance(error, AlreadyRunningError) and not is_first:
-            return self._paused(step.target, self._resume())  # an earlier call reached it after all
+        if isinstance(error, AlreadyRunningError) and not is_first:
+            return self._paused(step.target, self._resume())  # an earlier call reached it after all, or just does
         if not isinstance(error, (PeerLostError, CapacityError)) and not _was_cancelled_there(error):
             raise error
         if not self._record.has_started and self._num_failures >= len(self._targets):

@@ -200,7 +200,8 @@ def test_an_id_that_is_in_use_is_an_error_and_is_not_aborted(reader_of, start):
 def test_no_room_while_resuming_is_waited_for(reader_of, start):
     serving = start()
     full = CapacityError("full", retry_after_seconds=0.1)
-    serving.router.faults = [4, full, full, PeerLostError("no node", reason="NO_NODE"), None]
+    taking_over = AlreadyRunningError("another call is taking it over")
+    serving.router.faults = [4, full, full, PeerLostError("no node", reason="NO_NODE"), taking_over, None]
     reader = reader_of(serving.address)
     assert_whole(reader, reader.generate(resume_window_seconds=10.0))
 
