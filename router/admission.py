@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
-from router.placement import FULL_SECONDS, Demand, Place
+from router.placement import Demand, Place
 
 _MAX_RETRY_SECONDS = 30.0
+LOOK_AGAIN_SECONDS = 0.25
+"""How often the head of the queue is offered to placement when no report does it."""
 
 
 class Places(Protocol):
@@ -188,7 +190,7 @@ class Admission:
     def _set_timer(self) -> None:
         """Looks again after a while even if nothing changes: nodes that were full, nodes that never come."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FULL_SECONDS, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -41,8 +41,7 @@ class Completed:
 class Refused:
     """The decode node keeps nothing of it."""
 
-    reason: RejectReason
-    message: str
+    rejected: Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +213,7 @@ class Attempt:
                     self._take_grant(event)
                 case Rejected():
                     self._running.clear()
-                    self._finish(Refused(event.reason, event.message))
+                    self._finish(Refused(event))
                 case KvReady():
                     self.figures.kv_ready = event
                     if self._hand_off is not None:
@@ -297,11 +296,9 @@ class Attempt:
             if self._running:
                 session.cancel(self._opened.sequence_group_id)
         self.place.decode.remove_listener(self)
-        has_no_room = isinstance(self.outcome, Refused) and self.outcome.reason in (
-            RejectReason.NO_ROOM,
-            RejectReason.DRAINING,
-        )
-        self.place.release(is_full=has_no_room)
+        rejected = self.outcome.rejected if isinstance(self.outcome, Refused) else None
+        has_no_room = rejected is not None and rejected.reason in (RejectReason.NO_ROOM, RejectReason.DRAINING)
+        self.place.release(rejected if has_no_room else None)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import xxhash
 
 from outrider.node import NodeLoad
+from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
 from router.node_directory import NodeDirectory
 from router.node_link import DecodeLink, NodeLink, PrefillLink
 
@@ -22,10 +23,6 @@ Link = TypeVar("Link")
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 65_536
 """Chunks that are remembered, over all nodes: 2 million prompt tokens."""
-FULL_SECONDS = 0.25
-MAX_FULL_SECONDS = 2.0
-"""A decode node that had no room is asked again when a report shows more room, or after so long: the prompt goes
-over the wire with each question. The pause doubles from refusal to refusal."""
 PREFIX_WORTH_SEQUENCES = 4
 """A node that holds the prompt's prefix may run this many more sequences than another and is still preferred."""
 
@@ -78,16 +75,26 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refusal:
-    """A decode node had no room."""
+class Refusal:
+    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing."""
 
-    seconds: float  # until it is asked again all the same
-    until: float
-    load: NodeLoad  # by its last report then
+    not_before: float  # monotonic seconds
+    until: float  # then it is asked whatever the report shows
+    kv_blocks_needed: int
+    num_sequences_needed: int
+
+    @classmethod
+    def of(cls, rejected: Rejected, *, now: float) -> Refusal:
+        return cls(
+            not_before=now + rejected.wait_seconds,
+            until=now + NO_ROOM_RETRY_SECONDS,
+            kv_blocks_needed=rejected.kv_blocks_needed,
+            num_sequences_needed=rejected.num_sequences_needed,
+        )
 
     def is_over(self, load: NodeLoad, now: float) -> bool:
-        has_more_room = load.kv_blocks_free > self.load.kv_blocks_free or load.num_running < self.load.num_running
-        return now >= self.until or has_more_room
+        has_room = load.kv_blocks_free >= self.kv_blocks_needed and load.num_sequences_free >= self.num_sequences_needed
+        return now >= self.until or (now >= self.not_before and has_room)
 
 
 class Place:
@@ -119,11 +126,11 @@ class Place:
         if num_tokens:
             self._placement.release_prefill(self.prefill, num_tokens)
 
-    def release(self, *, is_full: bool = False) -> None:
-        """`is_full`: the decode node had no room."""
+    def release(self, rejected: Rejected | None = None) -> None:
+        """`rejected`: the decode node had no room."""
         if self._holds_decode:
             self._holds_decode = False
-            self._placement.release_decode(self.decode, is_full=is_full)
+            self._placement.release_decode(self.decode, rejected)
         self.release_prefill()
 
 
@@ -148,7 +155,7 @@ class Placement:
         self._clock = clock
         self._outstanding: dict[PrefillLink, int] = {}  # uncached prompt tokens that this router sent
         self._num_placed: dict[DecodeLink, int] = {}  # requests that this router placed
-        self._refusals: WeakKeyDictionary[DecodeLink, _Refusal] = WeakKeyDictionary()
+        self._refusals: WeakKeyDictionary[DecodeLink, Refusal] = WeakKeyDictionary()
         self._num_chosen = 0
         self._chosen_at: WeakKeyDictionary[NodeLink, int] = WeakKeyDictionary()  # equals take turns
         self._held_by_decode = PrefixMap()
@@ -215,12 +222,10 @@ class Placement:
         _set_or_drop(self._outstanding, prefill, left)
         self._on_room()
 
-    def release_decode(self, decode: DecodeLink, *, is_full: bool) -> None:
+    def release_decode(self, decode: DecodeLink, rejected: Rejected | None) -> None:
         _set_or_drop(self._num_placed, decode, self._num_placed[decode] - 1)
-        refusal = self._refusals.pop(decode, None)
-        if is_full and decode.report is not None:
-            seconds = FULL_SECONDS if refusal is None else min(2 * refusal.seconds, MAX_FULL_SECONDS)
-            self._refusals[decode] = _Refusal(seconds, self._clock() + seconds, decode.report.load)
+        if rejected is not None:
+            self._refusals[decode] = Refusal.of(rejected, now=self._clock())
         self._on_room()
 
     def _choose_decode(self, demand: Demand, *, must_be_timely: bool) -> DecodeLink | None:

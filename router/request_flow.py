@@ -19,7 +19,7 @@ from outrider.errors import InternalError, InvalidRequestError, OutriderError, P
 from outrider.faults import fault_point
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
-from outrider.session import Granted, RejectReason, SampleDone, SampleTokens
+from outrider.session import Granted, Rejected, RejectReason, SampleDone, SampleTokens
 from router.admission import Admission, Waiting
 from router.answer import Answer
 from router.answer_budget import AnswerBudget
@@ -137,9 +137,9 @@ class RequestFlow(AttemptListener):
                 case Completed():
                     self._drop(attempt)
                     self._last = attempt
-                case Refused(reason, message):
+                case Refused(rejected):
                     self._drop(attempt)
-                    self._take_refusal(attempt, reason, message)
+                    self._take_refusal(attempt, rejected)
                 case Lost(error, cause):
                     self._drop(attempt)
                     self._take_loss(attempt, error, cause)
@@ -245,15 +245,16 @@ class RequestFlow(AttemptListener):
 
     # ------------------------------------------------------------ outcomes
 
-    def _take_refusal(self, attempt: Attempt, reason: RejectReason, message: str) -> None:
+    def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
         """The request goes back to its turn in the queue, unless no node can ever take it."""
-        match reason:
+        match rejected.reason:
             case RejectReason.TOO_LARGE:
                 self._excluded |= {attempt.incarnation}
                 if not self._attempts and not self._services.placement.can_fit_elsewhere(self._excluded):
-                    raise InvalidRequestError(message, field="prompt", reason="TOO_LARGE")
+                    raise InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")
             case RejectReason.INVALID:
-                raise InternalError(f"decode node {attempt.place.decode.name} calls the request invalid: {message}")
+                name = attempt.place.decode.name
+                raise InternalError(f"decode node {name} calls the request invalid: {rejected.message}")
 
     def _take_loss(self, attempt: Attempt, error: PeerLostError, cause: str) -> None:
         """Raises: PeerLostError after too many of them without a new token."""

@@ -102,8 +102,10 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         session_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
 
     def load(self) -> NodeLoad:
+        num_running = sum(len(group.tokens) for group in self.groups)
         return NodeLoad(
-            num_running=sum(len(group.tokens) for group in self.groups),
+            num_running=num_running,
+            num_sequences_free=max(self.max_running - num_running, 0),
             kv_blocks_total=self.num_blocks,
             kv_blocks_free=self.num_blocks - self.num_blocks_used,
         )
@@ -212,7 +214,15 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             )
             return
         if num_blocks > load.kv_blocks_free or load.num_running + num_samples > self.max_running:
-            session.say(Rejected(sequence_group_id=group_id, reason=RejectReason.NO_ROOM, message="no room"))
+            session.say(
+                Rejected(
+                    sequence_group_id=group_id,
+                    reason=RejectReason.NO_ROOM,
+                    message="no room",
+                    kv_blocks_needed=num_blocks,
+                    num_sequences_needed=num_samples,
+                )
+            )
             return
         group = FakeGroup(
             opened=opened,

@@ -7,9 +7,11 @@ import asyncio
 import pytest
 
 from outrider.errors import CapacityError, PeerLostError
+from outrider.node import NodeLoad
+from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
 from router.admission import Admission, Waiting
 from router.answer_budget import AnswerBudget
-from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, prefix_hashes
+from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, Refusal, prefix_hashes
 
 
 class FakePlace:
@@ -119,6 +121,24 @@ async def test_without_nodes_everyone_who_waits_is_told():
     admission.pump()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, PeerLostError) for result in results)
+
+
+def test_a_node_without_room_is_asked_again_when_a_report_shows_what_was_missing():
+    rejected = Rejected(
+        sequence_group_id=b"",
+        reason=RejectReason.NO_ROOM,
+        message="",
+        kv_blocks_needed=10,
+        num_sequences_needed=2,
+        wait_seconds=0.5,
+    )
+    refusal = Refusal.of(rejected, now=100.0)
+    room = NodeLoad(kv_blocks_free=10, num_sequences_free=2)
+    assert refusal.is_over(room, 100.5)
+    assert not refusal.is_over(room, 100.4), "another router goes first"
+    assert not refusal.is_over(NodeLoad(kv_blocks_free=9, num_sequences_free=2), 101.0)
+    assert not refusal.is_over(NodeLoad(kv_blocks_free=10, num_sequences_free=1), 101.0)
+    assert refusal.is_over(NodeLoad(), 100.0 + NO_ROOM_RETRY_SECONDS)
 
 
 def test_prefixes_are_known_by_whole_chunks_and_by_node():
