@@ -159,6 +159,7 @@ class Client:
         }
         self._stubs = {target: router_pb2_grpc.RouterServiceStub(channel) for target, channel in self._channels.items()}
         self._streams: weakref.WeakSet[GenerateStream] = weakref.WeakSet()
+        self._streams_lock = threading.Lock()
 
     @property
     def target(self) -> str:
@@ -240,7 +241,9 @@ class Client:
     def close(self) -> None:
         """Cancels what runs, and disconnects."""
         self._closed.set()
-        for stream in list(self._streams):
+        with self._streams_lock:
+            streams = list(self._streams)
+        for stream in streams:
             stream.cancel()
         for channel in self._channels.values():
             channel.close()
@@ -263,7 +266,8 @@ class Client:
             targets=self._targets,
             attempts=Attempts(self._retry, timeout_seconds=timeout_seconds),
         )
-        self._streams.add(stream)
+        with self._streams_lock:
+            self._streams.add(stream)
         return stream
 
     def _abort_anywhere(self, request_id: str) -> None:

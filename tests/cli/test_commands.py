@@ -121,6 +121,11 @@ def test_generate_streams_text(target, capsys):
     assert "seed 7" in shown.err
 
 
+def test_generate_takes_several_routers_and_does_without_one_of_them(target, capsys):
+    assert main(["generate", "one two three", f"--target=127.0.0.1:1,{target.removeprefix('--target=')}"]) == 0
+    assert capsys.readouterr().out == "one two three\n"
+
+
 def test_generate_answers_with_json(target, capsys):
     assert main(["generate", "one two", target, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
