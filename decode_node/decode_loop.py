@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from decode_node.commands import (
     AddressedEvent,
@@ -28,11 +29,12 @@ from decode_node.commands import (
     TransferCompleted,
     TransferFailed,
 )
-from decode_node.draft_gathering import DraftGatherer, Drafts
+from decode_node.draft_gathering import DraftGatherer
 from decode_node.group_desk import GroupDesk
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.statistics import StepStats
+from decode_node.step_drafts import StepDrafts
 from decode_node.verdict import Verdict, judge
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
@@ -44,10 +46,19 @@ from outrider.engine.step_progress import StepProgress
 from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
+from outrider.speculation.draft_tree import DraftTree
 
 IDLE_WAIT_SECONDS = 0.2
 TURN_WAIT_SECONDS = 0.005
 """So often commands are handled while other nodes have the processors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """One sequence's share of a step, with the draft that it verifies: as much of it as got rows."""
+
+    scheduled: Scheduled
+    draft: DraftTree
 
 
 class DecodeLoop:
@@ -158,12 +169,13 @@ class DecodeLoop:
         self.progress.expect(plan.num_rows)
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
-        verifying = [item for item in plan.scheduled if item.reaches_end]
-        logits = self._engine.forward(plan.block_copies, [_rows(item, drafts) for item in plan.scheduled])
+        planned = [_Planned(item, drafts.of(item.sequence.key).cut(item.num_draft_tokens)) for item in plan.scheduled]
+        verifying = [item for item in planned if item.scheduled.reaches_end]
+        logits = self._engine.forward(plan.block_copies, [_rows(item) for item in planned])
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        sampled = self._engine.sampler.sample(logits, [self._sample_rows(item, drafts) for item in verifying])
+        sampled = self._engine.sampler.sample(logits, [self._sample_rows(item) for item in verifying])
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, drafts, sampled)
@@ -180,7 +192,7 @@ class DecodeLoop:
         )
         return stats
 
-    def _gather(self) -> Drafts:
+    def _gather(self) -> StepDrafts:
         # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
         may_wait = not self._cpu_turns.is_over(0.0)
         drafts = self._drafts.gather(self._desk.samples_at_decode_row(), may_wait=may_wait)
@@ -241,26 +253,25 @@ class DecodeLoop:
 
     # --- verify and commit ----------------------------------------------------------------
 
-    def _sample_rows(self, item: Scheduled, drafts: Drafts) -> SampleRows:
-        sequence = item.sequence
+    def _sample_rows(self, item: _Planned) -> SampleRows:
+        sequence = item.scheduled.sequence
         return SampleRows(
             state=self._desk.sample_of(sequence).sampling,
             position=len(sequence.token_ids),
-            draft_token_ids=drafts.of(sequence.key)[: item.num_draft_tokens],
+            draft_token_ids=item.draft.token_ids,
         )
 
-    def _commit(self, verifying: Sequence[Scheduled], drafts: Drafts, sampled: SampledRows) -> list[Verdict]:
+    def _commit(self, verifying: Sequence[_Planned], drafts: StepDrafts, sampled: SampledRows) -> list[Verdict]:
         """Judges, frees rejected slots, reports, ends what is finished; in this order for each sample."""
         verdicts: list[Verdict] = []
         going_on: list[tuple[Sample, tuple[int, ...]]] = []
         row = 0
         for item in verifying:
-            sample = self._desk.sample_of(item.sequence)
-            draft = drafts.of(item.sequence.key)[: item.num_draft_tokens]
-            rows = slice(row, row + len(draft) + 1)
+            sample = self._desk.sample_of(item.scheduled.sequence)
+            rows = slice(row, row + len(item.draft) + 1)
             row = rows.stop
             verdict = judge(
-                draft_token_ids=draft,
+                draft_token_ids=item.draft.token_ids,
                 target_token_ids=sampled.token_ids[rows],
                 logprobs=sampled.logprobs[rows],
                 stop_token_ids=sample.stop_token_ids,
@@ -273,7 +284,7 @@ class DecodeLoop:
         self._drafts.announce(going_on)
         return verdicts
 
-    def _apply(self, sample: Sample, verdict: Verdict, drafts: Drafts) -> None:
+    def _apply(self, sample: Sample, verdict: Verdict, drafts: StepDrafts) -> None:
         sequence, group_id = sample.sequence, sample.group.opened.sequence_group_id
         assert sequence.kv is not None
         start_position = len(sequence.token_ids)
@@ -310,18 +321,17 @@ class DecodeLoop:
             self._desk.finish(sample)
 
 
-def _rows(item: Scheduled, drafts: Drafts) -> SequenceRows:
+def _rows(item: _Planned) -> SequenceRows:
     """What one sequence feeds: tokens without KV, then its draft tokens."""
-    sequence = item.sequence
+    scheduled, draft = item.scheduled, item.draft
+    sequence = scheduled.sequence
     assert sequence.kv is not None
     start = sequence.num_computed
-    known = sequence.token_ids[start : start + item.num_rows]
-    draft = drafts.of(sequence.key)[: item.num_draft_tokens]
     return SequenceRows(
-        token_ids=[*known, *draft],
+        token_ids=[*sequence.token_ids[start : start + scheduled.num_rows], *draft.token_ids],
         start_position=start,
         block_ids=sequence.kv.block_table(),
-        num_logits=1 + len(draft) if item.reaches_end else 0,
+        num_logits=1 + len(draft) if scheduled.reaches_end else 0,
     )
 
 

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 
-from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartInfo
+from decode_node.drafts import DraftClient, DraftWant, NoDrafts
 from decode_node.groups import Sample
+from decode_node.step_drafts import StepDrafts
 from decode_node.verdict import Verdict
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
 
 _log = get_logger("drafts")
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """Draft tokens by sequence id, which of the sequences wanted some, and which found a remote one waiting."""
-
-    token_ids_by_sequence: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    wanting: frozenset[int] = frozenset()
-    hits: frozenset[int] = frozenset()
-    waited_seconds: float = 0.0  # for draft nodes
-
-    def of(self, sequence_id: int) -> tuple[int, ...]:
-        return self.token_ids_by_sequence.get(sequence_id, ())
 
 
 def log_failed_fallback(error: Exception, sequence_ids: Sequence[int]) -> None:
@@ -65,13 +54,13 @@ class DraftGatherer:
         opened = sample.group.opened
         self._client.open(
             sample.sequence_id,
-            SequenceStartInfo(
+            SequenceStart(
                 params=opened.sampling,
                 sample=sample.index,
-                prompt_token_ids=opened.prompt_token_ids,
-                generated_token_ids=sample.sequence.token_ids[len(opened.prompt_token_ids) :],
+                prompt_length=len(opened.prompt_token_ids),
                 stop_token_ids=opened.stop_token_ids,
             ),
+            sample.sequence.token_ids,
         )
 
     def close(self, sample: Sample) -> None:
@@ -80,7 +69,7 @@ class DraftGatherer:
         if self._fallback is not None:
             self._fallback.forget(sample.sequence_id)
 
-    def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> Drafts:
+    def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
         wants: list[DraftWant] = []
         for sample in samples:
@@ -88,17 +77,15 @@ class DraftGatherer:
             if num_wanted > 0:
                 wants.append(DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted))
         if not wants:
-            return Drafts()
+            return StepDrafts()
         wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
         taken = self._client.take(wants, wait_seconds=wait_seconds)
-        token_ids = dict(taken.token_ids)
-        missing = [want for want in wants if not token_ids.get(want.sequence_id)]
+        trees = dict(taken.trees)
+        missing = [want for want in wants if not taken.of(want.sequence_id)]
         if missing and self._fallback is not None:
             requests = [ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted) for want in missing]
-            for want, proposal in zip(missing, self._fallback.propose(requests), strict=True):
-                token_ids[want.sequence_id] = proposal.token_ids[: want.num_wanted]
-        wanting = frozenset(want.sequence_id for want in wants)
-        return Drafts(token_ids, wanting, frozenset(taken.hits), taken.waited_seconds)
+            trees.update((proposal.sequence_id, proposal.tree) for proposal in self._fallback.propose(requests))
+        return replace(taken, trees=trees, wanting=frozenset(want.sequence_id for want in wants))
 
     def observe_verdict(self, sample: Sample, verdict: Verdict) -> None:
         self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted)

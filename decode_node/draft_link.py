@@ -14,10 +14,9 @@ import xxhash
 from decode_node.draft_book import DraftBook
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
-from outrider.protocol_versions import negotiate
 from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
-from outrider.speculation.draft_stream import DraftHello
+from outrider.speculation.draft_stream import DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_to_proto, proposals_from_proto, update_to_proto
 from outrider.wire.node import info_from_proto
@@ -204,23 +203,6 @@ class DraftLink:
                 _log.warning("draft node answers nonsense", node=self.node_name, num_sequences=num_quarantined)
             if has_unsent:
                 self._wake.set()
-
-
-def check_fits(hello: DraftHello, info: NodeInfo) -> None:
-    """Raises: MismatchError that names both sides, when versions do not overlap or vocabularies differ."""
-    negotiate(
-        hello.protocol_versions,
-        info.protocol_versions,
-        us=f"decode node {hello.name}",
-        them=f"draft node {info.name}",
-    )
-    draft_vocabulary = info.model.vocabulary_fingerprint if info.model is not None else ""
-    if draft_vocabulary and draft_vocabulary != hello.vocabulary_fingerprint:
-        raise MismatchError(
-            f"decode node {hello.name} has vocabulary {hello.vocabulary_fingerprint[:16]}, "
-            f"draft node {info.name} has vocabulary {draft_vocabulary[:16]}",
-            reason="VOCABULARY_MISMATCH",
-        )
 
 
 def draft_rank(hello: DraftHello, target: str) -> int:

@@ -1,112 +1,205 @@
-"""One sequence as the draft stream sees it: what its node knows, and what was asked of it."""
+"""One sequence as the draft stream sees it: what its node knows, what was asked of it, what it has proposed."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import (
     MAX_BRANCHES_PER_SEQUENCE,
-    Branch,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
     most_tokens_offered,
 )
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
+from outrider.speculation.proposal_table import ProposalTable
 
 MAX_TOKENS_AHEAD = 64
 """A branch may begin so far after what is committed: the node drafted past its own draft."""
 
+KEEP_UP_TOKENS = 32
+"""A sequence that wants no drafts is told of in pieces of so many tokens, not at each step."""
+
+RETRY_SECONDS = 1.0
+"""Between two tries of a sequence that its node lost twice or has no room for."""
+
+
+class Stage(enum.Enum):
+    """Where a sequence stands with the draft node that serves it."""
+
+    UNSERVED = "unserved"  # no node serves it
+    READY = "ready"  # its node may be told what is new
+    ASKED = "asked"  # an update waits for its answer
+    POSTPONED = "postponed"  # its node had no room for it, or lost it twice: told again later
+
 
 @dataclass(frozen=True, slots=True)
-class SequenceStartInfo:
-    """What the draft stream needs to know of a sequence from its start."""
+class _Asked:
+    """The update that waits for its answer."""
 
-    params: SamplingParams
-    sample: int
-    prompt_token_ids: Sequence[int]
-    generated_token_ids: Sequence[int] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    length: int
+    num_wanted: int
+    at: float
+
+
+@dataclass(slots=True)
+class _Service:
+    """What one target knows of the sequence since it serves it."""
+
+    target: int
+    acked_length: int = 0
+    sent_length: int = 0  # the most that it was sent
+    most_wanted: int = 0  # the most that any update asked for
+    asked: _Asked | None = None
+    answered_length: int = -1  # newest state of which a wish was answered
+    last_was_empty: bool = False
+    synced_at: float = float("-inf")
+    retry_at: float = 0.0
 
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """Newest state of one sequence, and its place on the stream of the target that serves it."""
+    """Newest state of one sequence, the drafts at hand for it, and its place on the stream of its target.
 
+    UNSERVED → `serve` → READY → `make_update` → ASKED → `take_answer` → READY or POSTPONED;
+    `leave` from anywhere to UNSERVED. Times are the owner's clock, in seconds.
+    """
+
+    sequence_id: int
     start: SequenceStart
     committed: HashedTokens
     num_wanted: int
-    target: int | None = None
-    acked_length: int = 0
-    sent_length: int = 0  # most that this target was ever sent
-    is_unsent: bool = True
-    asked_length: int | None = None  # of the update that waits for its answer
-    asked_wanted: int = 0
-    asked_at: float = 0.0
-    answered_length: int = -1  # newest state that got an answer to a wish
-    last_was_empty: bool = False
-    not_before: float = 0.0
-    synced_at: float = float("-inf")
-    most_wanted: int = 0  # the most that any update asked for
+    has_news: bool = True  # that its target was not told
     refused: set[int] = field(default_factory=set)  # targets that answered nonsense about it
+    trees: ProposalTable = field(default_factory=lambda: ProposalTable(max_trees=MAX_BRANCHES_PER_SEQUENCE))
+    _service: _Service | None = None
 
-    @classmethod
-    def of(cls, start: SequenceStartInfo, *, num_wanted: int) -> DraftedSequence:
-        return cls(
-            start=SequenceStart(
-                params=start.params,
-                sample=start.sample,
-                prompt_length=len(start.prompt_token_ids),
-                stop_token_ids=tuple(start.stop_token_ids),
-            ),
-            committed=HashedTokens([*start.prompt_token_ids, *start.generated_token_ids]),
-            num_wanted=num_wanted,
-        )
+    @property
+    def target(self) -> int | None:
+        return None if self._service is None else self._service.target
 
-    def begin_stream(self) -> None:
+    @property
+    def is_known_to_target(self) -> bool:
+        return self._service is not None and self._service.sent_length > 0
+
+    def stage(self, now: float) -> Stage:
+        if self._service is None:
+            return Stage.UNSERVED
+        if self._service.asked is not None:
+            return Stage.ASKED
+        return Stage.POSTPONED if now < self._service.retry_at else Stage.READY
+
+    def asked_since(self) -> float | None:
+        """When the update was sent that waits for its answer; None: none does."""
+        return None if self._service is None or self._service.asked is None else self._service.asked.at
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its target has answered the newest state."""
+        return self._service is not None and self._service.answered_length >= len(self.committed)
+
+    @property
+    def had_nothing(self) -> bool:
+        """Whether the last answer to a wish was that there is nothing."""
+        return self._service is not None and self._service.last_was_empty
+
+    # The engine's side.
+
+    def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        self.committed.extend(token_ids)
+        only_keeps_up = num_wanted <= 0 and self.num_wanted <= 0
+        self.num_wanted = num_wanted
+        num_sent = 0 if self._service is None else self._service.sent_length
+        if not only_keeps_up or len(self.committed) - num_sent >= KEEP_UP_TOKENS:
+            self.has_news = True
+
+    def follow(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """Takes over what a step knows and no `commit` has told."""
+        if len(token_ids) > len(self.committed):
+            self.committed.extend(token_ids[len(self.committed) :])
+            self.has_news = True
+        if self.num_wanted <= 0:
+            self.num_wanted = num_wanted
+            self.has_news = True
+
+    # The stream's side.
+
+    def serve(self, target: int) -> None:
         """A target that knows nothing of it serves it from here on."""
-        self.acked_length = self.sent_length = self.most_wanted = 0
-        self.asked_length = None
-        self.answered_length = -1
-        self.last_was_empty = False
-        self.not_before = 0.0
-        self.synced_at = float("-inf")
+        self._service = _Service(target)
+        self.has_news = True
 
-    def make_update(self, sequence_id: int, now: float, most_tokens: int) -> SequenceUpdate:
+    def leave(self) -> None:
+        self._service = None
+
+    def make_update(self, now: float, *, most_tokens: int) -> SequenceUpdate:
         """What the target does not have, at most `most_tokens` of it; drafts are asked for once it has all."""
-        start = self.acked_length
+        service = self._service
+        assert service is not None
+        assert service.asked is None, "at most one update is unanswered"
+        start = service.acked_length
         length = min(len(self.committed), start + most_tokens)
         is_whole = length == len(self.committed)
-        self.is_unsent = not is_whole
-        self.asked_length = length
-        self.asked_wanted = self.num_wanted if is_whole else 0
-        self.asked_at = now
-        self.sent_length = max(self.sent_length, length)
-        self.most_wanted = max(self.most_wanted, self.asked_wanted)
+        self.has_news = not is_whole
+        asked = service.asked = _Asked(length, self.num_wanted if is_whole else 0, now)
+        service.sent_length = max(service.sent_length, length)
+        service.most_wanted = max(service.most_wanted, asked.num_wanted)
         return SequenceUpdate(
-            sequence_id=sequence_id,
+            sequence_id=self.sequence_id,
             start=self.start if start == 0 else None,
             start_length=start,
             token_ids=tuple(self.committed.token_ids[start:length]),
             length=length,
             prefix_hash=self.committed.hash_at(length),
-            num_wanted=self.asked_wanted,
+            num_wanted=asked.num_wanted,
         )
 
     def is_plausible(self, answer: SequenceProposals, *, vocab_size: int) -> bool:
         """Whether an honest node could say this: sizes, ids, and hashes of what is committed."""
-        if answer.acked_length > self.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
+        assert self._service is not None
+        if answer.acked_length > self._service.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
             return False
-        return all(self._is_plausible_branch(branch, vocab_size) for branch in answer.branches)
+        return all(self._is_plausible_tree(tree, self._service.most_wanted, vocab_size) for tree in answer.branches)
 
-    def _is_plausible_branch(self, branch: Branch, vocab_size: int) -> bool:
+    def take_answer(self, answer: SequenceProposals, now: float) -> float | None:
+        """A plausible one. Returns how long it took, in seconds, where it answers a wish."""
+        service = self._service
+        assert service is not None
+        asked = service.asked
+        if answer.need_sync:
+            if now - service.synced_at < RETRY_SECONDS:
+                service.retry_at = service.synced_at + RETRY_SECONDS
+            service.synced_at = now
+            service.acked_length = 0
+            service.asked = None
+            self.has_news = True
+            return None
+        seconds = None
+        service.acked_length = max(service.acked_length, answer.acked_length)
+        if asked is not None and (answer.acked_length >= asked.length or not answer.branches):
+            service.asked = None
+            if answer.acked_length < asked.length:  # no room for it over there
+                service.retry_at = now + RETRY_SECONDS
+                self.has_news = True
+            if asked.num_wanted > 0:
+                seconds = now - asked.at
+                service.answered_length = max(service.answered_length, asked.length)
+                service.last_was_empty = not answer.branches
+        for tree in answer.branches:
+            self.trees.add(tree)
+        if answer.branches:
+            service.last_was_empty = False
+        return seconds
+
+    def _is_plausible_tree(self, tree: DraftTree, most_wanted: int, vocab_size: int) -> bool:
         num_committed = len(self.committed)
-        if len(branch.token_ids) > most_tokens_offered(self.most_wanted):
+        if len(tree) > most_tokens_offered(most_wanted):
             return False
-        if not all(0 <= token_id < vocab_size for token_id in branch.token_ids):
+        if not all(0 <= token_id < vocab_size for token_id in tree.token_ids):
             return False
-        if branch.length > num_committed:
-            return branch.length <= num_committed + MAX_TOKENS_AHEAD
-        return branch.prefix_hash == self.committed.hash_at(branch.length)
+        if tree.length > num_committed:
+            return tree.length <= num_committed + MAX_TOKENS_AHEAD
+        return tree.prefix_hash == self.committed.hash_at(tree.length)

@@ -11,40 +11,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
 
 from decode_node.draft_book import DraftBook, DraftCounters, DraftWant
 from decode_node.draft_link import DraftLink
-from decode_node.drafted_sequence import SequenceStartInfo
+from decode_node.step_drafts import StepDrafts
 from outrider.rpc.channels import open_channel
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
-from outrider.speculation.draft_stream import DraftHello
+from outrider.speculation.draft_stream import DraftHello, SequenceStart
 
-__all__ = [
-    "DraftClient",
-    "DraftClientStatus",
-    "DraftTargetStatus",
-    "DraftWant",
-    "NoDrafts",
-    "SequenceStartInfo",
-    "TakenDrafts",
-]
+__all__ = ["DraftClient", "DraftClientStatus", "DraftTargetStatus", "DraftWant", "NoDrafts"]
 
 DEFAULT_NUM_WANTED = 5
 DEFAULT_RESOLVE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class TakenDrafts:
-    """What a step gets: draft tokens of the sequences that found some, all others absent."""
-
-    token_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    waited_seconds: float = 0.0
-    hits: frozenset[int] = frozenset()  # sequences that found theirs waiting for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +86,17 @@ class DraftClient:
         self._loop = None
         await self._nodes.stop()
 
-    def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int = DEFAULT_NUM_WANTED) -> None:
+    def open(
+        self,
+        sequence_id: int,
+        start: SequenceStart,
+        token_ids: Sequence[int],
+        *,
+        num_wanted: int = DEFAULT_NUM_WANTED,
+    ) -> None:
         """Announces a sequence as early as its prompt is known, and asks for its first draft."""
         with self._changed:
-            self._book.open(sequence_id, start, num_wanted=num_wanted)
+            self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
         self._wake()
 
     def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -122,7 +112,7 @@ class DraftClient:
             self._book.close(sequence_id)
         self._wake()
 
-    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> TakenDrafts:
+    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> StepDrafts:
         """Proposals for this step: what is here, after waiting at most `wait_seconds` for what is not.
 
         Never waits where the breaker is open, where no node is connected, for a sequence
@@ -144,7 +134,7 @@ class DraftClient:
             self._book.judge(wants, found, unanswered=missing if waits else ())
         if not waits:
             self._wake()
-        return TakenDrafts(found, self._clock() - started, hits)
+        return StepDrafts(found, hits=hits, waited_seconds=self._clock() - started)
 
     def _open_link(self, _target: str, address: str) -> DraftLink:
         return DraftLink(
@@ -197,7 +187,14 @@ class NoDrafts:
     async def stop(self) -> None:
         return
 
-    def open(self, sequence_id: int, start: SequenceStartInfo, *, num_wanted: int = DEFAULT_NUM_WANTED) -> None:
+    def open(
+        self,
+        sequence_id: int,
+        start: SequenceStart,
+        token_ids: Sequence[int],
+        *,
+        num_wanted: int = DEFAULT_NUM_WANTED,
+    ) -> None:
         return
 
     def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -206,8 +203,8 @@ class NoDrafts:
     def close(self, sequence_id: int) -> None:
         return
 
-    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> TakenDrafts:
-        return TakenDrafts()
+    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> StepDrafts:
+        return StepDrafts()
 
     def status(self) -> DraftClientStatus:
         return DraftClientStatus()

@@ -11,19 +11,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draft_node.draft_peer import DraftPeer
 from draft_node.held_sequences import HeldSequence, HeldSequences, Refusal
 from outrider.node import NodeLoad
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import (
-    Branch,
     DraftHello,
     SequenceProposals,
     SequenceUpdate,
     most_tokens_offered,
 )
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
 
@@ -204,13 +204,14 @@ class DraftLoop:
             peer = self._peers.get(held.name[0])
             if peer is None:
                 continue
-            token_ids = _known_to(peer.hello, proposal.token_ids)
-            prefix_hash = held.tokens.hash_at(proposal.length)
-            branch = Branch(proposal.length, prefix_hash, token_ids)
+            tree = replace(
+                proposal.tree.cut(_num_known_to(peer.hello, proposal.tree)),
+                prefix_hash=held.tokens.hash_at(proposal.tree.length),
+            )
             answer = SequenceProposals(
                 sequence_id=held.name[1],
                 acked_length=len(held.tokens),
-                branches=(branch,) if token_ids else (),
+                branches=(tree,) if tree else (),
             )
             answers.append((peer, answer))
         return answers
@@ -226,7 +227,7 @@ class DraftLoop:
         self, started: float, num_updates: int, num_refused: int, proposals: Sequence[Proposal]
     ) -> DraftStepStats:
         now = self._clock()
-        num_tokens = sum(len(proposal.token_ids) for proposal in proposals)
+        num_tokens = sum(len(proposal.tree) for proposal in proposals)
         self._proposed.append((now, num_tokens))
         while self._proposed and now - self._proposed[0][0] > RATE_WINDOW_SECONDS:
             self._proposed.popleft()
@@ -250,9 +251,8 @@ class DraftLoop:
         self._changed.notify_all()
 
 
-def _known_to(hello: DraftHello, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Cut before the first id that the decode node's model does not have: padded sizes may differ."""
-    for index, token_id in enumerate(token_ids):
-        if token_id >= hello.vocab_size:
-            return token_ids[:index]
-    return token_ids
+def _num_known_to(hello: DraftHello, tree: DraftTree) -> int:
+    """Tokens before the first id that the decode node's model does not have: padded sizes may differ."""
+    return next(
+        (index for index, token_id in enumerate(tree.token_ids) if token_id >= hello.vocab_size), len(tree.token_ids)
+    )

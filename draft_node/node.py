@@ -17,14 +17,12 @@ from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
 from draft_node.servicer import DraftServicer
 from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
-from outrider.errors import MismatchError, PeerLostError
+from outrider.errors import PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.service.announce import announce_progress
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
-from outrider.speculation.draft_stream import DraftHello
 from outrider.speculation.proposers.base import Proposer
 from outrider.speculation.proposers.factory import make_proposer
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
@@ -93,7 +91,7 @@ class DraftNode:
         """In the draft loop's thread."""
         proposer = self._proposer
         if proposer is None:
-            proposer = make_proposer(self._config.proposer, self._config.proposer_settings, progress=announce_progress)
+            proposer = make_proposer(self._config.proposer, self._config, progress=announce_progress)
             self._proposer = proposer
         limits = DraftLimits(
             num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
@@ -143,22 +141,6 @@ class DraftNode:
             step_age_seconds=0.0 if started is None else max(0.0, time.monotonic() - started),
             load=loop.load(),
         )
-
-    def check_fits(self, hello: DraftHello) -> None:
-        """Raises: MismatchError that names both sides."""
-        negotiate(
-            SUPPORTED_VERSIONS,
-            hello.protocol_versions,
-            us=f"draft node {self._name}",
-            them=f"decode node {hello.name}",
-        )
-        ours = self._proposer.vocabulary_fingerprint if self._proposer is not None else ""
-        if ours and ours != hello.vocabulary_fingerprint:
-            raise MismatchError(
-                f"decode node {hello.name} has vocabulary {hello.vocabulary_fingerprint[:16]}, "
-                f"draft node {self._name} has vocabulary {ours[:16]}",
-                reason="VOCABULARY_MISMATCH",
-            )
 
     def _model_info(self, proposer: Proposer) -> ModelInfo:
         return ModelInfo(

@@ -14,7 +14,7 @@ from outrider.errors import InvalidRequestError
 from outrider.faults import fault_point
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
-from outrider.speculation.draft_stream import DraftHello
+from outrider.speculation.draft_stream import DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_from_proto, proposals_to_proto, update_from_proto
 from outrider.wire.node import info_to_proto
@@ -85,7 +85,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             raise InvalidRequestError("the first message carries the hello", field="hello")
         hello = hello_from_proto(first.hello)
         self._node.draft_loop()  # serving?
-        self._node.check_fits(hello)
+        check_fits(hello, self._node.info())
         return hello, first
 
     async def _write_answers(

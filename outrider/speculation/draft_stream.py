@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
+from outrider.errors import MismatchError
+from outrider.node import NodeInfo
+from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, negotiate
 from outrider.request import SamplingParams
+from outrider.speculation.draft_tree import DraftTree
 
 MAX_BRANCHES_PER_SEQUENCE = 8
 """Branches of one sequence in one message; more is taken for a broken peer."""
@@ -62,20 +65,28 @@ class SequenceUpdate:
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """After the first `length` tokens with this hash, these are proposed."""
-
-    length: int
-    prefix_hash: int
-    token_ids: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceProposals:
     """Answer to one sequence's newest update (draft node → decode node)."""
 
     sequence_id: int
     acked_length: int = 0
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
     need_sync: bool = False
+
+
+def check_fits(hello: DraftHello, info: NodeInfo) -> None:
+    """Raises: MismatchError that names both sides, when versions do not overlap or vocabularies differ."""
+    negotiate(
+        hello.protocol_versions,
+        info.protocol_versions,
+        us=f"decode node {hello.name}",
+        them=f"draft node {info.name}",
+    )
+    draft_vocabulary = info.model.vocabulary_fingerprint if info.model is not None else ""
+    if draft_vocabulary and draft_vocabulary != hello.vocabulary_fingerprint:
+        raise MismatchError(
+            f"decode node {hello.name} has vocabulary {hello.vocabulary_fingerprint[:16]}, "
+            f"draft node {info.name} has vocabulary {draft_vocabulary[:16]}",
+            reason="VOCABULARY_MISMATCH",
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from outrider.protocol_versions import ProtocolVersions
 from outrider.speculation.draft_stream import (
-    Branch,
     DraftHello,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
 )
+from outrider.speculation.draft_tree import DraftTree
 from outrider.v1 import draft_pb2
 from outrider.wire.request import sampling_from_proto, sampling_to_proto
 
@@ -87,7 +87,9 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
     return SequenceProposals(
         sequence_id=proto.sequence_id,
         acked_length=proto.acked_length,
-        branches=tuple(Branch(branch.length, branch.prefix_hash, tuple(branch.token_ids)) for branch in proto.branches),
+        branches=tuple(
+            DraftTree(branch.length, branch.prefix_hash, tuple(branch.token_ids)) for branch in proto.branches
+        ),
         need_sync=proto.need_sync,
     )
 

@@ -59,16 +59,16 @@ def propose_until_caught_up(proposer, *requests):
 def test_it_proposes_at_most_what_is_wanted_from_the_prefix_it_was_given(proposer):
     for num_wanted in (1, 4):
         found = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], num_wanted, START))
-        assert found[1].length == 50
-        assert 0 < len(found[1].token_ids) <= num_wanted
-        assert all(0 <= token_id < VOCAB_SIZE for token_id in found[1].token_ids)
+        assert found[1].tree.length == 50
+        assert 0 < len(found[1].tree.token_ids) <= num_wanted
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in found[1].tree.token_ids)
 
 
 def test_it_answers_every_request_of_a_ragged_batch_in_order(proposer):
     requests = [ProposalRequest(key, TEXT[: 20 + 13 * key], 1 + key % 3, START) for key in range(6)]
     assert [proposal.sequence_id for proposal in proposer.propose(requests)] == list(range(6))
     found = propose_until_caught_up(proposer, *requests)
-    assert all(len(found[request.sequence_id].token_ids) <= request.num_wanted for request in requests)
+    assert all(len(found[request.sequence_id].tree.token_ids) <= request.num_wanted for request in requests)
 
 
 def test_what_is_proposed_for_a_sequence_does_not_depend_on_the_batch(proposer):
@@ -76,8 +76,8 @@ def test_what_is_proposed_for_a_sequence_does_not_depend_on_the_batch(proposer):
     together = propose_until_caught_up(proposer, *requests)
     for request in requests:
         alone = ProposalRequest(100 + request.sequence_id, request.token_ids, 4, START)
-        assert propose_until_caught_up(proposer, alone)[100 + request.sequence_id].token_ids == (
-            together[request.sequence_id].token_ids
+        assert propose_until_caught_up(proposer, alone)[100 + request.sequence_id].tree.token_ids == (
+            together[request.sequence_id].tree.token_ids
         )
 
 
@@ -85,7 +85,7 @@ def test_a_sequence_that_grew_gives_what_a_new_one_would(proposer):
     for length in (30, 31, 36, 60):
         grown = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:length], 4, START))[1]
     fresh = propose_until_caught_up(proposer, ProposalRequest(2, TEXT[:60], 4, START))[2]
-    assert grown.token_ids == fresh.token_ids
+    assert grown.tree.token_ids == fresh.tree.token_ids
 
 
 def test_a_sequence_that_turned_out_otherwise_than_proposed_gives_what_a_new_one_would(proposer):
@@ -93,12 +93,12 @@ def test_a_sequence_that_turned_out_otherwise_than_proposed_gives_what_a_new_one
     other = [*TEXT[:30], 7, 7, *TEXT[:12]]
     grown = propose_until_caught_up(proposer, ProposalRequest(1, other, 4, START))[1]
     fresh = propose_until_caught_up(proposer, ProposalRequest(2, other, 4, START))[2]
-    assert grown.token_ids == fresh.token_ids
+    assert grown.tree.token_ids == fresh.tree.token_ids
 
 
 def test_keeping_up_proposes_nothing(proposer):
     found = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 0, START))
-    assert found[1].token_ids == ()
+    assert found[1].tree.token_ids == ()
 
 
 def test_a_request_is_never_changed(proposer):

@@ -12,7 +12,8 @@ import torch
 from decode_node.__main__ import make_build
 from decode_node.commands import DrainExpired, DrainStarted, GroupCancelled, GroupOpened, SessionEnded
 from decode_node.config import DecodeNodeConfig
-from decode_node.drafts import NoDrafts, TakenDrafts
+from decode_node.drafts import NoDrafts
+from decode_node.step_drafts import StepDrafts
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
@@ -29,6 +30,7 @@ from outrider.session import (
     SampleTokens,
     SequenceGroupFailed,
 )
+from outrider.speculation.draft_tree import DraftTree
 
 PROMPT = (11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12)
 SESSION = 1
@@ -41,9 +43,11 @@ class ScriptedDrafts(NoDrafts):
         self.propose = propose
 
     def take(self, wants, *, wait_seconds):
-        return TakenDrafts(
-            {want.sequence_id: tuple(self.propose(list(want.token_ids), want.num_wanted)) for want in wants}
-        )
+        return StepDrafts({want.sequence_id: self._draft(want) for want in wants})
+
+    def _draft(self, want):
+        token_ids = tuple(self.propose(list(want.token_ids), want.num_wanted))
+        return DraftTree(len(want.token_ids), token_ids=token_ids)
 
 
 class Node:

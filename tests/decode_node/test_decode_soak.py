@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 from decode_node.commands import SessionEnded
-from decode_node.drafts import NoDrafts, TakenDrafts
+from decode_node.drafts import NoDrafts
+from decode_node.step_drafts import StepDrafts
 from outrider.errors import AbortedError
 from outrider.session import Granted, KvFailed, Rejected, SampleDone, SampleTokens
+from outrider.speculation.draft_tree import DraftTree
 
 
 class HalfRightDrafts(NoDrafts):
@@ -17,13 +19,13 @@ class HalfRightDrafts(NoDrafts):
         self.model, self.choice = model, choice
 
     def take(self, wants, *, wait_seconds):
-        return TakenDrafts({want.sequence_id: self._draft(want) for want in wants if self.choice.random() < 0.8})
+        return StepDrafts({want.sequence_id: self._draft(want) for want in wants if self.choice.random() < 0.8})
 
     def _draft(self, want):
         draft = self.model.generate(list(want.token_ids), want.num_wanted)
         if self.choice.random() < 0.5:
             draft[self.choice.randrange(len(draft))] = self.choice.randrange(64)
-        return tuple(draft)
+        return DraftTree(len(want.token_ids), token_ids=tuple(draft))
 
 
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost(make_scripted_node):

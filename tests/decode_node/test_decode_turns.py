@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from decode_node.drafts import NoDrafts, TakenDrafts
+from decode_node.drafts import NoDrafts
+from decode_node.step_drafts import StepDrafts
 from outrider.engine.fakes import FakeClock, ScriptedTurns
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
@@ -137,7 +138,7 @@ def test_drafts_are_not_waited_for_in_a_turn_that_others_wait_for(is_wanted):
     class SlowDrafts(NoDrafts):
         def take(self, wants, *, wait_seconds):
             waits.append(wait_seconds)
-            return TakenDrafts()
+            return StepDrafts()
 
     node = Node(num_speculative_tokens=3, cpu_turns=ScriptedTurns(is_over=is_wanted))
     drafts = node.loop._drafts

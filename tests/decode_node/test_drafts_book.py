@@ -6,9 +6,9 @@ import pytest
 
 from decode_node import draft_book
 from decode_node.draft_book import DraftBook, DraftWant
-from decode_node.drafted_sequence import SequenceStartInfo
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import Branch, SequenceProposals
+from outrider.speculation.draft_stream import SequenceProposals, SequenceStart
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 
 
@@ -38,18 +38,23 @@ def book(clock) -> DraftBook:
     return book
 
 
-def start_of(*prompt) -> SequenceStartInfo:
-    return SequenceStartInfo(params=SamplingParams(seed=1, max_tokens=100), sample=0, prompt_token_ids=prompt)
+def start_of(*prompt) -> tuple[SequenceStart, tuple[int, ...]]:
+    params = SamplingParams(seed=1, max_tokens=100)
+    return SequenceStart(params=params, sample=0, prompt_length=len(prompt)), prompt
+
+
+def tokens(found) -> dict[int, tuple[int, ...]]:
+    return {sequence_id: tree.token_ids for sequence_id, tree in found.items()}
 
 
 def answer_to(update, *proposed, **changes) -> SequenceProposals:
-    branches = (Branch(update.length, update.prefix_hash, proposed),) if proposed else ()
+    branches = (DraftTree(update.length, update.prefix_hash, proposed),) if proposed else ()
     values = {"sequence_id": update.sequence_id, "acked_length": update.length, "branches": branches, **changes}
     return SequenceProposals(**values)
 
 
 def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_acknowledged(book):
-    book.open(1, start_of(5, 6), num_wanted=3)
+    book.open(1, *start_of(5, 6), num_wanted=3)
     (first,) = book.take_updates(0)
     assert first.start is not None
     assert first.start.prompt_length == 2
@@ -63,7 +68,7 @@ def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_ack
 
 
 def test_states_that_pass_while_an_update_is_unanswered_become_one_update(book):
-    book.open(1, start_of(5), num_wanted=3)
+    book.open(1, *start_of(5), num_wanted=3)
     (first,) = book.take_updates(0)
     for token_id in range(100):
         book.update(1, [token_id], num_wanted=3)
@@ -74,8 +79,8 @@ def test_states_that_pass_while_an_update_is_unanswered_become_one_update(book):
 
 
 def test_a_slow_sequence_does_not_hold_the_others_back(book):
-    book.open(1, start_of(5), num_wanted=3)
-    book.open(2, start_of(6), num_wanted=3)
+    book.open(1, *start_of(5), num_wanted=3)
+    book.open(2, *start_of(6), num_wanted=3)
     _, second = book.take_updates(0)
     book.take_proposals(0, [answer_to(second)])
     book.update(1, [7], num_wanted=3)
@@ -85,7 +90,7 @@ def test_a_slow_sequence_does_not_hold_the_others_back(book):
 
 def test_need_sync_resends_from_the_start_in_pieces(book, monkeypatch):
     monkeypatch.setattr(draft_book, "MAX_TOKENS_PER_UPDATE", 3)
-    book.open(1, start_of(1, 2, 3, 4, 5, 6, 7), num_wanted=3)
+    book.open(1, *start_of(1, 2, 3, 4, 5, 6, 7), num_wanted=3)
     lengths = []
     for _ in range(4):
         for update in book.take_updates(0):
@@ -102,7 +107,7 @@ def test_need_sync_resends_from_the_start_in_pieces(book, monkeypatch):
 
 
 def test_a_second_need_sync_within_a_second_is_put_off(book, clock):
-    book.open(1, start_of(1, 2), num_wanted=3)
+    book.open(1, *start_of(1, 2), num_wanted=3)
     for _ in range(2):
         (update,) = book.take_updates(0)
         book.take_proposals(0, [answer_to(update, need_sync=True)])
@@ -112,7 +117,7 @@ def test_a_second_need_sync_within_a_second_is_put_off(book, clock):
 
 
 def test_a_node_without_room_is_asked_again_after_a_second(book, clock):
-    book.open(1, start_of(1, 2), num_wanted=3)
+    book.open(1, *start_of(1, 2), num_wanted=3)
     (update,) = book.take_updates(0)
     book.take_proposals(0, [answer_to(update, acked_length=0)])
     assert book.take_updates(0) == []
@@ -123,14 +128,14 @@ def test_a_node_without_room_is_asked_again_after_a_second(book, clock):
 def test_a_message_has_a_budget_of_tokens(book, monkeypatch):
     monkeypatch.setattr(draft_book, "MAX_TOKENS_PER_MESSAGE", 5)
     for sequence_id in range(3):
-        book.open(sequence_id, start_of(1, 2, 3), num_wanted=1)
+        book.open(sequence_id, *start_of(1, 2, 3), num_wanted=1)
     assert sum(len(update.token_ids) for update in book.take_updates(0)) == 5
     assert book.has_unsent
     assert sum(len(update.token_ids) for update in book.take_updates(0)) == 3
 
 
 def test_a_want_tells_what_no_update_has_told(book):
-    book.open(1, start_of(1, 2), num_wanted=0)
+    book.open(1, *start_of(1, 2), num_wanted=0)
     (update,) = book.take_updates(0)
     book.take_proposals(0, [answer_to(update)])
     found, missing = book.find([DraftWant(1, [1, 2, 3], 4)], wait_seconds=0.002)
@@ -140,7 +145,7 @@ def test_a_want_tells_what_no_update_has_told(book):
 
 
 def test_a_sequence_whose_node_had_nothing_is_not_waited_for(book):
-    book.open(1, start_of(1, 2), num_wanted=3)
+    book.open(1, *start_of(1, 2), num_wanted=3)
     (update,) = book.take_updates(0)
     assert len(book.find([DraftWant(1, [1, 2], 3)], wait_seconds=0.002)[1]) == 1
     book.take_proposals(0, [answer_to(update)])
@@ -154,7 +159,7 @@ def miss(book: DraftBook, *sequence_ids: int) -> None:
 
 
 def test_the_breaker_opens_after_five_misses_in_a_row(book):
-    book.open(1, start_of(1), num_wanted=3)
+    book.open(1, *start_of(1), num_wanted=3)
     book.take_updates(0)
     for _ in range(4):
         miss(book, 1)
@@ -166,7 +171,7 @@ def test_the_breaker_opens_after_five_misses_in_a_row(book):
 
 def test_one_sequence_that_finds_something_is_enough_for_the_whole_node(book):
     for sequence_id in (1, 2):
-        book.open(sequence_id, start_of(sequence_id), num_wanted=3)
+        book.open(sequence_id, *start_of(sequence_id), num_wanted=3)
     first, _ = book.take_updates(0)
     book.take_proposals(0, [answer_to(first, 4, 5)])
     for _ in range(20):
@@ -175,15 +180,15 @@ def test_one_sequence_that_finds_something_is_enough_for_the_whole_node(book):
 
 
 def test_an_open_breaker_lets_one_message_a_second_through_and_closes_on_a_quick_answer(book, clock):
-    book.open(1, start_of(1), num_wanted=3)
+    book.open(1, *start_of(1), num_wanted=3)
     (unanswered,) = book.take_updates(0)
     for _ in range(5):
         miss(book, 1)
-    book.open(2, start_of(2), num_wanted=3)
+    book.open(2, *start_of(2), num_wanted=3)
     assert book.take_updates(0) == []
     clock.now += 1.1
     (probe,) = book.take_updates(0)
-    book.open(3, start_of(3), num_wanted=3)
+    book.open(3, *start_of(3), num_wanted=3)
     assert book.take_updates(0) == []
     clock.now += 0.5
     book.take_proposals(0, [answer_to(probe)])
@@ -193,11 +198,11 @@ def test_an_open_breaker_lets_one_message_a_second_through_and_closes_on_a_quick
     book.take_proposals(0, [answer_to(probe)])
     assert not book.is_breaker_open(0)
     book.take_proposals(0, [answer_to(unanswered, 5)])
-    assert book.find([DraftWant(1, [1], 3)], wait_seconds=0.002)[0] == {1: (5,)}
+    assert tokens(book.find([DraftWant(1, [1], 3)], wait_seconds=0.002)[0]) == {1: (5,)}
 
 
 def test_a_step_that_did_not_wait_is_a_miss_only_when_the_answer_is_long_overdue(book, clock):
-    book.open(1, start_of(1), num_wanted=3)
+    book.open(1, *start_of(1), num_wanted=3)
     book.take_updates(0)
     for _ in range(10):
         book.judge([DraftWant(1, (), 3)], {}, unanswered=())
@@ -217,7 +222,7 @@ def test_sequences_are_spread_over_the_connected_targets(clock):
     book.connected(0)
     book.connected(2)
     for sequence_id in range(4):
-        book.open(sequence_id, start_of(1), num_wanted=1)
+        book.open(sequence_id, *start_of(1), num_wanted=1)
     assert [book.num_sequences(target) for target in range(3)] == [2, 0, 2]
     book.disconnected(0)
     assert [book.num_sequences(target) for target in range(3)] == [0, 0, 4]
@@ -227,16 +232,16 @@ def test_sequences_are_spread_over_the_connected_targets(clock):
 def test_targets_come_and_go_and_numbers_are_never_used_twice(clock):
     book = make_book(1, clock=clock)
     book.connected(0)
-    book.open(1, start_of(1), num_wanted=1)
+    book.open(1, *start_of(1), num_wanted=1)
     added = book.add_target()
     book.connected(added)
-    book.open(2, start_of(1), num_wanted=1)
+    book.open(2, *start_of(1), num_wanted=1)
     assert (book.num_sequences(0), book.num_sequences(added)) == (1, 1)
     book.remove_target(0)
     assert book.num_sequences(added) == 2
     assert book.add_target() == 2
     book.remove_target(added)
-    book.open(3, start_of(1), num_wanted=1)
+    book.open(3, *start_of(1), num_wanted=1)
     book.connected(2)
     assert book.num_sequences(2) == 3
     assert all(update.start is not None for update in book.take_updates(2))
@@ -247,12 +252,12 @@ def test_the_rank_decides_between_targets_with_equally_many_sequences(clock):
     for rank in (5, 1, 3):
         book.connected(book.add_target(rank=rank))
     for sequence_id in range(4):
-        book.open(sequence_id, start_of(1), num_wanted=1)
+        book.open(sequence_id, *start_of(1), num_wanted=1)
     assert [book.num_sequences(target) for target in range(3)] == [1, 2, 1]
 
 
 def test_openings_of_breakers_that_are_gone_still_count(book, clock):
-    book.open(1, start_of(1), num_wanted=1)
+    book.open(1, *start_of(1), num_wanted=1)
     book.take_updates(0)
     for _ in range(5):
         miss(book, 1)
@@ -266,7 +271,7 @@ def test_a_target_whose_breaker_opens_keeps_one_sequence_and_gives_the_others_aw
     book.connected(0)
     book.connected(1)
     for sequence_id in range(6):
-        book.open(sequence_id, start_of(1), num_wanted=1)
+        book.open(sequence_id, *start_of(1), num_wanted=1)
     for update in book.take_updates(1):
         book.take_proposals(1, [answer_to(update)])
     book.take_updates(0)
@@ -278,7 +283,7 @@ def test_a_target_whose_breaker_opens_keeps_one_sequence_and_gives_the_others_aw
 def test_a_quarantined_sequence_is_offered_to_another_target(clock):
     book = make_book(2, clock=clock)
     book.connected(0)
-    book.open(1, start_of(1), num_wanted=1)
+    book.open(1, *start_of(1), num_wanted=1)
     (update,) = book.take_updates(0)
     book.connected(1)
     book.take_proposals(0, [answer_to(update, 10)])
@@ -287,11 +292,11 @@ def test_a_quarantined_sequence_is_offered_to_another_target(clock):
     assert [update.closed for update in book.take_updates(0)] == [True]
     (update,) = book.take_updates(1)
     book.take_proposals(1, [answer_to(update, 9)])
-    assert book.find([DraftWant(1, [1], 1)], wait_seconds=0.0)[0] == {1: (9,)}
+    assert tokens(book.find([DraftWant(1, [1], 1)], wait_seconds=0.0)[0]) == {1: (9,)}
 
 
 def test_a_stream_that_leaves_an_update_unanswered_for_very_long_is_stuck(book, clock):
-    book.open(1, start_of(1), num_wanted=1)
+    book.open(1, *start_of(1), num_wanted=1)
     book.take_updates(0)
     assert not book.is_stuck(0)
     clock.now += 11.0
@@ -300,14 +305,14 @@ def test_a_stream_that_leaves_an_update_unanswered_for_very_long_is_stuck(book, 
 
 def test_sequences_that_opened_before_any_node_was_there_are_served_once_one_is(clock):
     book = make_book(1, clock=clock)
-    book.open(1, start_of(1), num_wanted=1)
+    book.open(1, *start_of(1), num_wanted=1)
     assert book.take_updates(0) == []
     book.connected(0)
     assert len(book.take_updates(0)) == 1
 
 
 def test_a_sequence_that_wants_no_drafts_is_told_of_now_and_then_only(book):
-    book.open(1, start_of(5), num_wanted=3)
+    book.open(1, *start_of(5), num_wanted=3)
     lengths = []
     for _ in range(80):
         for update in book.take_updates(0):
@@ -321,7 +326,7 @@ def test_a_sequence_that_wants_no_drafts_is_told_of_now_and_then_only(book):
 
 def test_a_node_whose_answers_take_longer_than_the_budget_is_not_waited_for_until_they_are_quick_again(book, clock):
     text = [5]
-    book.open(1, start_of(5), num_wanted=3)
+    book.open(1, *start_of(5), num_wanted=3)
 
     def is_waited_for(answer_seconds: float) -> bool:
         waits = bool(book.find([DraftWant(1, text, 3)], wait_seconds=0.002)[1])
@@ -341,8 +346,8 @@ def test_a_node_whose_answers_take_longer_than_the_budget_is_not_waited_for_unti
 def test_a_late_answer_of_a_node_that_a_sequence_has_come_back_to_is_stale_and_no_lie(clock):
     book = make_book(2, vocab_size=1000, clock=clock)
     book.connected(0)
-    book.open(1, start_of(5), num_wanted=3)
-    book.open(2, start_of(5), num_wanted=3)
+    book.open(1, *start_of(5), num_wanted=3)
+    book.open(2, *start_of(5), num_wanted=3)
     _, asked = book.take_updates(0)
     book.connected(1)
     for _ in range(5):

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from decode_node.draft_link import draft_rank
-from decode_node.drafts import DraftClient, DraftWant, NoDrafts, SequenceStartInfo
+from decode_node.drafts import DraftClient, DraftWant, NoDrafts
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.node import ModelInfo, NodeInfo, NodeRole, NodeState
@@ -22,7 +22,8 @@ from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
 from outrider.request import SamplingParams
 from outrider.service.config import ServerConfig
 from outrider.service.resolver import FakeResolver
-from outrider.speculation.draft_stream import Branch, DraftHello, SequenceProposals
+from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.speculation.proposers.scripted import ScriptedProposer
@@ -43,10 +44,13 @@ PATIENCE_SECONDS = 10.0
 GENEROUS_WAIT_SECONDS = 5.0
 
 
-def start_of(prompt, *, max_tokens=1000) -> SequenceStartInfo:
-    return SequenceStartInfo(
-        params=SamplingParams(seed=1, max_tokens=max_tokens), sample=0, prompt_token_ids=tuple(prompt)
-    )
+def start_of(prompt, *, max_tokens=1000) -> tuple[SequenceStart, tuple[int, ...]]:
+    params = SamplingParams(seed=1, max_tokens=max_tokens)
+    return SequenceStart(params=params, sample=0, prompt_length=len(prompt)), tuple(prompt)
+
+
+def tokens(drafts) -> dict[int, tuple[int, ...]]:
+    return {sequence_id: tree.token_ids for sequence_id, tree in drafts.trees.items()}
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -109,21 +113,21 @@ def is_connected(client: DraftClient) -> Callable[[], bool]:
 async def test_a_draft_node_proposes_what_followed_last_time():
     async with serving(draft_node()) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT))
+        client.open(7, *start_of(TEXT))
         taken = await take(client, DraftWant(7, TEXT, 4))
-        assert taken.token_ids == {7: (1, 2, 3, 4)}
-        assert set(taken.token_ids) == {7}
+        assert tokens(taken) == {7: (1, 2, 3, 4)}
+        assert set(tokens(taken)) == {7}
 
 
 async def test_committed_tokens_use_up_the_branch_and_bring_the_next():
     async with serving(draft_node()) as port, client_of(port) as client:
         await until(is_connected(client))
         text = list(TEXT)
-        client.open(7, start_of(text))
+        client.open(7, *start_of(text))
         for step in range(20):
             taken = await take(client, DraftWant(7, text, 3))
             expected = tuple(1 + (len(TEXT) + 4 * step + i) % 8 for i in range(3))
-            assert taken.token_ids[7] == expected[: len(taken.token_ids[7])]
+            assert tokens(taken)[7] == expected[: len(tokens(taken)[7])]
             committed = [1 + (len(text) + i) % 8 for i in range(4)]
             text += committed
             client.update([(7, committed, 3)])
@@ -132,22 +136,22 @@ async def test_committed_tokens_use_up_the_branch_and_bring_the_next():
 async def test_what_is_left_of_a_branch_serves_the_next_step_without_any_wait():
     async with serving(draft_node()) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT), num_wanted=3)
+        client.open(7, *start_of(TEXT), num_wanted=3)
         await take(client, DraftWant(7, TEXT, 3))
         client.update([(7, (1, 2), 3)])
         taken = client.take([DraftWant(7, [*TEXT, 1, 2], 3)], wait_seconds=0.0)
-        assert taken.token_ids == {7: (3, 4, 5)}
+        assert tokens(taken) == {7: (3, 4, 5)}
 
 
 async def test_a_node_without_a_proposal_answers_at_once_and_is_no_miss():
     async with serving(draft_node()) as port, client_of(port) as client:
         await until(is_connected(client))
         text = list(range(50))
-        client.open(7, start_of(text))
+        client.open(7, *start_of(text))
         for token_id in range(50, 70):
             started = time.monotonic()
             taken = await take(client, DraftWant(7, text, 3))
-            assert taken.token_ids == {}
+            assert tokens(taken) == {}
             assert time.monotonic() - started < GENEROUS_WAIT_SECONDS / 2
             text.append(token_id)
             client.update([(7, (token_id,), 3)])
@@ -157,12 +161,12 @@ async def test_a_node_without_a_proposal_answers_at_once_and_is_no_miss():
 async def test_a_restarted_draft_node_is_found_again_and_sent_everything():
     async with client_of(unused_port()) as client:
         port = int(client.status().targets[0].target.rsplit(":", 1)[1])
-        client.open(7, start_of(TEXT))
+        client.open(7, *start_of(TEXT))
         for _ in range(2):
             async with serving(draft_node(), port):
                 await until(is_connected(client))
                 taken = await take(client, DraftWant(7, TEXT, 4))
-                assert taken.token_ids == {7: (1, 2, 3, 4)}
+                assert tokens(taken) == {7: (1, 2, 3, 4)}
             await until(lambda: not client.status().targets[0].is_connected)
 
 
@@ -170,8 +174,8 @@ async def test_a_node_that_forgot_a_sequence_asks_for_it_and_goes_on():
     node = draft_node()
     async with serving(node) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT))
-        assert set((await take(client, DraftWant(7, TEXT, 2))).token_ids) == {7}
+        client.open(7, *start_of(TEXT))
+        assert set(tokens(await take(client, DraftWant(7, TEXT, 2)))) == {7}
         loop = node.draft_loop()
         for held in list(loop._held):
             loop._held._drop(held.name)
@@ -179,27 +183,27 @@ async def test_a_node_that_forgot_a_sequence_asks_for_it_and_goes_on():
         client.update([(7, TEXT[:40], 2)])
         await until(lambda: client.status().counters.num_syncs == 1)
         taken = await take(client, DraftWant(7, text, 2))
-        assert taken.token_ids == {7: (1, 2)}
+        assert tokens(taken) == {7: (1, 2)}
 
 
 async def test_a_long_text_is_sent_in_pieces():
     async with serving(draft_node()) as port, client_of(port, hello=long_hello()) as client:
         await until(is_connected(client))
         text = TEXT * 80
-        client.open(7, start_of(text))
+        client.open(7, *start_of(text))
         await until(lambda: client.status().counters.num_updates_sent >= 4)
-        assert (await take(client, DraftWant(7, text, 2))).token_ids == {7: (1, 2)}
+        assert tokens(await take(client, DraftWant(7, text, 2))) == {7: (1, 2)}
 
 
 async def test_two_decode_nodes_use_one_draft_node_at_once_and_their_ids_do_not_meet():
     async with serving(draft_node()) as port, client_of(port) as one, client_of(port) as other:
         await until(lambda: is_connected(one)() and is_connected(other)())
-        one.open(7, start_of(TEXT))
-        other.open(7, start_of([9, 8] * 20))
-        assert (await take(one, DraftWant(7, TEXT, 2))).token_ids == {7: (1, 2)}
-        assert (await take(other, DraftWant(7, [9, 8] * 20, 2))).token_ids == {7: (9, 8)}
+        one.open(7, *start_of(TEXT))
+        other.open(7, *start_of([9, 8] * 20))
+        assert tokens(await take(one, DraftWant(7, TEXT, 2))) == {7: (1, 2)}
+        assert tokens(await take(other, DraftWant(7, [9, 8] * 20, 2))) == {7: (9, 8)}
         await one.stop()
-        assert (await take(other, DraftWant(7, [9, 8] * 20, 2))).token_ids == {7: (9, 8)}
+        assert tokens(await take(other, DraftWant(7, [9, 8] * 20, 2))) == {7: (9, 8)}
 
 
 async def test_another_vocabulary_is_refused_and_both_are_named():
@@ -212,8 +216,8 @@ async def test_another_vocabulary_is_refused_and_both_are_named():
         assert "vocabulary-of-th" in status.refusal
         assert "vocabulary-of-a-" in status.refusal
         assert status.is_breaker_open
-        client.open(7, start_of(TEXT))
-        assert (await take(client, DraftWant(7, TEXT, 2))).token_ids == {}
+        client.open(7, *start_of(TEXT))
+        assert tokens(await take(client, DraftWant(7, TEXT, 2))) == {}
 
 
 async def test_another_protocol_version_is_refused():
@@ -237,7 +241,7 @@ async def test_sequences_of_a_node_that_dies_move_to_another():
             client = await stack.enter_async_context(client_of(first, second))
             await until(is_connected(client))
             for sequence_id in range(6):
-                client.open(sequence_id, start_of(TEXT))
+                client.open(sequence_id, *start_of(TEXT))
             assert [target.num_sequences for target in client.status().targets] == [3, 3]
         await until(lambda: [target.num_sequences for target in client.status().targets] == [6, 0])
         wants = [DraftWant(sequence_id, TEXT, 2) for sequence_id in range(6)]
@@ -249,14 +253,14 @@ async def test_a_draft_node_that_comes_is_used_and_one_that_leaves_the_name_is_l
     client = DraftClient(["draft.test:1"], HELLO, resolver=resolver, resolve_interval_seconds=0.01)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(started(client))
-        client.open(0, start_of(TEXT))
+        client.open(0, *start_of(TEXT))
         first = await stack.enter_async_context(serving(draft_node(name="first")))
         resolver.set("draft.test:1", f"127.0.0.1:{first}")
         await until(lambda: client.status().counters.num_branches == 1)
         async with serving(draft_node(name="second")) as second:
             resolver.set("draft.test:1", f"127.0.0.1:{first}", f"127.0.0.1:{second}")
             await until(lambda: [target.is_connected for target in client.status().targets] == [True, True])
-            client.open(1, start_of(TEXT))
+            client.open(1, *start_of(TEXT))
             assert sequences_by_node(client) == {"first": 1, "second": 1}
             resolver.set("draft.test:1", f"127.0.0.1:{first}")
             num_lookups = resolver.num_lookups
@@ -338,7 +342,7 @@ async def test_a_frozen_node_opens_the_breaker_and_is_not_waited_for_any_more():
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
         text = list(TEXT)
-        client.open(7, start_of(text))
+        client.open(7, *start_of(text))
         for _ in range(5):
             assert not client.status().targets[0].is_breaker_open
             taken = await take(client, DraftWant(7, text, 3), wait_seconds=0.02)
@@ -354,7 +358,7 @@ async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
     impostor = Impostor(lambda update: [SequenceProposals(sequence_id=7, acked_length=update.length)])
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT))
+        client.open(7, *start_of(TEXT))
         await until(lambda: len(impostor.messages) == 1)
         impostor.may_read.clear()
         text = list(TEXT)
@@ -372,29 +376,29 @@ async def test_the_breaker_closes_by_itself_when_the_node_answers_again():
     is_frozen = True
 
     def answer(update):
-        proposed = Branch(update.length, update.prefix_hash, (1, 2, 3))
+        proposed = DraftTree(update.length, update.prefix_hash, (1, 2, 3))
         return [SequenceProposals(sequence_id=7, acked_length=update.length, branches=(proposed,))]
 
     impostor = Impostor(lambda update: [] if is_frozen else answer(update))
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
         text = list(TEXT)
-        client.open(7, start_of(text))
-        client.open(8, start_of(text))
+        client.open(7, *start_of(text))
+        client.open(8, *start_of(text))
         for _ in range(6):
             await take(client, DraftWant(7, text, 3), DraftWant(8, text, 3), wait_seconds=0.01)
         assert client.status().targets[0].is_breaker_open
         is_frozen = False
-        client.open(9, start_of(text))  # sent when the next probe is due, within a second
+        client.open(9, *start_of(text))  # sent when the next probe is due, within a second
         await until(lambda: not client.status().targets[0].is_breaker_open)
 
 
 async def test_a_node_that_says_no_hello_is_given_up_and_costs_nothing(monkeypatch):
     monkeypatch.setattr("decode_node.draft_link.HELLO_TIMEOUT_SECONDS", 0.05)
     async with serving(Impostor(says_hello=False)) as port, client_of(port) as client:
-        client.open(7, start_of(TEXT))
+        client.open(7, *start_of(TEXT))
         taken = await take(client, DraftWant(7, TEXT, 3))
-        assert taken.token_ids == {}
+        assert tokens(taken) == {}
         assert taken.waited_seconds < 1.0
         assert not client.status().targets[0].is_connected
 
@@ -403,7 +407,7 @@ def lie(**changes):
     """An answer that is right but for `changes`."""
 
     def answer(update):
-        branch = Branch(
+        branch = DraftTree(
             changes.get("length", update.length),
             changes.get("prefix_hash", update.prefix_hash),
             changes.get("token_ids", (1, 2)),
@@ -436,11 +440,11 @@ async def test_a_lying_node_is_not_believed_about_that_sequence_any_more(lies):
     impostor = Impostor(lambda update: lie(**lies)(update) if update.sequence_id == 7 else lie()(update))
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT))
+        client.open(7, *start_of(TEXT))
         await until(lambda: client.status().counters.num_quarantined == 1)
-        assert (await take(client, DraftWant(7, TEXT, 4))).token_ids == {}
-        client.open(8, start_of(TEXT))
-        assert (await take(client, DraftWant(8, TEXT, 4))).token_ids == {8: (1, 2)}
+        assert tokens(await take(client, DraftWant(7, TEXT, 4))) == {}
+        client.open(8, *start_of(TEXT))
+        assert tokens(await take(client, DraftWant(8, TEXT, 4))) == {8: (1, 2)}
         assert client.status().targets[0].is_connected
 
 
@@ -448,8 +452,8 @@ async def test_answers_about_unknown_sequences_are_counted_and_ignored():
     impostor = Impostor(lambda update: [*lie(sequence_id=999)(update), *lie()(update)])
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT))
-        assert (await take(client, DraftWant(7, TEXT, 4))).token_ids == {7: (1, 2)}
+        client.open(7, *start_of(TEXT))
+        assert tokens(await take(client, DraftWant(7, TEXT, 4))) == {7: (1, 2)}
         assert client.status().counters.num_stale_answers == 1
         assert client.status().counters.num_quarantined == 0
 
@@ -459,7 +463,7 @@ async def test_a_node_that_always_needs_sync_is_sent_the_text_once_a_second_only
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
         text = list(TEXT)
-        client.open(7, start_of(text))
+        client.open(7, *start_of(text))
         for _ in range(50):
             text.append(1)
             client.update([(7, (1,), 3)])
@@ -471,7 +475,7 @@ async def test_a_closed_sequence_is_forgotten_over_there():
     node = draft_node()
     async with serving(node) as port, client_of(port) as client:
         await until(is_connected(client))
-        client.open(7, start_of(TEXT))
+        client.open(7, *start_of(TEXT))
         await take(client, DraftWant(7, TEXT, 2))
         assert len(node.draft_loop()._held) == 1
         client.close(7)
@@ -481,9 +485,9 @@ async def test_a_closed_sequence_is_forgotten_over_there():
 async def test_without_draft_nodes_everything_is_a_no_op():
     drafts = NoDrafts()
     await drafts.start()
-    drafts.open(1, start_of(TEXT))
+    drafts.open(1, *start_of(TEXT))
     drafts.update([(1, (1,), 3)])
-    assert drafts.take([DraftWant(1, TEXT, 3)], wait_seconds=1.0).token_ids == {}
+    assert tokens(drafts.take([DraftWant(1, TEXT, 3)], wait_seconds=1.0)) == {}
     drafts.close(1)
     assert drafts.status().targets == ()
     await drafts.stop()

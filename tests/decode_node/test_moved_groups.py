@@ -83,10 +83,10 @@ def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_no
 def test_drafts_are_told_each_samples_own_tokens(make_scripted_node):
     node = make_scripted_node(num_blocks=200, num_speculative_tokens=2)
     told = {}
-    node.loop._drafts._client.open = lambda sequence_id, start: told.update({start.sample: start})
+    node.loop._drafts._client.open = lambda _id, start, token_ids: told.update({start.sample: list(token_ids)})
     group_id, whole = moved(node, {0: 30, 2: 1})
     node.run()
-    assert {sample: list(start.generated_token_ids) for sample, start in told.items()} == {0: whole[:30], 2: whole[:1]}
+    assert told == {0: [*SHORT_PROMPT, *whole[:30]], 2: [*SHORT_PROMPT, *whole[:1]]}
     assert {done.sample for done in node.find(SampleDone, group_id)} == {0, 2}
 
 

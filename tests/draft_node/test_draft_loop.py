@@ -7,6 +7,7 @@ import pytest
 from draft_node.draft_loop import DraftLimits, DraftLoop
 from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Proposal
 from outrider.speculation.proposers.isolated import BENCH_SECONDS
@@ -127,7 +128,7 @@ class SlowProposer(ScriptedProposer):
         first_time = {request.sequence_id for request in requests} - {old.sequence_id for old in self.requests}
         proposals = super().propose(requests)
         return [
-            Proposal(sequence_id=proposal.sequence_id, length=proposal.length, caught_up=False)
+            Proposal(sequence_id=proposal.sequence_id, tree=DraftTree(proposal.tree.length), caught_up=False)
             if proposal.sequence_id in first_time
             else proposal
             for proposal in proposals

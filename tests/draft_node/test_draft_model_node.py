@@ -10,14 +10,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from decode_node.drafts import DraftClient, DraftWant, SequenceStartInfo
+from decode_node.drafts import DraftClient, DraftWant
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import DraftHello
+from outrider.speculation.draft_stream import DraftHello, SequenceStart
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 
@@ -57,13 +57,13 @@ def hello_for(service: DraftNode) -> DraftHello:
 
 
 async def drafts_for(client: DraftClient, sequence_id: int, params: SamplingParams) -> tuple[int, ...]:
-    client.open(sequence_id, SequenceStartInfo(params, 0, PROMPT), num_wanted=4)
+    client.open(sequence_id, SequenceStart(params=params, sample=0, prompt_length=len(PROMPT)), PROMPT, num_wanted=4)
     want = DraftWant(sequence_id, PROMPT, 4)
     async with asyncio.timeout(20):
         while True:
             taken = await asyncio.to_thread(client.take, [want], wait_seconds=0.05)
             if sequence_id in taken.hits:
-                return taken.token_ids[sequence_id]
+                return taken.of(sequence_id).token_ids
 
 
 async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node):

@@ -68,31 +68,31 @@ class Reference:
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_a_draft_is_what_the_draft_model_itself_would_generate(model, params):
     (proposal,) = proposer_of(model).propose([ProposalRequest(1, PROMPT, 6, start_of(params))])
-    assert proposal.token_ids == Reference(model).continuation(PROMPT, params, 6)
+    assert proposal.tree.token_ids == Reference(model).continuation(PROMPT, params, 6)
 
 
 @pytest.mark.parametrize("num_agreeing", [0, 2, 5])
 def test_after_a_partly_accepted_draft_it_goes_on_as_from_a_fresh_prefix(model, num_agreeing):
     proposer = proposer_of(model)
     (first,) = proposer.propose([ProposalRequest(1, PROMPT, 5, start_of(HOT))])
-    text = [*PROMPT, *first.token_ids[:num_agreeing], 3]
+    text = [*PROMPT, *first.tree.token_ids[:num_agreeing], 3]
     (second,) = proposer.propose([ProposalRequest(1, text, 5, start_of(HOT))])
-    assert second.token_ids == Reference(model).continuation(text, HOT, 5)
+    assert second.tree.token_ids == Reference(model).continuation(text, HOT, 5)
     proposer.check_integrity()
 
 
 def test_each_sample_runs_its_own_race(model):
     proposer = proposer_of(model)
     proposals = proposer.propose([ProposalRequest(i, PROMPT, 6, start_of(HOT, sample=i)) for i in range(3)])
-    assert len({proposal.token_ids for proposal in proposals}) == 3
-    assert proposals[2].token_ids == Reference(model).continuation(PROMPT, HOT, 6, sample=2)
+    assert len({proposal.tree.token_ids for proposal in proposals}) == 3
+    assert proposals[2].tree.token_ids == Reference(model).continuation(PROMPT, HOT, 6, sample=2)
 
 
 def test_a_draft_ends_with_a_stop_token(model):
     expected = Reference(model).continuation(PROMPT, GREEDY, 6)
     start = start_of(GREEDY, stop_token_ids=(expected[2],))
     (proposal,) = proposer_of(model).propose([ProposalRequest(1, PROMPT, 6, start)])
-    assert proposal.token_ids == expected[: expected.index(expected[2]) + 1]
+    assert proposal.tree.token_ids == expected[: expected.index(expected[2]) + 1]
 
 
 def test_catching_up_takes_the_shortest_first_within_its_budget(model):
@@ -109,7 +109,7 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
     text = [(7 * i) % 300 for i in range(400)]
     for key in range(20):
         (proposal,) = proposer.propose([ProposalRequest(key, [key, *text], 3, start_of(GREEDY))])
-        assert len(proposal.token_ids) == 3
+        assert len(proposal.tree.token_ids) == 3
         proposer.check_integrity()
 
 
@@ -119,7 +119,7 @@ def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounte
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]
     proposals = proposer.propose(requests)
     assert all(proposal.caught_up for proposal in proposals)
-    assert 0 < sum(bool(proposal.token_ids) for proposal in proposals) < 6
+    assert 0 < sum(bool(proposal.tree.token_ids) for proposal in proposals) < 6
     proposer.check_integrity()
     for key in range(6):
         proposer.forget(key)
@@ -136,7 +136,7 @@ def test_what_the_model_cannot_serve_gets_no_proposal(model):
             ProposalRequest(3, PROMPT, 3, start_of(GREEDY)),
         ]
     )
-    assert [len(proposal.token_ids) for proposal in proposals] == [0, 0, 3]
+    assert [len(proposal.tree.token_ids) for proposal in proposals] == [0, 0, 3]
 
 
 def test_a_second_sequence_with_the_same_prompt_finds_its_blocks(model):

@@ -43,8 +43,8 @@ class Isolated:
         requests = [ProposalRequest(index, TEXT[:10], 3) for index in range(num_sequences)]
         proposals = self.proposer.propose(requests)
         assert [proposal.sequence_id for proposal in proposals] == list(range(num_sequences))
-        assert all(proposal.length == 10 and proposal.caught_up for proposal in proposals)
-        return {proposal.sequence_id for proposal in proposals if proposal.token_ids}
+        assert all(proposal.tree.length == 10 and proposal.caught_up for proposal in proposals)
+        return {proposal.sequence_id for proposal in proposals if proposal.tree.token_ids}
 
 
 def test_without_failures_there_is_one_call():

@@ -58,7 +58,7 @@ def test_a_sequence_whose_tokens_were_replaced_is_learnt_anew():
     proposer = NgramProposer(max_ngram=2, min_ngram=2)
     proposer.propose([ProposalRequest(1, [1, 2, 3, 1, 2], 1)])
     (proposal,) = proposer.propose([ProposalRequest(1, [4, 5, 6, 4, 5], 1)])
-    assert proposal.token_ids == (6,)
+    assert proposal.tree.token_ids == (6,)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import Branch, DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_tree import DraftTree
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import (
     hello_from_proto,
@@ -57,7 +58,7 @@ def test_an_update_survives_the_wire(update):
         SequenceProposals(
             sequence_id=1,
             acked_length=9,
-            branches=(Branch(9, 2**64 - 1, (1, 2)), Branch(8, 0, (3,))),
+            branches=(DraftTree(9, 2**64 - 1, (1, 2)), DraftTree(8, 0, (3,))),
         ),
         SequenceProposals(sequence_id=1, acked_length=9),
         SequenceProposals(sequence_id=1, need_sync=True),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,10 @@ class ProposalRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Draft tokens after the request's committed ones; empty when there is no guess."""
+    """A draft after the request's committed tokens; empty when there is no guess."""
 
     sequence_id: int
-    length: int  # of the committed prefix that it was made from
-    token_ids: tuple[int, ...] = ()
+    tree: DraftTree
     caught_up: bool = True  # False: still computing the prefix, ask again with the newest state
 
 

@@ -23,6 +23,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows, SequenceSampling
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposalRequest
 
 NUM_EXTRA_TOKENS = 2
@@ -203,8 +204,7 @@ class DraftModelProposer:
         return [
             Proposal(
                 sequence_id=request.sequence_id,
-                length=len(request.token_ids),
-                token_ids=proposed.get(request.sequence_id, ()),
+                tree=DraftTree(len(request.token_ids), token_ids=proposed.get(request.sequence_id, ())),
                 caught_up=request.sequence_id not in behind,
             )
             for request in requests

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.config import setting
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
@@ -17,13 +18,22 @@ PROPOSERS = ("ngram", "draft_model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
-    """What every proposer may need; each takes its own."""
+    """What every proposer may need; each takes its own. Part of section `draft_node`.
 
-    max_ngram: int = MAX_NGRAM
-    min_ngram: int = MIN_NGRAM
+    Raises: ValueError when `min_ngram` is above `max_ngram`.
+    """
+
+    catch_up_tokens_per_step: int = setting(
+        512, at_least=1, at_most=65_536, help="Prefix rows that a draft model computes in one step, shortest first."
+    )
+    max_ngram: int = setting(MAX_NGRAM, at_least=1, at_most=16, help="Longest run of tokens that is looked up.")
+    min_ngram: int = setting(MIN_NGRAM, at_least=1, at_most=16, help="Shortest run of tokens that is looked up.")
     model: ModelConfig = field(default_factory=ModelConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
-    catch_up_tokens_per_step: int = 512
+
+    def __post_init__(self) -> None:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}")
 
 
 def make_proposer(
@@ -38,8 +48,6 @@ def make_proposer(
     """
     settings = settings or ProposerSettings()
     if name == "ngram":
-        if settings.min_ngram > settings.max_ngram:
-            raise ConfigError(f"min_ngram {settings.min_ngram} is above max_ngram {settings.max_ngram}")
         return NgramProposer(max_ngram=settings.max_ngram, min_ngram=settings.min_ngram)
     if name == "draft_model":
         from outrider.model_hub.open import open_model

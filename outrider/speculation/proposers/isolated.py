@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer
 
 BENCH_SECONDS = 1.0
@@ -71,7 +72,8 @@ class IsolatedProposer:
                     middle = len(group) // 2
                     groups += [group[middle:], group[:middle]]
         return [
-            found.get(request.sequence_id) or Proposal(sequence_id=request.sequence_id, length=len(request.token_ids))
+            found.get(request.sequence_id)
+            or Proposal(sequence_id=request.sequence_id, tree=DraftTree(len(request.token_ids)))
             for request in requests
         ]
 

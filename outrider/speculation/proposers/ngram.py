@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposalRequest
 
 MAX_NGRAM = 4
@@ -102,8 +103,7 @@ class NgramProposer:
         return [
             Proposal(
                 sequence_id=request.sequence_id,
-                length=len(request.token_ids),
-                token_ids=self._index(request).continuation(request.num_wanted) if request.num_wanted > 0 else (),
+                tree=DraftTree(len(request.token_ids), token_ids=self._continuation(request)),
             )
             for request in requests
         ]
@@ -111,6 +111,9 @@ class NgramProposer:
     def forget(self, sequence_id: int) -> None:
         """Frees the index of a sequence; an unknown one is fine."""
         self._indexes.pop(sequence_id, None)
+
+    def _continuation(self, request: ProposalRequest) -> tuple[int, ...]:
+        return self._index(request).continuation(request.num_wanted) if request.num_wanted > 0 else ()
 
     def _index(self, request: ProposalRequest) -> NgramIndex:
         index = self._indexes.get(request.sequence_id)

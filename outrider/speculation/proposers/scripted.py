@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposalRequest
 
 
@@ -46,8 +47,10 @@ class ScriptedProposer:
         return [
             Proposal(
                 sequence_id=request.sequence_id,
-                length=len(request.token_ids),
-                token_ids=self._continuation(tuple(request.token_ids), request.num_wanted),
+                tree=DraftTree(
+                    len(request.token_ids),
+                    token_ids=self._continuation(tuple(request.token_ids), request.num_wanted),
+                ),
             )
             for request in requests
         ]
