@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode_node.__main__ import make_build
-from decode_node.commands import DrainExpired, DrainStarted, GroupCancelled, GroupOpened, SessionEnded
+from decode_node.commands import DrainExpired, DrainStarted, GroupCancelled, GroupOpened, GroupRetargeted, SessionEnded
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafts import NoDrafts
 from decode_node.step_drafts import StepDrafts
@@ -25,6 +25,7 @@ from outrider.session import (
     OpenSequenceGroup,
     Rejected,
     RejectReason,
+    RetargetSequenceGroup,
     SampleDone,
     SampleStart,
     SampleTokens,
@@ -87,6 +88,10 @@ class Node:
         )
         self.submit(GroupOpened(session, group, "127.0.0.1"))
         return group_id
+
+    def retarget(self, group_id, transfer_id):
+        retarget = RetargetSequenceGroup(sequence_group_id=group_id, transfer_id=transfer_id)
+        self.submit(GroupRetargeted(SESSION, retarget))
 
     def run(self, *, max_turns=2000):
         """Until nothing is left to do."""
