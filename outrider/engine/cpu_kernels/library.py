@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 4
+API_VERSION = 5
 
 
 class ElementType(IntEnum):
@@ -32,14 +31,6 @@ class ElementType(IntEnum):
     @property
     def num_bytes(self) -> int:
         return {ElementType.FLOAT32: 4, ElementType.BFLOAT16: 2, ElementType.INT8: 1}[self]
-
-
-class Epilogue(IntEnum):
-    """What becomes of a linear layer's output."""
-
-    STORE = 0
-    ADD = 1  # y += x W^T + b
-    SILU_MULTIPLY = 2  # y = silu(gate) * up
 
 
 class MatrixStruct(ctypes.Structure):
@@ -127,7 +118,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_api_version": (c_int32, ()),
     "outrider_path": (c_char_p, ()),
     "outrider_prepare_process": (c_int32, ()),
-    "outrider_team_create": (c_void_p, (c_int32, c_void_p, c_int32)),
+    "outrider_team_create": (c_void_p, (c_int32,)),
     "outrider_team_free": (None, (c_void_p,)),
     "outrider_workspace_create": (c_void_p, ()),
     "outrider_workspace_free": (None, (c_void_p,)),
@@ -141,34 +132,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_unpack_row": (_Status, (POINTER(MatrixStruct), c_int64, c_void_p)),
     "outrider_linear": (
         _Status,
-        (c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(MatrixStruct), c_int32, c_void_p),
-    ),
-    "outrider_linear_to_float": (
-        _Status,
         (c_void_p, c_void_p, c_int32, c_void_p, c_int64, POINTER(MatrixStruct), c_void_p),
     ),
     "outrider_rms_norm": (_Status, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p)),
-    "outrider_rope": (
-        _Status,
-        (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
-    ),
-    "outrider_write_cache": (
-        _Status,
-        (
-            c_void_p,
-            c_int32,
-            c_void_p,
-            c_int64,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_void_p,
-        ),
-    ),
     "outrider_paged_attention": (
         _Status,
         (
@@ -254,15 +220,11 @@ class Team:
     One job at a time: it belongs to the thread that runs the engine.
     """
 
-    def __init__(self, library: KernelLibrary, num_threads: int, cpus: Sequence[int] = ()) -> None:
-        """`cpus` are the processors of the threads besides the caller; empty leaves them to the system.
-
-        Raises MemoryError when the system gives the process no more threads.
-        """
-        array = (c_int32 * len(cpus))(*cpus)
+    def __init__(self, library: KernelLibrary, num_threads: int) -> None:
+        """Raises MemoryError when the system gives the process no more threads."""
         self._free = library.functions.outrider_team_free
         self.num_threads = num_threads
-        self.handle: int = library.functions.outrider_team_create(num_threads, array, len(cpus))
+        self.handle: int = library.functions.outrider_team_create(num_threads)
         if not self.handle:
             raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
 

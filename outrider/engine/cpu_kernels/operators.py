@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, Epilogue, KernelLibrary, MatrixStruct
+from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, KernelLibrary, MatrixStruct
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
 from outrider.errors import InternalError
 
@@ -47,7 +47,7 @@ class _Operators:
         if y.numel():
             self._functions.outrider_linear(
                 team, workspace, ELEMENT_TYPES[x.dtype], x.data_ptr(), x.numel() // x.shape[-1], struct,
-                Epilogue.STORE, y.data_ptr(),
+                y.data_ptr(),
             )  # fmt: skip
         return y
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import AttentionStruct, Epilogue, Workspace
+from outrider.engine.cpu_kernels.library import AttentionStruct, Workspace
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
 from outrider.engine.input_batch import InputBatch
 
@@ -21,35 +21,11 @@ def pack(
     return PackedMatrix(kernels, WeightArena(), weights, biases or [], **options)
 
 
-def linear(
-    kernels: CpuKernels,
-    matrix: PackedMatrix,
-    x: Tensor,  # [num_rows, in_features] float32 or bfloat16
-    *,
-    epilogue: Epilogue = Epilogue.STORE,
-    into: Tensor | None = None,  # the residual of Epilogue.ADD
-) -> Tensor:
-    """Into memory that was full of NaN. [num_rows, out_features], or half as many columns for SILU_MULTIPLY."""
-    columns = matrix.out_features // (2 if epilogue == Epilogue.SILU_MULTIPLY else 1)
-    y = guarded((len(x), columns), x.dtype) if into is None else guarded_copy(into)
+def linear(kernels: CpuKernels, matrix: PackedMatrix, x: Tensor) -> Tensor:
+    """X [num_rows, in_features] float32 or bfloat16 -> [num_rows, out_features], into memory that was full of NaN."""
+    y = guarded((len(x), matrix.out_features), x.dtype)
     x, workspace = guarded_copy(x), Workspace(kernels.library)
     kernels.library.functions.outrider_linear(
-        kernels.team.handle,
-        workspace.handle,
-        ELEMENT_TYPES[x.dtype],
-        x.data_ptr(),
-        len(x),
-        matrix.struct,
-        epilogue,
-        y.data_ptr(),
-    )
-    return checked(y)
-
-
-def linear_to_float(kernels: CpuKernels, matrix: PackedMatrix, x: Tensor) -> Tensor:
-    y = guarded((len(x), matrix.out_features), torch.float32)
-    x, workspace = guarded_copy(x), Workspace(kernels.library)
-    kernels.library.functions.outrider_linear_to_float(
         kernels.team.handle,
         workspace.handle,
         ELEMENT_TYPES[x.dtype],
@@ -76,47 +52,6 @@ def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float) -> 
         y.data_ptr(),
     )
     return checked(y)
-
-
-def rope(kernels: CpuKernels, x: Tensor, num_heads: int, positions: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """X [num_rows, at least num_heads heads, head_dim]: the first `num_heads` rotated, the others as they were."""
-    y = guarded_copy(x)
-    kernels.library.functions.outrider_rope(
-        kernels.team.handle,
-        ELEMENT_TYPES[x.dtype],
-        y.data_ptr(),
-        len(x),
-        x.shape[1] * x.shape[2],
-        num_heads,
-        x.shape[2],
-        positions.data_ptr(),
-        cosines.data_ptr(),
-        sines.data_ptr(),
-    )
-    return checked(y)
-
-
-def write_cache(
-    kernels: CpuKernels, projected: Tensor, first: int, slots: Tensor, key_cache: Tensor, value_cache: Tensor
-) -> None:
-    """Keys are the heads of `projected` [num_rows, heads, head_dim] from `first` on, values those after them."""
-    num_rows, num_heads, head_dim = projected.shape
-    num_kv_heads = key_cache.shape[-2]
-    stride = num_heads * head_dim
-    kernels.library.functions.outrider_write_cache(
-        kernels.team.handle,
-        ELEMENT_TYPES[projected.dtype],
-        projected[:, first:].data_ptr(),
-        stride,
-        projected[:, first + num_kv_heads :].data_ptr(),
-        stride,
-        num_rows,
-        slots.data_ptr(),
-        num_kv_heads,
-        head_dim,
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-    )
 
 
 def paged_attention(

@@ -69,7 +69,7 @@ struct Chain final : Job {
 };
 
 void more_threads_than_cores() {
-  Team team(static_cast<int>(3 * std::thread::hardware_concurrency() + 5), {});
+  Team team(static_cast<int>(3 * std::thread::hardware_concurrency() + 5));
   for (int i = 0; i < 20; i++) {
     const auto job = std::make_shared<Chain>(30, 17);
     team.run(job);
@@ -77,17 +77,10 @@ void more_threads_than_cores() {
   }
 }
 
-void placed_on_processors_that_there_are_not() {
-  Team team(4, {-1, 100000, 0});
-  const auto job = std::make_shared<Chain>(10, 9);
-  team.run(job);
-  job->check();
-}
-
 // Workers that lose their core between two units: here they wait, outside of any unit, for
 // something that comes after the whole job. A barrier of threads would never end.
 void late_workers_hold_up_no_phase() {
-  Team team(3, {});
+  Team team(3);
   for (int late_phase = 0; late_phase < 4; late_phase++) {
     const auto is_over = std::make_shared<Flag>();
     const auto job = std::make_shared<Chain>(4, 8);
@@ -115,7 +108,7 @@ void late_workers_hold_up_no_phase() {
 
 // A phase is not over before a unit that somebody is still in.
 void a_unit_that_takes_long_is_waited_for() {
-  Team team(2, {});
+  Team team(2);
   for (int i = 0; i < 20; i++) {
     Flag is_in_unit, may_end;
     std::atomic<bool> has_ended{false};
@@ -139,7 +132,7 @@ void a_unit_that_takes_long_is_waited_for() {
 }
 
 void thousands_of_tiny_jobs() {
-  Team team(4, {});
+  Team team(4);
   std::vector<int64_t> counts(7, 0);
   for (int i = 0; i < 20000; i++) team.share(i % 8, [&](int64_t unit, int) { counts[unit]++; });
   for (int unit = 0; unit < 7; unit++) {
@@ -150,7 +143,7 @@ void thousands_of_tiny_jobs() {
 }
 
 void members_are_told_apart() {
-  Team team(4, {});
+  Team team(4);
   for (int i = 0; i < 2000; i++) {
     std::atomic<int> in_use[4] = {};
     team.share(16, [&](int64_t, int member) {
@@ -163,7 +156,7 @@ void members_are_told_apart() {
 
 void destroyed_while_idle() {
   for (int i = 0; i < 200; i++) {
-    Team team(1 + i % 5, {});
+    Team team(1 + i % 5);
     if (i % 3 != 0) team.share(i % 7, [](int64_t, int) {});
   }
 }
@@ -176,13 +169,13 @@ void no_more_threads_is_an_error_and_leaves_nothing_behind() {
   require(setrlimit(RLIMIT_AS, &low) == 0, "the limit could not be set");
   bool is_refused = false;
   try {
-    Team team(1000, {});
+    Team team(1000);
   } catch (const std::system_error&) {
     is_refused = true;
   }
   require(is_refused, "a thousand threads in 256 MiB");
   setrlimit(RLIMIT_AS, &limit);
-  Team team(3, {});
+  Team team(3);
   const auto job = std::make_shared<Chain>(5, 5);
   team.run(job);
   job->check();
@@ -197,7 +190,6 @@ int main(int argc, char** argv) {
     const char* name;
     void (*run)();
   } cases[] = {CASE(more_threads_than_cores),
-               CASE(placed_on_processors_that_there_are_not),
                CASE(late_workers_hold_up_no_phase),
                CASE(a_unit_that_takes_long_is_waited_for),
                CASE(thousands_of_tiny_jobs),

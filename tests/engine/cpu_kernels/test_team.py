@@ -13,7 +13,6 @@ from outrider.engine.cpu_kernels.compiler import COMPILE_FLAGS, SOURCE, CompileE
 PROGRAM = Path(__file__).with_name("team_program.cpp")
 CASES = (
     "more_threads_than_cores",
-    "placed_on_processors_that_there_are_not",
     "late_workers_hold_up_no_phase",
     "a_unit_that_takes_long_is_waited_for",
     "thousands_of_tiny_jobs",

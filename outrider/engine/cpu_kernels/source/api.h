@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 4;
+constexpr int32_t OUTRIDER_API_VERSION = 5;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -26,7 +26,7 @@ OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "
 // Returns 0, or an errno.
 OUTRIDER_API int32_t outrider_prepare_process(void);
 
-OUTRIDER_API OutriderTeam* outrider_team_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+OUTRIDER_API OutriderTeam* outrider_team_create(int32_t num_threads);
 OUTRIDER_API void outrider_team_free(OutriderTeam* team);
 OUTRIDER_API OutriderWorkspace* outrider_workspace_create(void);
 OUTRIDER_API void outrider_workspace_free(OutriderWorkspace* workspace);
@@ -65,27 +65,16 @@ OUTRIDER_API int64_t outrider_packed_size(int32_t type, int64_t out_features, in
 // Packs rows [first, first + num) of a weight [out_features, in_features] given as `from`
 // [num, in_features]; several calls fill one matrix, for projections that are computed
 // together. `interleave` 1: gate and up halves of out_features alternate by panels, as the
-// silu_multiply epilogue wants them. For INT8 `from` is already quantised.
+// decoder multiplies them. For INT8 `from` is already quantised.
 OUTRIDER_API int32_t outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
                                    int64_t out_features, int64_t in_features, int32_t interleave, void* packed);
 
 // One row of the packed weight, for embeddings that are tied to the output layer.
 OUTRIDER_API int32_t outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
 
-enum OutriderEpilogue : int32_t {
-  OUTRIDER_STORE = 0,         // y = x W^T + b
-  OUTRIDER_ADD = 1,           // y = y + (x W^T + b): the residual
-  OUTRIDER_SILU_MULTIPLY = 2  // y = silu(gate) * up, y has half as many columns
-};
-
-// x [num_rows, in_features] and y of `type` of the activations (FLOAT32 or BFLOAT16).
+// y = x W^T + b, with x [num_rows, in_features] and y of `type` of the activations (FLOAT32 or BFLOAT16).
 OUTRIDER_API int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
-                                     const void* x, int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue,
-                                     void* y);
-
-// The same with y in float32 whatever the activations are, for logits.
-OUTRIDER_API int32_t outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
-                                              const void* x, int64_t num_rows, const OutriderMatrix* matrix, float* y);
+                                     const void* x, int64_t num_rows, const OutriderMatrix* matrix, void* y);
 
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32.
 OUTRIDER_API int32_t outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows, int64_t width,
@@ -105,21 +94,6 @@ struct OutriderBatch {
   const int32_t* seq_lens;          // [num_seqs]
   const int32_t* block_tables;      // [num_seqs, max_blocks]
 };
-
-// ---- rope.cpp
-
-// Rotates halves of each head of `rows` in place. x [num_rows, row_stride]: num_heads heads
-// of head_dim from the start of each row. cosines, sines: [max_positions, head_dim / 2].
-OUTRIDER_API int32_t outrider_rope(OutriderTeam* team, int32_t type, void* x, int64_t num_rows, int64_t row_stride,
-                                   int64_t num_heads, int64_t head_dim, const int64_t* positions, const float* cosines,
-                                   const float* sines);
-
-// Copies each row's keys and values [num_rows, num_kv_heads, head_dim] (rows at the given
-// strides, in elements) into its slot of the caches [slots, num_kv_heads, head_dim].
-OUTRIDER_API int32_t outrider_write_cache(OutriderTeam* team, int32_t type, const void* keys, int64_t key_stride,
-                                          const void* values, int64_t value_stride, int64_t num_rows,
-                                          const int64_t* slots, int64_t num_kv_heads, int64_t head_dim, void* key_cache,
-                                          void* value_cache);
 
 // ---- paged_attention.cpp
 

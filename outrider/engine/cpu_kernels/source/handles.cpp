@@ -6,11 +6,10 @@
 #include "team.h"
 #include "workspace.h"
 
-OutriderTeam* outrider_team_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
+OutriderTeam* outrider_team_create(int32_t num_threads) {
   OutriderTeam* team = nullptr;
   outrider::call([&] {
-    team = reinterpret_cast<OutriderTeam*>(
-        new outrider::Team(num_threads, std::vector<int>(cpus, cpus + num_cpus)));
+    team = reinterpret_cast<OutriderTeam*>(new outrider::Team(num_threads));
   });
   return team;
 }

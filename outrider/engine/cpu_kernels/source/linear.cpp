@@ -65,22 +65,12 @@ const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* 
 
 template <class Weight, class T>
 void linear(Team& team, OutriderWorkspace& workspace, const T* x, int64_t num_rows, const Matrix<Weight>& matrix,
-            int32_t epilogue, void* y, bool to_float) {
+            T* y) {
   const auto* rows = as_activations<Weight>(workspace, x, num_rows, matrix.in_features, matrix.depth);
-  const auto share = [&](auto&& finish) {
-    team.share(num_units(matrix), [&](int64_t unit, int) {
-      multiply_unit<Weight>(unit, rows, matrix.depth, num_rows, matrix, finish);
-    });
-  };
-  if (to_float) {
-    share(StoreTo<float>{static_cast<float*>(y), matrix.out_features});
-  } else if (epilogue == OUTRIDER_ADD) {
-    share(AddTo<T>{static_cast<T*>(y), matrix.out_features});
-  } else if (epilogue == OUTRIDER_SILU_MULTIPLY) {
-    share(SiluMultiplyTo<T, T>{static_cast<T*>(y), matrix.out_features / 2});
-  } else {
-    share(StoreTo<T>{static_cast<T*>(y), matrix.out_features});
-  }
+  const StoreTo<T> store{y, matrix.out_features};
+  team.share(num_units(matrix), [&](int64_t unit, int) {
+    multiply_unit<Weight>(unit, rows, matrix.depth, num_rows, matrix, store);
+  });
 }
 
 // Calls f with a null pointer of the type that `type` names.
@@ -89,20 +79,6 @@ void with_type(int32_t type, F&& f) {
   if (type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));
   if (type == OUTRIDER_INT8) return f(static_cast<int8_t*>(nullptr));
   f(static_cast<float*>(nullptr));
-}
-
-void linear_of(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
-               int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue, void* y, bool to_float) {
-  with_type(matrix->type, [&](auto* weight) {
-    using Weight = std::remove_pointer_t<decltype(weight)>;
-    const Matrix<Weight> typed(*matrix);
-    Team& threads = *reinterpret_cast<Team*>(team);
-    if (activation_type == OUTRIDER_BFLOAT16) {
-      linear<Weight>(threads, *workspace, static_cast<const BFloat16*>(x), num_rows, typed, epilogue, y, to_float);
-    } else {
-      linear<Weight>(threads, *workspace, static_cast<const float*>(x), num_rows, typed, epilogue, y, to_float);
-    }
-  });
 }
 
 }  // namespace
@@ -142,11 +118,17 @@ int32_t outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to
 }
 
 int32_t outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
-                        int64_t num_rows, const OutriderMatrix* matrix, int32_t epilogue, void* y) {
-  return call([&] { linear_of(team, workspace, activation_type, x, num_rows, matrix, epilogue, y, false); });
-}
-
-int32_t outrider_linear_to_float(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
-                                 const void* x, int64_t num_rows, const OutriderMatrix* matrix, float* y) {
-  return call([&] { linear_of(team, workspace, activation_type, x, num_rows, matrix, OUTRIDER_STORE, y, true); });
+                        int64_t num_rows, const OutriderMatrix* matrix, void* y) {
+  return call([&] {
+    with_type(matrix->type, [&](auto* weight) {
+      using Weight = std::remove_pointer_t<decltype(weight)>;
+      const Matrix<Weight> typed(*matrix);
+      Team& threads = *reinterpret_cast<Team*>(team);
+      if (activation_type == OUTRIDER_BFLOAT16) {
+        linear<Weight>(threads, *workspace, static_cast<const BFloat16*>(x), num_rows, typed, static_cast<BFloat16*>(y));
+      } else {
+        linear<Weight>(threads, *workspace, static_cast<const float*>(x), num_rows, typed, static_cast<float*>(y));
+      }
+    });
+  });
 }

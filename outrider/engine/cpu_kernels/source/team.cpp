@@ -1,6 +1,5 @@
 #include "team.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include "default_arithmetic.h"
@@ -43,7 +42,7 @@ void Phase::wait(int32_t total) const {
   for (int32_t done; (done = done_.load(std::memory_order_acquire)) != total;) done_.wait(done, std::memory_order_acquire);
 }
 
-Team::Team(int num_threads, const std::vector<int>& cpus) {
+Team::Team(int num_threads) {
   workers_.reserve(num_threads > 1 ? num_threads - 1 : 0);
   for (int index = 1; index < num_threads; index++) {
     try {
@@ -52,14 +51,6 @@ Team::Team(int num_threads, const std::vector<int>& cpus) {
       stop();
       throw;
     }
-#if defined(__linux__)
-    if (index - 1 < static_cast<int>(cpus.size())) {
-      cpu_set_t set;
-      CPU_ZERO(&set);
-      CPU_SET(cpus[index - 1], &set);
-      pthread_setaffinity_np(workers_.back().native_handle(), sizeof set, &set);  // advice: failing costs only speed
-    }
-#endif
   }
 }
 

@@ -48,9 +48,8 @@ class Job {
 
 class Team {
  public:
-  // `cpus[i]` is the processor of worker i; without it the system places workers. Throws
-  // std::system_error when the process may not have so many threads.
-  Team(int num_threads, const std::vector<int>& cpus);
+  // Throws std::system_error when the process may not have so many threads.
+  explicit Team(int num_threads);
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
