@@ -19,11 +19,17 @@ class HedgeBudget:
 
     def __init__(self, num_running: Callable[[], int]) -> None:
         self._num_running = num_running
-        self._by_link: Counter[NodeLink] = Counter()
+        self._moves: Counter[tuple[NodeLink, int]] = Counter()  # by node and the time that it became late
 
     def may_move(self) -> bool:
-        self._by_link = Counter({link: num for link, num in self._by_link.items() if link.is_late})
-        return self._by_link.total() < max(1, int(self._num_running() * HEDGED_SHARE))
+        self._moves = Counter(
+            {
+                (link, nth): num
+                for (link, nth), num in self._moves.items()
+                if link.is_late and link.num_latenesses == nth
+            }
+        )
+        return self._moves.total() < max(1, int(self._num_running() * HEDGED_SHARE))
 
     def add_move(self, late: NodeLink) -> None:
-        self._by_link[late] += 1
+        self._moves[late, late.num_latenesses] += 1

@@ -64,6 +64,7 @@ class NodeLink:
         self.last_error = ""  # why it could not be reached, while it cannot
         self.is_alias = False  # another link leads to the same process
         self.is_late = False  # its progress is overdue; it is not lost yet
+        self.num_latenesses = 0  # how often it became late
         self.transport = transport
         self._identity = identity
         self._liveness_timeout_seconds = liveness_timeout_seconds
@@ -158,11 +159,15 @@ class NodeLink:
         self.report = report
         self.state = report.state
         self._progress.feed(report)
-        self.is_late = self._progress.is_late()
+        self._set_late(is_late=self._progress.is_late())
         self._set_late_timer()
         if has_changed:
             self._tell_standing()
         self._on_change()
+
+    def _set_late(self, *, is_late: bool) -> None:
+        self.num_latenesses += is_late and not self.is_late
+        self.is_late = is_late
 
     def _set_late_timer(self) -> None:
         """One timer a link, moved only when it fires: reports come many times a second."""
@@ -180,7 +185,7 @@ class NodeLink:
         elif not self._progress.is_late():
             self._set_late_timer()
         elif self.is_connected:
-            self.is_late = True
+            self._set_late(is_late=True)
             _log.info("node is late", node=self.name, address=self.address)
             self._tell_standing()
             self._on_change()

@@ -198,6 +198,20 @@ async def test_suspicion_has_a_budget(pair):
     await pair.is_empty()
 
 
+async def test_what_moved_on_one_suspicion_is_not_counted_in_the_next(pair):
+    await serve(pair, liveness_timeout_seconds=30.0)
+    for _ in range(2):
+        task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+        await until_streaming(pair)
+        busy, free = busy_and_free(pair)
+        busy.freeze()
+        await pair.eventually(lambda free=free: free.groups, seconds=4)
+        busy.thaw()
+        assert len((await asyncio.wait_for(task, 10)).token_ids()) == LONG
+        await pair.eventually(lambda: not any(link.is_late for link in pair.service.nodes.decode_nodes))
+        await pair.is_empty()
+
+
 async def test_nobody_moves_while_every_node_is_late(pair):
     await serve(pair, liveness_timeout_seconds=30.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
