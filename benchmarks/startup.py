@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/startup.py --rounds 5
 
 Times run from the start of the process. Proportional set sizes (PSS) divide a page among the
-processes that map it; resident set sizes (RSS) count it in each.
+processes that map it; resident set sizes (RSS) count it in each. Core seconds are the processor
+time that the services had taken when they served, which other programs on the machine change least.
 """
 
 from __future__ import annotations
@@ -32,23 +33,29 @@ END_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """MiB of some processes."""
+class Usage:
+    """What some processes have taken so far."""
 
-    rss: float
-    pss: float
+    core_seconds: float
+    rss: float  # MiB
+    pss: float  # MiB
 
     @classmethod
-    def of(cls, processes: list[psutil.Process]) -> Memory:
+    def of(cls, processes: list[psutil.Process]) -> Usage:
+        times = [process.cpu_times() for process in processes]
         infos = [process.memory_full_info() for process in processes]
-        return cls(sum(info.rss for info in infos) / 2**20, sum(info.pss for info in infos) / 2**20)
+        return cls(
+            sum(time.user + time.system + time.children_user + time.children_system for time in times),
+            sum(info.rss for info in infos) / 2**20,
+            sum(info.pss for info in infos) / 2**20,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     listening: float  # seconds
     serving: float
-    memory: Memory
+    usage: Usage
 
 
 def start_role(role: str) -> Start:
@@ -67,20 +74,20 @@ def start_role(role: str) -> Start:
     )
     os.close(writing)
     listening = serving = float("nan")
-    memory = Memory(0, 0)
+    usage = Usage(0, 0, 0)
     try:
         for said in announcements(reading):
             if "address" in said and not said.get("serving"):
                 listening = time.monotonic() - started
             if said.get("serving") or (role == "router" and "address" in said):  # a router serves with its first nodes
                 serving = time.monotonic() - started
-                memory = Memory.of([psutil.Process(process.pid)])
+                usage = Usage.of([psutil.Process(process.pid)])
                 break
     finally:
         os.close(reading)
         process.send_signal(signal.SIGTERM)
         process.wait(END_SECONDS)
-    return Start(listening, serving, memory)
+    return Start(listening, serving, usage)
 
 
 def announcements(descriptor: int) -> Iterator[dict[str, object]]:
@@ -96,19 +103,20 @@ def start_all() -> Start:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     listening = serving = float("nan")
-    memory = Memory(0, 0)
+    usage = Usage(0, 0, 0)
     try:
         for line in process.stdout:
             if line.startswith("router") and "listening" in line:
                 listening = time.monotonic() - started
             if line.startswith("serving on"):
                 serving = time.monotonic() - started
-                memory = Memory.of(psutil.Process(process.pid).children(recursive=True))
+                supervisor = psutil.Process(process.pid)
+                usage = Usage.of([supervisor, *supervisor.children(recursive=True)])
                 break
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(END_SECONDS)
-    return Start(listening, serving, memory)
+    return Start(listening, serving, usage)
 
 
 def main() -> int:
@@ -123,11 +131,16 @@ def main() -> int:
     for _ in range(arguments.rounds):
         for name in names:
             starts[name].append(start_all() if name == "up" else start_role(name))
-    print(f"{'':14}{'listening s':>18}{'serving s':>18}{'RSS MiB':>10}{'PSS MiB':>10}")
+    print(f"{'':14}{'listening s':>18}{'serving s':>18}{'core s':>18}{'RSS MiB':>10}{'PSS MiB':>10}")
     for name, found in starts.items():
-        listening, serving = ([getattr(start, field) for start in found] for field in ("listening", "serving"))
-        rss, pss = (median(getattr(start.memory, field) for start in found) for field in ("rss", "pss"))
-        print(f"{name:14}{in_words(listening):>18}{in_words(serving):>18}{rss:>10.0f}{pss:>10.0f}", flush=True)
+        times = [
+            [start.listening for start in found],
+            [start.serving for start in found],
+            [start.usage.core_seconds for start in found],
+        ]
+        rss, pss = median(start.usage.rss for start in found), median(start.usage.pss for start in found)
+        words = "".join(f"{in_words(values):>18}" for values in times)
+        print(f"{name:14}{words}{rss:>10.0f}{pss:>10.0f}", flush=True)
     return 0
 
 
