@@ -23,7 +23,6 @@ help: ## This list
 # First what is one file for everybody, compared by hash; then torch, of which each index has another build, and us.
 $(INSTALLED): pyproject.toml setup.py constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	rm -rf $(KERNELS)/libraries  # those of older sources would be refused; the cache gives back what is still good
 	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
 	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
 	touch $@
@@ -44,7 +43,7 @@ lock: $(TOOLS)/.installed ## Hashes of what constraints.txt pins, after a change
 wheel: $(READY) $(TOOLS)/.installed ## A wheel with native kernels in dist, its manylinux tag checked by auditwheel
 	rm -rf build
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir build/wheel .
-	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel -q repair --plat auto --wheel-dir dist build/wheel/*.whl
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
 
 $(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(INSTALLED)
 	$(BIN)/python -m outrider.engine.cpu_kernels.build
