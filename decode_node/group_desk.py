@@ -61,7 +61,7 @@ class GroupDesk:
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._groups = GroupTable()
         self._reservations = Reservations(
-            ingest, timeout_seconds=transfer_timeout_seconds, clock=clock, report=self.report
+            ingest, engine.pool, timeout_seconds=transfer_timeout_seconds, clock=clock, report=self.report
         )
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0

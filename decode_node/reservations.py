@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from decode_node.groups import SequenceGroup
 from decode_node.ingest import Ingest
+from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import DrainState, TransferStats
@@ -28,11 +29,13 @@ class Reservations:
 
     KV of two transfers is never mixed: the next one is opened for the same blocks only when
     the one before has been closed and has drained, and it has to bring every token itself.
+    While a write into them is still under way it gets other blocks, or waits where there are none.
     """
 
     def __init__(
         self,
         ingest: Ingest,
+        pool: BlockPool,
         *,
         timeout_seconds: float,
         clock: Callable[[], float],
@@ -40,12 +43,13 @@ class Reservations:
     ) -> None:
         """`timeout_seconds`: a transfer without a new frame, and then a reservation without a transfer, ends."""
         self._ingest = ingest
+        self._pool = pool
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._report = report
         self._fillings: dict[SequenceGroup, _Filling] = {}
         self._by_transfer: dict[bytes, SequenceGroup] = {}
-        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: of groups that are gone
+        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: blocks that nobody waits for any more
 
     def __len__(self) -> int:
         """Groups that wait."""
@@ -53,7 +57,7 @@ class Reservations:
 
     @property
     def undrained(self) -> list[SequenceKV]:
-        """Blocks of groups that are gone, into which a write may be under way."""
+        """Blocks that are of no use any more, into which a write may be under way."""
         return list(self._undrained.values())
 
     def is_known(self, transfer_id: bytes) -> bool:
@@ -176,8 +180,9 @@ class Reservations:
         self.grant(group, transfer_id, kv_address=self._ingest.address(group.kv_host))
 
     def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
-        """With what was asked for, once the transfer before has drained. True: the node computes itself."""
-        if filling.undrained_id and self._ingest.close(filling.undrained_id) is DrainState.UNKNOWN:
+        """With what was asked for, once the blocks are safe to write. True: the node computes itself."""
+        is_undrained = filling.undrained_id and self._ingest.close(filling.undrained_id) is DrainState.UNKNOWN
+        if is_undrained and not self._change_blocks(group, filling.undrained_id):
             return False
         next_id, filling.next_id, filling.undrained_id = filling.next_id, None, b""
         if next_id:
@@ -185,6 +190,19 @@ class Reservations:
             return False
         self._remove(group)
         self.grant(group, b"")
+        return True
+
+    def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
+        """Reserves others; those that may still be written into are freed once they have drained. False: no room."""
+        num_shared = len(group.shared_token_ids)
+        kv = SequenceKV.create(self._pool, group.shared_token_ids, max_cached_tokens=num_shared)
+        try:
+            kv.reserve(num_shared)
+        except NoFreeBlocksError:
+            kv.free()
+            return False
+        assert group.kv is not None
+        self._undrained[undrained_id], group.kv = group.kv, kv
         return True
 
     def _close(self, filling: _Filling) -> None:

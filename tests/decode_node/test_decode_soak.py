@@ -31,7 +31,7 @@ class HalfRightDrafts(NoDrafts):
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost(make_scripted_node):
     nodes = [_soak(make_scripted_node, seed) for seed in range(8)]
     assert sum(node.num_preempted for node in nodes) > 0
-    assert sum(isinstance(addressed.event, KvFailed) for node in nodes for addressed in node.events) > 20
+    assert sum(isinstance(addressed.event, KvFailed) for node in nodes for addressed in node.events) > 10
     assert sum(isinstance(addressed.event, SampleDone) for node in nodes for addressed in node.events) > 50
 
 
