@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from decode_node.draft_targets import DraftTarget, DraftTargets
 from decode_node.drafted_sequence import DraftedSequence, Stage
-from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
 
@@ -18,6 +18,8 @@ MAX_TOKENS_PER_UPDATE = 4096
 """A longer remainder of one sequence goes out in pieces, each after the last was acknowledged."""
 
 MAX_TOKENS_PER_MESSAGE = 16_384
+
+TELLABLE = (Stage.READY, Stage.CATCHING_UP)
 
 STUCK_SECONDS = 10.0
 """A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
@@ -42,7 +44,7 @@ class DraftCounters:
     num_messages_sent: int = 0
     num_branches: int = 0
     num_syncs: int = 0
-    num_stale_answers: int = 0  # for sequences that ended, moved or never were
+    num_stale_answers: int = 0  # unasked: for sequences that ended, moved, never were or are answered
     num_quarantined: int = 0
     num_breaker_openings: int = 0
 
@@ -181,7 +183,7 @@ class DraftBook:
                 continue
             if drafted.target != target or tokens_left <= 0:
                 self.has_unsent = True
-            elif drafted.stage(now) is Stage.READY:  # else its answer, or the clock of the stream, brings us back
+            elif drafted.stage(now) in TELLABLE:  # else its answer, or the clock of the stream, brings us back
                 update = drafted.make_update(now, most_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left))
                 tokens_left -= len(update.token_ids)
                 updates.append(update)
@@ -197,15 +199,19 @@ class DraftBook:
         state.answered(now)
         for answer in answers:
             drafted = self._sequences.get(answer.sequence_id)
-            if drafted is None or drafted.target != target or not drafted.is_known_to_target:
-                self._count(num_stale_answers=1)  # it ended, moved, or has come back just now
+            if drafted is None or drafted.target != target or not drafted.is_awaited:
+                state.was_unasked()
+                self._count(num_stale_answers=1)  # it ended, moved, or was answered already
             elif not drafted.is_plausible(answer, vocab_size=self._vocab_size):
                 self._quarantine(drafted, state)
             else:
+                state.was_asked()
                 seconds = drafted.take_answer(answer, now)
                 if seconds is not None:
                     state.observe_answer(seconds)
-                self._count(num_branches=len(answer.branches), num_syncs=int(answer.need_sync))
+                self._count(
+                    num_branches=len(answer.branches), num_syncs=int(answer.status is DraftStatus.UNKNOWN_PREFIX)
+                )
                 self._note_news(drafted)
 
     # Views.
@@ -218,6 +224,10 @@ class DraftBook:
             for drafted in self._sequences.values()
             if drafted.target == target
         )
+
+    def is_flooding(self, target: int) -> bool:
+        """Whether it sends answer after answer that nobody has asked for."""
+        return self._targets[target].is_flooding
 
     def is_connected(self, target: int) -> bool:
         return self._targets[target].is_connected

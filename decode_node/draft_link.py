@@ -16,7 +16,7 @@ from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
 from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
-from outrider.speculation.draft_stream import DraftHello, check_fits
+from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_to_proto, proposals_from_proto, update_to_proto
 from outrider.wire.node import info_from_proto
@@ -192,13 +192,18 @@ class DraftLink:
             message = await call.read()
             if not isinstance(message, draft_pb2.DraftProposals):
                 raise PeerLostError(f"{self.target} ended the stream", node=self.target)
+            if len(message.sequences) > MAX_ANSWERS_PER_MESSAGE:
+                raise PeerLostError(f"{self.target} sends {len(message.sequences)} answers at once", node=self.target)
             answers = [proposals_from_proto(proto) for proto in message.sequences]
             with self._changed:
                 num_quarantined = self._book.counters().num_quarantined
                 self._book.take_proposals(self.index, answers)
                 num_quarantined = self._book.counters().num_quarantined - num_quarantined
                 has_unsent = self._book.has_unsent
+                is_flooding = self._book.is_flooding(self.index)
                 self._changed.notify_all()
+            if is_flooding:
+                raise PeerLostError(f"{self.target} sends what nobody has asked for", node=self.target)
             if num_quarantined:
                 _log.warning("draft node answers nonsense", node=self.node_name, num_sequences=num_quarantined)
             if has_unsent:

@@ -13,6 +13,9 @@ LATE_SECONDS = 0.05
 
 LATENCY_SMOOTHING = 0.2
 
+MAX_UNASKED_IN_A_ROW = 1024
+"""Answers that nobody has asked for, before the stream is given up. Some cross the end of their sequence."""
+
 PROBE_BUDGET_SECONDS = 0.025
 """An answer that comes within this closes an open breaker."""
 
@@ -27,6 +30,7 @@ class DraftTarget:
     is_connected: bool = False
     num_sequences: int = 0
     closed: set[int] = field(default_factory=set)  # sequences that have ended, of which the node has still to hear
+    _num_unasked: int = 0  # in a row
     _probe_sent_at: float | None = None
     _missed_at: float = float("-inf")
     _answer_seconds: float = 0.0  # running mean of how long an answer takes
@@ -38,6 +42,7 @@ class DraftTarget:
 
     def connected(self) -> None:
         self.is_connected = True
+        self._num_unasked = 0
         self.breaker.success()
 
     def disconnected(self) -> None:
@@ -58,6 +63,17 @@ class DraftTarget:
         if self._probe_sent_at is not None and now - self._probe_sent_at <= PROBE_BUDGET_SECONDS:
             self.breaker.success()
         self._probe_sent_at = None
+
+    @property
+    def is_flooding(self) -> bool:
+        return self._num_unasked > MAX_UNASKED_IN_A_ROW
+
+    def was_asked(self) -> None:
+        """One of its answers was due."""
+        self._num_unasked = 0
+
+    def was_unasked(self) -> None:
+        self._num_unasked += 1
 
     def observe_answer(self, seconds: float) -> None:
         """How long the answer to one update took."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.speculation.draft_stream import (
     MAX_BRANCHES_PER_SEQUENCE,
+    DraftStatus,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
@@ -31,6 +32,7 @@ class Stage(enum.Enum):
     """Where a sequence stands with the draft node that serves it."""
 
     UNSERVED = "unserved"  # no node serves it
+    CATCHING_UP = "catching_up"  # its node computes what it was told; it may be told more meanwhile
     READY = "ready"  # its node may be told what is new
     ASKED = "asked"  # an update waits for its answer
     POSTPONED = "postponed"  # its node had no room for it, or lost it twice: told again later
@@ -54,6 +56,7 @@ class _Service:
     sent_length: int = 0  # the most that it was sent
     most_wanted: int = 0  # the most that any update asked for
     asked: _Asked | None = None
+    is_catching_up: bool = False  # an answer follows, whether more is asked or not
     answered_length: int = -1  # newest state of which a wish was answered
     last_was_empty: bool = False
     synced_at: float = float("-inf")
@@ -64,8 +67,8 @@ class _Service:
 class DraftedSequence:
     """Newest state of one sequence, the drafts at hand for it, and its place on the stream of its target.
 
-    UNSERVED → `serve` → READY → `make_update` → ASKED → `take_answer` → READY or POSTPONED;
-    `leave` from anywhere to UNSERVED. Times are the owner's clock, in seconds.
+    UNSERVED → `serve` → READY → `make_update` → ASKED → `take_answer` → READY, CATCHING_UP or POSTPONED;
+    from CATCHING_UP like from READY; `leave` from anywhere to UNSERVED. Times are the owner's clock, in seconds.
     """
 
     sequence_id: int
@@ -90,6 +93,8 @@ class DraftedSequence:
             return Stage.UNSERVED
         if self._service.asked is not None:
             return Stage.ASKED
+        if self._service.is_catching_up:
+            return Stage.CATCHING_UP
         return Stage.POSTPONED if now < self._service.retry_at else Stage.READY
 
     def asked_since(self) -> float | None:
@@ -103,8 +108,13 @@ class DraftedSequence:
 
     @property
     def had_nothing(self) -> bool:
-        """Whether the last answer to a wish was that there is nothing."""
-        return self._service is not None and self._service.last_was_empty
+        """Whether the last answer to a wish was that there is nothing, or nothing yet."""
+        return self._service is not None and (self._service.last_was_empty or self._service.is_catching_up)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an answer of its target is due."""
+        return self._service is not None and (self._service.asked is not None or self._service.is_catching_up)
 
     # The engine's side.
 
@@ -169,37 +179,57 @@ class DraftedSequence:
         service = self._service
         assert service is not None
         asked = service.asked
-        if answer.need_sync:
-            if now - service.synced_at < RETRY_SECONDS:
-                service.retry_at = service.synced_at + RETRY_SECONDS
-            service.synced_at = now
-            service.acked_length = 0
-            service.asked = None
-            self.has_news = True
+        if answer.status is DraftStatus.UNKNOWN_PREFIX or answer.status is DraftStatus.NO_ROOM:
+            self._begin_again(service, answer.status, now)
             return None
-        seconds = None
         service.acked_length = max(service.acked_length, answer.acked_length)
-        if asked is not None and (answer.acked_length >= asked.length or not answer.branches):
+        is_of_newest = asked is not None and answer.acked_length >= asked.length
+        if answer.status is DraftStatus.CATCHING_UP:
+            service.is_catching_up = True
+            if is_of_newest:
+                service.asked = None
+            return None
+        for tree in answer.branches:
+            if not self._is_spent(tree):
+                self.trees.add(tree)
+        if asked is None:  # the end of catching up
+            service.is_catching_up = False
+            service.answered_length = max(service.answered_length, answer.acked_length)
+            service.last_was_empty = not answer.branches
+        elif is_of_newest:
             service.asked = None
-            if answer.acked_length < asked.length:  # no room for it over there
-                service.retry_at = now + RETRY_SECONDS
-                self.has_news = True
+            service.is_catching_up = False
             if asked.num_wanted > 0:
-                seconds = now - asked.at
                 service.answered_length = max(service.answered_length, asked.length)
                 service.last_was_empty = not answer.branches
-        for tree in answer.branches:
-            self.trees.add(tree)
-        if answer.branches:
-            service.last_was_empty = False
-        return seconds
+                return now - asked.at
+        return None
+
+    def _begin_again(self, service: _Service, status: DraftStatus, now: float) -> None:
+        """Its node has nothing of it: it is sent from the start, later where it was just now or there is no room."""
+        if status is DraftStatus.NO_ROOM:
+            service.retry_at = now + RETRY_SECONDS
+        elif now - service.synced_at < RETRY_SECONDS:
+            service.retry_at = service.synced_at + RETRY_SECONDS
+            service.synced_at = now
+        else:
+            service.synced_at = now
+        service.acked_length = 0
+        service.asked = None
+        service.is_catching_up = False
+        self.has_news = True
 
     def _is_plausible_tree(self, tree: DraftTree, most_wanted: int, vocab_size: int) -> bool:
-        num_committed = len(self.committed)
+        """What serves no more is not hashed: the hash of a prefix far back costs its whole length."""
         if len(tree) > most_tokens_offered(most_wanted):
             return False
         if not all(0 <= token_id < vocab_size for token_id in tree.token_ids):
             return False
+        num_committed = len(self.committed)
         if tree.length > num_committed:
             return tree.length <= num_committed + MAX_TOKENS_AHEAD
-        return tree.prefix_hash == self.committed.hash_at(tree.length)
+        return self._is_spent(tree) or tree.prefix_hash == self.committed.hash_at(tree.length)
+
+    def _is_spent(self, tree: DraftTree) -> bool:
+        """Whether as much has been committed since as it proposes."""
+        return len(self.committed) - tree.length >= len(tree)

@@ -2,7 +2,7 @@
 
 One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. The event loop (`server`)
 only moves messages between the streams and the peers' boxes. No state here is essential: lost state is
-sent again after a NeedSync, and a decode node that hears nothing continues without drafts.
+sent again where a prefix is not known, and a decode node that hears nothing continues without drafts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from draft_node.draft_peer import DraftPeer
-from draft_node.held_sequences import HeldSequence, HeldSequences, Refusal
+from draft_node.held_sequences import HeldSequence, HeldSequences
 from outrider.node import NodeLoad
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import (
     DraftHello,
+    DraftStatus,
     SequenceProposals,
     SequenceUpdate,
     most_tokens_offered,
@@ -75,7 +76,7 @@ class DraftLoop:
         self._limits = limits
         self._on_step = on_step
         self._clock = clock
-        self._held = HeldSequences(max_sequences=limits.max_sequences, clock=clock, on_forgotten=self._proposer.forget)
+        self._held = HeldSequences(max_sequences=limits.max_sequences, on_forgotten=self._proposer.forget)
         self._pending: dict[int, HeldSequence] = {}  # by key: want a proposal, or to be caught up with
         self._changed = threading.Condition()
         self._peers: dict[int, DraftPeer] = {}
@@ -169,8 +170,8 @@ class DraftLoop:
                 self._held.close(name)
                 continue
             outcome = self._held.apply(peer.peer_id, peer.hello, update)
-            if isinstance(outcome, Refusal):
-                refused.append((peer, self._held.answer_to(name, outcome)))
+            if isinstance(outcome, DraftStatus):
+                refused.append((peer, SequenceProposals(sequence_id=update.sequence_id, status=outcome)))
             else:
                 self._pending[outcome.key] = outcome
         return refused
@@ -210,8 +211,10 @@ class DraftLoop:
             )
             answer = SequenceProposals(
                 sequence_id=held.name[1],
+                status=_status(proposal, tree),
                 acked_length=len(held.tokens),
                 branches=(tree,) if tree else (),
+                num_computed=proposal.num_computed,
             )
             answers.append((peer, answer))
         return answers
@@ -249,6 +252,12 @@ class DraftLoop:
     def _wake(self) -> None:
         self._has_news = True
         self._changed.notify_all()
+
+
+def _status(proposal: Proposal, tree: DraftTree) -> DraftStatus:
+    if not proposal.caught_up:
+        return DraftStatus.CATCHING_UP
+    return DraftStatus.PROPOSED if tree else DraftStatus.NOTHING
 
 
 def _num_known_to(hello: DraftHello, tree: DraftTree) -> int:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
-from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceUpdate
+from outrider.errors import CapacityError
+from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftHello, SequenceProposals, SequenceUpdate
+
+MAX_WAITING = 65_536
+"""Sequences of which an update or an answer waits in a box; a peer that never reads its answers comes to it."""
 
 
 class DraftPeer:
@@ -24,8 +29,13 @@ class DraftPeer:
         self._answers: dict[int, SequenceProposals] = {}
 
     def submit(self, updates: Sequence[SequenceUpdate]) -> None:
-        """Newer states of a sequence replace older ones that nobody has looked at."""
+        """Newer states of a sequence replace older ones that nobody has looked at.
+
+        Raises: CapacityError for a peer that sends, and does not read.
+        """
         with self._lock:
+            if len(self._updates) + len(self._answers) + len(updates) > MAX_WAITING:
+                raise CapacityError(f"{self.hello.name} does not read the answers to its updates")
             for update in updates:
                 self._updates[update.sequence_id] = update
 
@@ -44,6 +54,7 @@ class DraftPeer:
         self._notify()
 
     def take_answers(self) -> list[SequenceProposals]:
+        """As many as one message may carry, oldest first; empty when none wait."""
         with self._lock:
-            answers, self._answers = self._answers, {}
-        return list(answers.values())
+            taken = list(itertools.islice(self._answers, MAX_ANSWERS_PER_MESSAGE))
+            return [self._answers.pop(sequence_id) for sequence_id in taken]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
-
-SYNC_SECONDS = 1.0
-"""NeedSync is asked at most once in this time for a sequence, so that a restarted node does not drown."""
 
 SequenceName = tuple[int, int]  # (peer, the peer's sequence id)
 
@@ -26,23 +22,13 @@ class HeldSequence:
     num_wanted: int = 0
 
 
-class Refusal(enum.Enum):
-    """Why an update could not be taken over."""
-
-    NEED_SYNC = "need_sync"
-    NO_ROOM = "no_room"
-    BAD_TOKENS = "bad_tokens"
-
-
 class HeldSequences:
     """Applies updates, checked by prefix hash. Confined to the draft loop's thread."""
 
-    def __init__(self, *, max_sequences: int, clock: Callable[[], float], on_forgotten: Callable[[int], None]) -> None:
+    def __init__(self, *, max_sequences: int, on_forgotten: Callable[[int], None]) -> None:
         self._max_sequences = max_sequences
-        self._clock = clock
         self._on_forgotten = on_forgotten
         self._held: dict[SequenceName, HeldSequence] = {}
-        self._synced_at: dict[SequenceName, float] = {}
         self._next_key = 0
 
     def __len__(self) -> int:
@@ -54,41 +40,33 @@ class HeldSequences:
     def get(self, name: SequenceName) -> HeldSequence | None:
         return self._held.get(name)
 
-    def apply(self, peer: int, hello: DraftHello, update: SequenceUpdate) -> HeldSequence | Refusal:
+    def apply(self, peer: int, hello: DraftHello, update: SequenceUpdate) -> HeldSequence | DraftStatus:
         """Takes the newest state over. The sequence on success; else why not, and it is forgotten if it was wrong."""
         name = (peer, update.sequence_id)
         if update.length != update.start_length + len(update.token_ids) or not update.length:
-            return self._refuse(name, Refusal.BAD_TOKENS)
+            return self._refuse(name, DraftStatus.NO_ROOM)
         if update.length > hello.max_model_len or any(token_id >= hello.vocab_size for token_id in update.token_ids):
-            return self._refuse(name, Refusal.BAD_TOKENS)
+            return self._refuse(name, DraftStatus.NO_ROOM)
         held = self._held.get(name)
         if held is None or not _extend(held.tokens, update):
             if update.start_length != 0 or update.start is None:
-                return self._refuse(name, Refusal.NEED_SYNC)
+                return self._refuse(name, DraftStatus.UNKNOWN_PREFIX)
             held = self._begin(name, update, update.start)
             if held is None:
-                return Refusal.NO_ROOM
+                return DraftStatus.NO_ROOM
         if held.tokens.hash != update.prefix_hash or len(held.tokens) != update.length:
-            return self._refuse(name, Refusal.NEED_SYNC)
+            return self._refuse(name, DraftStatus.UNKNOWN_PREFIX)
         held.num_wanted = update.num_wanted
         return held
 
-    def answer_to(self, name: SequenceName, refusal: Refusal) -> SequenceProposals:
-        """What the decode node is told: NeedSync if that helps and was not just said, else that there is nothing."""
-        need_sync = refusal is Refusal.NEED_SYNC and self._may_ask(name)
-        return SequenceProposals(sequence_id=name[1], need_sync=need_sync)
-
     def close(self, name: SequenceName) -> None:
         """Forgets a sequence; an unknown one is fine."""
-        self._synced_at.pop(name, None)
         self._drop(name)
 
     def close_peer(self, peer: int) -> None:
         """Forgets all of a decode node's sequences."""
         for name in [name for name in self._held if name[0] == peer]:
             self.close(name)
-        for name in [name for name in self._synced_at if name[0] == peer]:
-            del self._synced_at[name]
 
     def _begin(self, name: SequenceName, update: SequenceUpdate, start: SequenceStart) -> HeldSequence | None:
         self._drop(name)
@@ -99,7 +77,7 @@ class HeldSequences:
         self._held[name] = held
         return held
 
-    def _refuse(self, name: SequenceName, refusal: Refusal) -> Refusal:
+    def _refuse(self, name: SequenceName, refusal: DraftStatus) -> DraftStatus:
         self._drop(name)
         return refusal
 
@@ -107,15 +85,6 @@ class HeldSequences:
         held = self._held.pop(name, None)
         if held is not None:
             self._on_forgotten(held.key)
-
-    def _may_ask(self, name: SequenceName) -> bool:
-        now = self._clock()
-        if now - self._synced_at.get(name, float("-inf")) < SYNC_SECONDS:
-            return False
-        if len(self._synced_at) >= 4 * self._max_sequences:  # a peer that makes up sequences
-            self._synced_at.clear()
-        self._synced_at[name] = now
-        return True
 
 
 def _extend(tokens: HashedTokens, update: SequenceUpdate) -> bool:

@@ -22,6 +22,8 @@ from outrider.wire.node import info_to_proto
 if TYPE_CHECKING:
     from draft_node.node import DraftNode
 
+HELLO_TIMEOUT_SECONDS = 5.0
+
 DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
 _log = get_logger("draft_node")
@@ -54,14 +56,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             self._open[peer] = wake
             _log.info("decode node connected", node=hello.name)
             reader = asyncio.create_task(_read_updates(loop, peer, first, request_iterator))
-            reader.add_done_callback(lambda _task: wake.set())
+            writer = asyncio.create_task(self._write_answers(peer, wake, context))
             try:
-                await self._write_answers(peer, wake, reader, context)
-                if reader.done():
-                    await reader  # raises what ended it
+                await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+                for task in (reader, writer):
+                    if task.done():
+                        await task  # raises what ended it
             finally:
                 reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
+                writer.cancel()  # a peer that does not read may hold it
+                await asyncio.gather(reader, writer, return_exceptions=True)
                 del self._open[peer]
                 if self._is_closing and not self._open:
                     self._all_gone.set()
@@ -79,8 +83,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _read_hello(
         self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate]
     ) -> tuple[DraftHello, draft_pb2.DraftUpdate]:
-        """Raises: InvalidRequestError without a hello, MismatchError for one that does not fit."""
-        first = await anext(request_iterator, None)
+        """Raises: InvalidRequestError without a hello in time, MismatchError for one that does not fit."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+                first = await anext(request_iterator, None)
+        except TimeoutError as error:
+            raise InvalidRequestError(f"no hello within {HELLO_TIMEOUT_SECONDS:g} s", field="hello") from error
         if first is None or not first.HasField("hello"):
             raise InvalidRequestError("the first message carries the hello", field="hello")
         hello = hello_from_proto(first.hello)
@@ -88,15 +96,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         check_fits(hello, self._node.info())
         return hello, first
 
-    async def _write_answers(
-        self, peer: DraftPeer, wake: asyncio.Event, reader: asyncio.Task[None], context: DraftContext
-    ) -> None:
-        """Each message is made when the last has been written, from what is newest then."""
-        while not reader.done() and not self._is_closing:
+    async def _write_answers(self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext) -> None:
+        """Each message is made when the last has been written, from what is newest then. Until this node closes."""
+        while not self._is_closing:
             await wake.wait()
             wake.clear()
-            answers = peer.take_answers()
-            if answers:
+            while answers := peer.take_answers():
                 message = draft_pb2.DraftProposals(sequences=[proposals_to_proto(answer) for answer in answers])
                 fault_point("draft.proposal")
                 await context.write(message)

@@ -6,6 +6,7 @@ newest state, never a backlog.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from outrider.errors import MismatchError
@@ -16,6 +17,9 @@ from outrider.speculation.draft_tree import DraftTree
 
 MAX_BRANCHES_PER_SEQUENCE = 8
 """Branches of one sequence in one message; more is taken for a broken peer."""
+
+MAX_ANSWERS_PER_MESSAGE = 1024
+"""More is taken for a broken peer."""
 
 MAX_PROPOSAL_TOKENS = 16
 """Tokens of one branch that are offered beyond num_wanted or with it, at most."""
@@ -65,14 +69,25 @@ class SequenceUpdate:
     closed: bool = False
 
 
+class DraftStatus(enum.Enum):
+    """What an answer says; see DraftStatus in draft.proto."""
+
+    PROPOSED = "proposed"
+    CATCHING_UP = "catching_up"  # one more answer follows
+    NO_ROOM = "no_room"  # nothing is held of the sequence
+    NOTHING = "nothing"
+    UNKNOWN_PREFIX = "unknown_prefix"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceProposals:
     """Answer to one sequence's newest update (draft node → decode node)."""
 
     sequence_id: int
+    status: DraftStatus
     acked_length: int = 0
     branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
-    need_sync: bool = False
+    num_computed: int = 0  # while CATCHING_UP: tokens of the prefix
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:

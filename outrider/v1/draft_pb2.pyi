@@ -1,12 +1,28 @@
 from outrider.v1 import node_pb2 as _node_pb2
 from outrider.v1 import router_pb2 as _router_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DRAFT_STATUS_UNSPECIFIED: _ClassVar[DraftStatus]
+    DRAFT_STATUS_PROPOSED: _ClassVar[DraftStatus]
+    DRAFT_STATUS_CATCHING_UP: _ClassVar[DraftStatus]
+    DRAFT_STATUS_NO_ROOM: _ClassVar[DraftStatus]
+    DRAFT_STATUS_NOTHING: _ClassVar[DraftStatus]
+    DRAFT_STATUS_UNKNOWN_PREFIX: _ClassVar[DraftStatus]
+DRAFT_STATUS_UNSPECIFIED: DraftStatus
+DRAFT_STATUS_PROPOSED: DraftStatus
+DRAFT_STATUS_CATCHING_UP: DraftStatus
+DRAFT_STATUS_NO_ROOM: DraftStatus
+DRAFT_STATUS_NOTHING: DraftStatus
+DRAFT_STATUS_UNKNOWN_PREFIX: DraftStatus
 
 class DraftUpdate(_message.Message):
     __slots__ = ("hello", "sequences")
@@ -75,16 +91,18 @@ class DraftProposals(_message.Message):
     def __init__(self, hello: _Optional[_Union[_node_pb2.NodeInfo, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceProposals, _Mapping]]] = ...) -> None: ...
 
 class SequenceProposals(_message.Message):
-    __slots__ = ("sequence_id", "acked_length", "branches", "need_sync")
+    __slots__ = ("sequence_id", "acked_length", "branches", "status", "num_computed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ACKED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
-    NEED_SYNC_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     acked_length: int
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
-    need_sync: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., need_sync: bool = ...) -> None: ...
+    status: DraftStatus
+    num_computed: int
+    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ..., num_computed: _Optional[int] = ...) -> None: ...
 
 class Branch(_message.Message):
     __slots__ = ("length", "prefix_hash", "token_ids")

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from outrider.protocol_versions import ProtocolVersions
 from outrider.speculation.draft_stream import (
+    MAX_BRANCHES_PER_SEQUENCE,
     DraftHello,
+    DraftStatus,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
 )
 from outrider.speculation.draft_tree import DraftTree
 from outrider.v1 import draft_pb2
+from outrider.wire.enums import EnumTable
 from outrider.wire.request import sampling_from_proto, sampling_to_proto
+
+DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
+
+TOO_MANY_TOKENS = 256
+"""More than any branch may have; the decode node looks at no more to see that."""
 
 
 def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:
@@ -78,19 +86,25 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
             )
             for branch in proposals.branches
         ],
-        need_sync=proposals.need_sync,
+        status=DRAFT_STATUSES.to_proto(proposals.status),
+        num_computed=proposals.num_computed,
     )
 
 
 def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposals:
-    """As they came: nothing is checked here, proposals are untrusted until the decode node has looked."""
+    """As they came, but cut where they are too long to be true: they are untrusted until the decode node has looked.
+
+    Raises: ValueError for a status that this version does not know.
+    """
     return SequenceProposals(
         sequence_id=proto.sequence_id,
+        status=DRAFT_STATUSES.from_proto(proto.status),
         acked_length=proto.acked_length,
         branches=tuple(
-            DraftTree(branch.length, branch.prefix_hash, tuple(branch.token_ids)) for branch in proto.branches
+            DraftTree(branch.length, branch.prefix_hash, tuple(branch.token_ids[:TOO_MANY_TOKENS]))
+            for branch in proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1]
         ),
-        need_sync=proto.need_sync,
+        num_computed=proto.num_computed,
     )
 
 

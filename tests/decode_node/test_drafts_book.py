@@ -6,8 +6,10 @@ import pytest
 
 from decode_node import draft_book
 from decode_node.draft_book import DraftBook, DraftWant
+from decode_node.draft_targets import MAX_UNASKED_IN_A_ROW
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import SequenceProposals, SequenceStart
+from outrider.speculation import prefix_hash as prefix_hash_module
+from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 
@@ -47,9 +49,24 @@ def tokens(found) -> dict[int, tuple[int, ...]]:
     return {sequence_id: tree.token_ids for sequence_id, tree in found.items()}
 
 
+def catching_up(update, num_computed) -> SequenceProposals:
+    return SequenceProposals(
+        sequence_id=update.sequence_id,
+        status=DraftStatus.CATCHING_UP,
+        acked_length=update.length,
+        num_computed=num_computed,
+    )
+
+
 def answer_to(update, *proposed, **changes) -> SequenceProposals:
     branches = (DraftTree(update.length, update.prefix_hash, proposed),) if proposed else ()
-    values = {"sequence_id": update.sequence_id, "acked_length": update.length, "branches": branches, **changes}
+    values = {
+        "sequence_id": update.sequence_id,
+        "status": DraftStatus.PROPOSED if branches or "branches" in changes else DraftStatus.NOTHING,
+        "acked_length": update.length,
+        "branches": branches,
+        **changes,
+    }
     return SequenceProposals(**values)
 
 
@@ -100,7 +117,7 @@ def test_need_sync_resends_from_the_start_in_pieces(book, monkeypatch):
     assert lengths == [(0, 3, 0), (3, 6, 0), (6, 7, 3)]
     book.update(1, [8], num_wanted=3)
     (update,) = book.take_updates(0)
-    book.take_proposals(0, [answer_to(update, need_sync=True)])
+    book.take_proposals(0, [answer_to(update, status=DraftStatus.UNKNOWN_PREFIX)])
     (update,) = book.take_updates(0)
     assert (update.start_length, update.length) == (0, 3)
     assert update.start is not None
@@ -110,7 +127,7 @@ def test_a_second_need_sync_within_a_second_is_put_off(book, clock):
     book.open(1, *start_of(1, 2), num_wanted=3)
     for _ in range(2):
         (update,) = book.take_updates(0)
-        book.take_proposals(0, [answer_to(update, need_sync=True)])
+        book.take_proposals(0, [answer_to(update, status=DraftStatus.UNKNOWN_PREFIX)])
     assert book.take_updates(0) == []
     clock.now += 1.1
     assert len(book.take_updates(0)) == 1
@@ -119,7 +136,7 @@ def test_a_second_need_sync_within_a_second_is_put_off(book, clock):
 def test_a_node_without_room_is_asked_again_after_a_second(book, clock):
     book.open(1, *start_of(1, 2), num_wanted=3)
     (update,) = book.take_updates(0)
-    book.take_proposals(0, [answer_to(update, acked_length=0)])
+    book.take_proposals(0, [answer_to(update, status=DraftStatus.NO_ROOM, acked_length=0)])
     assert book.take_updates(0) == []
     clock.now += 1.1
     assert len(book.take_updates(0)) == 1
@@ -358,3 +375,65 @@ def test_a_late_answer_of_a_node_that_a_sequence_has_come_back_to_is_stale_and_n
     book.take_proposals(0, [answer_to(asked, 7)])
     assert (book.counters().num_quarantined, book.counters().num_stale_answers) == (0, 1)
     assert book.num_sequences(0) == 2
+
+
+def test_while_its_node_catches_up_a_sequence_is_told_of_and_not_put_off(book):
+    """The second answer to the prompt crosses the update that follows on it."""
+    book.open(1, *start_of(*range(600)), num_wanted=3)
+    (prompt,) = book.take_updates(0)
+    book.take_proposals(0, [catching_up(prompt, 300)])
+    book.update(1, [7], num_wanted=3)
+    (first,) = book.take_updates(0)
+    book.take_proposals(0, [catching_up(prompt, 500)])
+    assert book.find([DraftWant(1, [*range(600), 7], 3)], wait_seconds=0.002) == ({}, [])  # it would not come in time
+    book.take_proposals(0, [answer_to(first, 8, 9)])
+    book.update(1, [8], num_wanted=3)
+    assert [update.length for update in book.take_updates(0)] == [602]
+    assert tokens(book.find([DraftWant(1, [*range(600), 7, 8], 3)], wait_seconds=0.0)[0]) == {1: (9,)}
+
+
+def test_an_answer_that_there_is_nothing_to_an_older_state_leaves_the_newer_one_asked(book):
+    book.open(1, *start_of(*range(600)), num_wanted=3)
+    (prompt,) = book.take_updates(0)
+    book.take_proposals(0, [catching_up(prompt, 300)])
+    book.update(1, [7], num_wanted=3)
+    (newer,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(prompt)])
+    book.take_proposals(0, [answer_to(newer, 8)])
+    assert tokens(book.find([DraftWant(1, [*range(600), 7], 3)], wait_seconds=0.0)[0]) == {1: (8,)}
+
+
+def test_an_old_prefix_is_refused_before_it_is_hashed(book, monkeypatch):
+    book.open(1, *start_of(*range(900)), num_wanted=3)
+    (update,) = book.take_updates(0)
+    old = DraftTree(100, prefix_hash(range(100)), (100, 101))
+
+    def hash_again(*_):
+        raise AssertionError("hashed under the lock")
+
+    monkeypatch.setattr(prefix_hash_module, "prefix_hash", hash_again)
+    book.take_proposals(0, [answer_to(update, branches=(old,) * 8)])
+    assert book.find([DraftWant(1, range(900), 3)], wait_seconds=0.0)[0] == {}
+
+
+def test_an_answer_that_nobody_asked_for_is_stale(book):
+    book.open(1, *start_of(5), num_wanted=3)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update)])
+    for _ in range(3):
+        book.take_proposals(0, [answer_to(update, 7)])
+    assert book.counters().num_stale_answers == 3
+    assert book.find([DraftWant(1, [5], 3)], wait_seconds=0.0)[0] == {}
+
+
+def test_a_node_that_floods_the_stream_with_unasked_answers_is_to_be_left(book):
+    book.open(1, *start_of(5), num_wanted=3)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update)] * MAX_UNASKED_IN_A_ROW)
+    assert not book.is_flooding(0)
+    book.take_proposals(0, [answer_to(update)] * 2)
+    assert book.is_flooding(0)
+    book.update(1, [6], num_wanted=3)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update)])
+    assert not book.is_flooding(0)

@@ -22,7 +22,13 @@ from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
 from outrider.request import SamplingParams
 from outrider.service.config import ServerConfig
 from outrider.service.resolver import FakeResolver
-from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart
+from outrider.speculation.draft_stream import (
+    MAX_ANSWERS_PER_MESSAGE,
+    DraftHello,
+    DraftStatus,
+    SequenceProposals,
+    SequenceStart,
+)
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
@@ -355,7 +361,9 @@ async def test_a_frozen_node_opens_the_breaker_and_is_not_waited_for_any_more():
 
 
 async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
-    impostor = Impostor(lambda update: [SequenceProposals(sequence_id=7, acked_length=update.length)])
+    impostor = Impostor(
+        lambda update: [SequenceProposals(sequence_id=7, status=DraftStatus.NOTHING, acked_length=update.length)]
+    )
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
         client.open(7, *start_of(TEXT))
@@ -377,7 +385,11 @@ async def test_the_breaker_closes_by_itself_when_the_node_answers_again():
 
     def answer(update):
         proposed = DraftTree(update.length, update.prefix_hash, (1, 2, 3))
-        return [SequenceProposals(sequence_id=7, acked_length=update.length, branches=(proposed,))]
+        return [
+            SequenceProposals(
+                sequence_id=7, status=DraftStatus.PROPOSED, acked_length=update.length, branches=(proposed,)
+            )
+        ]
 
     impostor = Impostor(lambda update: [] if is_frozen else answer(update))
     async with serving(impostor) as port, client_of(port) as client:
@@ -414,6 +426,7 @@ def lie(**changes):
         )
         answer = SequenceProposals(
             sequence_id=changes.get("sequence_id", update.sequence_id),
+            status=DraftStatus.PROPOSED,
             acked_length=changes.get("acked_length", update.length),
             branches=(branch,) * changes.get("num_branches", 1),
         )
@@ -430,7 +443,6 @@ def lie(**changes):
         {"token_ids": (1,) * 200},
         {"prefix_hash": 12345},
         {"length": 10**6},
-        {"length": 3},
         {"num_branches": 50},
         {"acked_length": 10**6},
     ],
@@ -459,7 +471,9 @@ async def test_answers_about_unknown_sequences_are_counted_and_ignored():
 
 
 async def test_a_node_that_always_needs_sync_is_sent_the_text_once_a_second_only():
-    impostor = Impostor(lambda update: [SequenceProposals(sequence_id=update.sequence_id, need_sync=True)])
+    impostor = Impostor(
+        lambda update: [SequenceProposals(sequence_id=update.sequence_id, status=DraftStatus.UNKNOWN_PREFIX)]
+    )
     async with serving(impostor) as port, client_of(port) as client:
         await until(is_connected(client))
         text = list(TEXT)
@@ -469,6 +483,15 @@ async def test_a_node_that_always_needs_sync_is_sent_the_text_once_a_second_only
             client.update([(7, (1,), 3)])
             await asyncio.sleep(0.002)
         assert len(impostor.messages) <= 3
+
+
+async def test_a_node_that_sends_too_many_answers_at_once_loses_its_stream():
+    impostor = Impostor(lambda update: lie(sequence_id=999)(update) * (MAX_ANSWERS_PER_MESSAGE + 1))
+    async with serving(impostor) as port, client_of(port) as client:
+        await until(is_connected(client))
+        client.open(7, *start_of(TEXT))
+        await until(lambda: not is_connected(client)())
+        assert client.status().counters.num_stale_answers == 0
 
 
 async def test_a_closed_sequence_is_forgotten_over_there():

@@ -6,7 +6,7 @@ import pytest
 
 from draft_node.draft_loop import DraftLimits, DraftLoop
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import DraftHello, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Proposal
@@ -116,7 +116,7 @@ def test_a_prefix_that_is_not_here_needs_sync_and_the_stream_goes_on():
     loop.submit(peer, [update_of(TEXT[:10], since=5), update_of(TEXT[:10], sequence_id=2)])
     stats = loop.step()
     answers = {answer.sequence_id: answer for answer in peer.take_answers()}
-    assert answers[1].need_sync
+    assert answers[1].status is DraftStatus.UNKNOWN_PREFIX
     assert answers[2].branches
     assert stats.num_refused == 1
 
@@ -128,7 +128,9 @@ class SlowProposer(ScriptedProposer):
         first_time = {request.sequence_id for request in requests} - {old.sequence_id for old in self.requests}
         proposals = super().propose(requests)
         return [
-            Proposal(sequence_id=proposal.sequence_id, tree=DraftTree(proposal.tree.length), caught_up=False)
+            Proposal(
+                sequence_id=proposal.sequence_id, tree=DraftTree(proposal.tree.length), caught_up=False, num_computed=4
+            )
             if proposal.sequence_id in first_time
             else proposal
             for proposal in proposals
@@ -141,9 +143,10 @@ def test_a_sequence_that_is_not_caught_up_is_answered_at_once_and_proposed_for_l
     loop.submit(peer, [update_of(TEXT[:10])])
     loop.step()
     (answer,) = peer.take_answers()
-    assert (answer.acked_length, answer.branches) == (10, ())
+    assert (answer.status, answer.acked_length, answer.num_computed) == (DraftStatus.CATCHING_UP, 10, 4)
     loop.step()
     (answer,) = peer.take_answers()
+    assert answer.status is DraftStatus.PROPOSED
     assert answer.branches[0].token_ids == TEXT[10:13]
     assert not loop._pending
 

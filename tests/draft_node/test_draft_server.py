@@ -14,9 +14,17 @@ from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLoop
+from draft_node.draft_peer import DraftPeer
 from draft_node.node import DraftNode
+from outrider.errors import CapacityError
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.service.config import ServerConfig
+from outrider.speculation.draft_stream import (
+    MAX_ANSWERS_PER_MESSAGE,
+    DraftStatus,
+    SequenceProposals,
+    SequenceUpdate,
+)
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
@@ -26,6 +34,8 @@ HELLO = draft_pb2.DraftHello(
     protocol_version=SUPPORTED_VERSIONS.newest, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
 )
 PATIENCE_SECONDS = 10.0
+UNKNOWN_PREFIX = draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX
+NO_ROOM = draft_pb2.DRAFT_STATUS_NO_ROOM
 
 
 @contextlib.asynccontextmanager
@@ -103,7 +113,8 @@ async def test_garbage_in_one_sequence_disturbs_no_other():
             while len(answers) < 6:
                 answers |= {answer.sequence_id: answer for answer in (await call.read()).sequences}
         assert answers[1].branches
-        assert [key for key, answer in sorted(answers.items()) if answer.need_sync] == [2, 5]
+        assert [key for key, answer in sorted(answers.items()) if answer.status == UNKNOWN_PREFIX] == [2, 5]
+        assert [key for key, answer in sorted(answers.items()) if answer.status == NO_ROOM] == [3, 4, 6]
         call.cancel()
 
 
@@ -218,3 +229,48 @@ async def test_a_step_that_catches_up_after_short_ones_is_given_time():
         assert service.report().expected_step_seconds >= 1.0
         loop.step_started_at = None
         assert service.report().expected_step_seconds == 0.0
+
+
+async def test_a_stream_that_never_says_hello_is_ended(monkeypatch):
+    monkeypatch.setattr("draft_node.servicer.HELLO_TIMEOUT_SECONDS", 0.05)
+    async with running() as (_, channel):
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        code, details = await status_of(call)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "no hello" in details
+
+
+async def test_a_stream_is_ended_when_too_much_waits_for_it(monkeypatch):
+    monkeypatch.setattr("draft_node.draft_peer.MAX_WAITING", 10)
+    async with running() as (_, channel):
+        call, _ = await connect(channel)
+        await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2], sequence_id=i) for i in range(11)]))
+        code, details = await status_of(call)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "decode does not read" in details
+
+
+def test_answers_that_are_not_read_count_against_what_may_wait(monkeypatch):
+    monkeypatch.setattr("draft_node.draft_peer.MAX_WAITING", 10)
+    peer = DraftPeer(0, hello_from_proto(HELLO), lambda: None)
+    for sequence_id in range(10):
+        peer.submit([SequenceUpdate(sequence_id=sequence_id)])
+        peer.take_updates()
+        peer.answer([SequenceProposals(sequence_id=sequence_id, status=DraftStatus.NOTHING)])
+    with pytest.raises(CapacityError):
+        peer.submit([SequenceUpdate(sequence_id=10)])
+    peer.take_answers()
+    peer.submit([SequenceUpdate(sequence_id=10)])
+
+
+async def test_answers_are_split_into_messages_that_a_decode_node_takes():
+    async with running() as (_, channel):
+        call, _ = await connect(channel)
+        updates = [update_of([1, 2], sequence_id=i, prefix_hash=9) for i in range(MAX_ANSWERS_PER_MESSAGE + 7)]
+        await call.write(draft_pb2.DraftUpdate(sequences=updates))
+        sizes = []
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while sum(sizes) < len(updates):
+                sizes.append(len((await call.read()).sequences))
+        assert max(sizes) == MAX_ANSWERS_PER_MESSAGE
+        call.cancel()

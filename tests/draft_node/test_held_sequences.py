@@ -2,25 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from draft_node.held_sequences import HeldSequence, HeldSequences, Refusal
+from draft_node.held_sequences import HeldSequence, HeldSequences
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import DraftHello, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 
 HELLO = DraftHello(incarnation=bytes(16), name="d", vocab_size=100, vocabulary_fingerprint="", max_model_len=64)
 START = SequenceStart(params=SamplingParams(seed=1, max_tokens=10), sample=0, prompt_length=2)
-
-
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -29,8 +17,8 @@ def forgotten() -> list[int]:
 
 
 @pytest.fixture
-def held(clock, forgotten) -> HeldSequences:
-    return HeldSequences(max_sequences=2, clock=clock, on_forgotten=forgotten.append)
+def held(forgotten) -> HeldSequences:
+    return HeldSequences(max_sequences=2, on_forgotten=forgotten.append)
 
 
 def update_of(text, since=0, sequence_id=1, **changes) -> SequenceUpdate:
@@ -55,18 +43,13 @@ def test_updates_extend_what_is_held_and_may_overlap_it(held):
     assert list(sequence.tokens.token_ids) == [1, 2, 3, 4, 5]
 
 
-def test_an_unknown_prefix_needs_sync_once_a_second(held, clock):
-    name = (0, 1)
-    assert held.apply(0, HELLO, update_of([1, 2, 3], since=2)) is Refusal.NEED_SYNC
-    assert held.answer_to(name, Refusal.NEED_SYNC).need_sync
-    assert not held.answer_to(name, Refusal.NEED_SYNC).need_sync
-    clock.now += 1.1
-    assert held.answer_to(name, Refusal.NEED_SYNC).need_sync
+def test_an_unknown_prefix_is_called_so(held):
+    assert held.apply(0, HELLO, update_of([1, 2, 3], since=2)) is DraftStatus.UNKNOWN_PREFIX
 
 
 def test_a_hash_that_does_not_fit_the_tokens_needs_sync_and_forgets_them(held, forgotten):
     held.apply(0, HELLO, update_of([1, 2]))
-    assert held.apply(0, HELLO, update_of([1, 2, 3], since=2, prefix_hash=99)) is Refusal.NEED_SYNC
+    assert held.apply(0, HELLO, update_of([1, 2, 3], since=2, prefix_hash=99)) is DraftStatus.UNKNOWN_PREFIX
     assert len(held) == 0
     assert forgotten == [0]
 
@@ -90,16 +73,13 @@ def test_a_text_that_was_replaced_is_taken_from_its_start(held, forgotten):
     ids=["length", "empty", "vocabulary", "window"],
 )
 def test_nonsense_is_refused(held, update):
-    assert held.apply(0, HELLO, update) is Refusal.BAD_TOKENS
-    assert not held.answer_to((0, 1), Refusal.BAD_TOKENS).need_sync
+    assert held.apply(0, HELLO, update) is DraftStatus.NO_ROOM
 
 
 def test_beyond_its_room_the_node_says_that_it_has_nothing(held):
     for sequence_id in range(2):
         held.apply(0, HELLO, update_of([1, 2], sequence_id=sequence_id))
-    assert held.apply(0, HELLO, update_of([1, 2], sequence_id=2)) is Refusal.NO_ROOM
-    answer = held.answer_to((0, 2), Refusal.NO_ROOM)
-    assert (answer.acked_length, answer.branches, answer.need_sync) == (0, (), False)
+    assert held.apply(0, HELLO, update_of([1, 2], sequence_id=2)) is DraftStatus.NO_ROOM
     held.close((0, 1))
     assert isinstance(held.apply(0, HELLO, update_of([1, 2], sequence_id=2)), HeldSequence)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import (
@@ -57,13 +57,14 @@ def test_an_update_survives_the_wire(update):
     [
         SequenceProposals(
             sequence_id=1,
+            status=DraftStatus.PROPOSED,
             acked_length=9,
             branches=(DraftTree(9, 2**64 - 1, (1, 2)), DraftTree(8, 0, (3,))),
         ),
-        SequenceProposals(sequence_id=1, acked_length=9),
-        SequenceProposals(sequence_id=1, need_sync=True),
+        SequenceProposals(sequence_id=1, status=DraftStatus.CATCHING_UP, acked_length=9, num_computed=4),
+        SequenceProposals(sequence_id=1, status=DraftStatus.UNKNOWN_PREFIX),
     ],
-    ids=["branches", "nothing", "need_sync"],
+    ids=["branches", "catching_up", "unknown_prefix"],
 )
 def test_proposals_survive_the_wire(proposals):
     data = proposals_to_proto(proposals).SerializeToString()

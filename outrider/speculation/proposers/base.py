@@ -30,6 +30,7 @@ class Proposal:
     sequence_id: int
     tree: DraftTree
     caught_up: bool = True  # False: still computing the prefix, ask again with the newest state
+    num_computed: int = 0  # while not caught up: tokens of the prefix
 
 
 class Proposer(Protocol):

@@ -206,6 +206,7 @@ class DraftModelProposer:
                 sequence_id=request.sequence_id,
                 tree=DraftTree(len(request.token_ids), token_ids=proposed.get(request.sequence_id, ())),
                 caught_up=request.sequence_id not in behind,
+                num_computed=behind.get(request.sequence_id, 0),
             )
             for request in requests
         ]
@@ -252,13 +253,13 @@ class DraftModelProposer:
             drafted.sampling = self._forward.start(start, token_ids)
             drafted.sampled_token_ids = list(token_ids)
 
-    def _catch_up(self, drafts: Sequence[_Draft]) -> set[int]:
+    def _catch_up(self, drafts: Sequence[_Draft]) -> dict[int, int]:
         """Computes what prefixes lack, within the budget, and each complete one's first draft token.
 
-        Returns the sequences whose prefix is still incomplete.
+        Returns the sequences whose prefix is still incomplete, and how much of it is computed.
         """
         budget = self._catch_up_tokens
-        behind: set[int] = set()
+        behind: dict[int, int] = {}
         rows: list[SequenceRows] = []
         copies: list[tuple[int, int]] = []
         fed: list[_Draft] = []
@@ -269,7 +270,7 @@ class DraftModelProposer:
             end = draft.drafted.kv.num_tokens + num_rows
             is_whole = end == len(token_ids)
             if num_rows == 0:
-                behind.add(draft.request.sequence_id)
+                behind[draft.request.sequence_id] = end
                 continue
             reserved = self._reserve(draft, end, fed)
             if reserved is None:
@@ -282,7 +283,7 @@ class DraftModelProposer:
             if wants_logits:
                 decided.append(draft)
             if not is_whole:
-                behind.add(draft.request.sequence_id)
+                behind[draft.request.sequence_id] = end
         if rows:
             logits = self._forward.forward(rows, copies)
             self._advance(fed, rows)
