@@ -52,7 +52,7 @@ $(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(INSTALLED)
 setup: $(READY) ## Make .venv and install everything from the pinned constraints
 
 .PHONY: demo
-demo: $(READY) ## Four services, three prompts, with and without speculation
+demo: $(READY) ## Four services, three prompts with and without speculation, and a decode node killed in an answer
 	$(BIN)/outrider demo
 
 .PHONY: test
@@ -62,6 +62,16 @@ test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST
 .PHONY: test-all
 test-all: $(READY) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
 	$(BIN)/python checks/test_all.py $(PYTEST_ARGS)
+
+.PHONY: faults
+faults: $(READY) ## Every kind of fault at every point of the protocol; writes the table in docs/reliability.md
+	$(BIN)/python -m tests.faults.make_table
+
+SOAK_SECONDS ?= 600
+SOAK_ARGS ?=
+.PHONY: soak
+soak: $(READY) ## Mixed load and a random fault every five seconds (SOAK_SECONDS=180, SOAK_ARGS='--seed 1')
+	$(BIN)/python -m tests.faults.soak --seconds $(SOAK_SECONDS) $(SOAK_ARGS)
 
 .PHONY: compose-test
 compose-test: $(INSTALLED) ## Builds the image and runs clusters of containers; says so where there is no Docker engine

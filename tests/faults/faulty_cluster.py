@@ -1,0 +1,209 @@
+"""A cluster of real processes with two nodes of a kind, every connection through proxies, every fault point armable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from outrider.client import Client
+from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch
+from outrider.errors import NotFoundError
+from outrider.faults import FAULT_POINTS, FAULTS_VARIABLE, ONCE_VARIABLE
+from outrider.kv_transfer.arena import NAME_PREFIX
+from tests.conftest import START_SECONDS, RunningCluster
+from tests.faults.network import Network, free_port
+
+HOST = "127.0.0.1"
+KV_HOST = "127.0.0.2"  # where prefill nodes find proxies at the ports of the decode nodes' ingest
+POLL_SECONDS = 0.002
+SHARED_MEMORY = Path("/dev/shm")
+NUM_BLOCKS = 160
+
+
+class FaultyCluster(RunningCluster):
+    """Two prefill nodes (one of them pushes by gRPC), two decode nodes, one draft node, a router. A context manager.
+
+    `client` reaches the router through a proxy. Killed processes are started again at once.
+    """
+
+    def __init__(self, model: Path, directory: Path, *, settings: tuple[str, ...] = ()) -> None:
+        self.network = Network()
+        self._points = directory / "point"
+        self._disarm_all()
+        names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)] + ["draft-0"]
+        ports = {name: self._listen(name) for name in names}
+        kv_ports = {f"decode-{index}": free_port(HOST) for index in range(2)}
+        for name, port in kv_ports.items():
+            self.network.listen(
+                name, lambda port=port: (HOST, port), source=self._process_at, address=KV_HOST, port=port
+            )
+        launch = Launch(
+            overrides=(
+                f"model.id={model}",
+                "model.num_threads=1",
+                f"prefill_node.kv_cache.num_blocks={NUM_BLOCKS}",
+                f"decode_node.kv_cache.num_blocks={NUM_BLOCKS}",
+                *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),
+                f"decode_node.draft_targets={_targets(ports, 'draft')}",
+                *settings,
+            ),
+            node_overrides={
+                "prefill-1": ("prefill_node.kv_transfer.connector=grpc",),
+                **{
+                    name: (f"decode_node.kv_port={port}", f"decode_node.server.advertise_address={KV_HOST}")
+                    for name, port in kv_ports.items()
+                },
+            },
+            environ={
+                **os.environ,
+                FAULTS_VARIABLE: ";".join(f"{point}:*=hold" for point in FAULT_POINTS),
+                ONCE_VARIABLE: str(self._points),
+            },
+            log_directory=directory / "logs",
+        )
+        config = ClusterConfig(
+            port=0, prefill_nodes=2, decode_nodes=2, metrics=False, restart_seconds=0.1, stable_seconds=0.1
+        )
+        self.cluster = Cluster(config, launch)
+        self._arenas: set[Path] = set()  # files in shared memory
+
+    def __enter__(self) -> Self:
+        self.cluster.start()
+        try:
+            self.cluster.wait_serving(START_SECONDS)
+            port = self._listen("router", source=lambda _port: "client")
+            self.client = Client(f"{HOST}:{port}")
+            self._watcher = Client(self.cluster.router_address)
+            self.wait_until_all_serve()
+        except BaseException:
+            self.__exit__()
+            raise
+        self._arenas = _arenas()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.undo()
+        self.cluster.stop()
+        self.network.stop()
+
+    # ------------------------------------------------------------ faults
+
+    def arm(self, point: str) -> None:
+        """The next process to reach the point waits there."""
+        self._file(point).unlink()
+
+    def wait_reached(self, point: str, *, until: Callable[[], bool], timeout_seconds: float) -> str:
+        """The name of the process that waits at the point. AssertionError: none has come there by then."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline and not until():
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                pid = int(self._file(point).read_text())
+                return next(node.name for node in self.cluster.nodes if node.pid == pid)
+            time.sleep(POLL_SECONDS)
+        raise AssertionError(f"nobody has come to {point}")
+
+    def release(self, point: str) -> None:
+        """Who waits there goes on; the point is disarmed."""
+        self._file(point).write_text("")
+
+    def wait_serving(self, name: str) -> None:
+        self.cluster.wait_node(name, lambda node: node.state is ChildState.SERVING)
+
+    def kill(self, name: str) -> None:
+        self.cluster.kill(name, signal.SIGKILL)
+
+    def freeze(self, name: str) -> None:
+        self.cluster.kill(name, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        for node in self.cluster.nodes:
+            with contextlib.suppress(NotFoundError):  # it does not run: nothing is frozen
+                self.cluster.kill(node.name, signal.SIGCONT)
+
+    def undo(self) -> None:
+        """Nothing is held, frozen, slow or cut off any more."""
+        self._disarm_all()
+        self.network.heal()
+        self.thaw()
+
+    def _disarm_all(self) -> None:
+        for point in FAULT_POINTS:
+            self._file(point).write_text("")
+
+    def _file(self, point: str) -> Path:
+        return self._points.with_name(f"{self._points.name}.{point}")
+
+    # ------------------------------------------------------------ what holds after one
+
+    def status(self):
+        return _first(self._watcher)
+
+    def wait_until_whole(self, *, timeout_seconds: float = 60.0) -> None:
+        """Every process serves, nothing is held anywhere, and no file is left in shared memory."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._is_whole() or not _arenas() <= self._arenas:
+            assert time.monotonic() < deadline, (
+                f"not whole again in {timeout_seconds} s: {self._last_status}, arenas {_arenas() - self._arenas}"
+            )
+            time.sleep(0.02)
+
+    def _is_whole(self) -> bool:
+        nodes = self.cluster.nodes
+        if any(node.state is not ChildState.SERVING for node in nodes):
+            self._last_status: object = [(node.name, node.state) for node in nodes]
+            return False
+        self._last_status = status = self.status()
+        return (
+            {node.state.name for node in status.nodes} == {"SERVING"}
+            and len(status.nodes) == len(nodes) - 1
+            and status.num_requests_running == status.num_requests_waiting == 0
+            and all(
+                node.load.num_running == node.load.num_waiting == 0
+                and node.load.kv_blocks_free == node.load.kv_blocks_total
+                for node in status.nodes
+            )
+        )
+
+    def restarts(self) -> dict[str, int]:
+        return {node.name: node.num_restarts for node in self.cluster.nodes}
+
+    # ------------------------------------------------------------ the network
+
+    def _listen(self, name: str, *, source: Callable[[int], str] | None = None) -> int:
+        def upstream() -> tuple[str, int]:
+            return HOST, int(self.cluster.node(name).address.rpartition(":")[2])
+
+        return self.network.listen(name, upstream, source=source or self._process_at, address=HOST)
+
+    def _process_at(self, port: int) -> str:
+        """The name of the process with this port at its end of a connection; empty when it is gone."""
+        for node in self.cluster.nodes:
+            with contextlib.suppress(psutil.Error):
+                connections = psutil.Process(node.pid).net_connections("tcp") if node.pid else []
+                if any(connection.laddr.port == port for connection in connections):
+                    return node.name
+        return ""
+
+
+def _targets(ports: dict[str, int], role: str) -> str:
+    return ",".join(f"{HOST}:{port}" for name, port in ports.items() if name.startswith(role))
+
+
+def _arenas() -> set[Path]:
+    """Files for KV that still have a name: for as long as a handshake lasts."""
+    return set(SHARED_MEMORY.glob(f"{NAME_PREFIX}*"))
+
+
+def _first(client: Client):
+    statuses = client.watch_cluster(interval_seconds=0.1)
+    try:
+        return next(statuses)
+    finally:
+        statuses.close()

@@ -1,0 +1,180 @@
+"""What happens where, and that nobody can tell: every kind of fault at every point of the protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.faults import FAULT_POINTS
+from tests.faults.faulty_cluster import FaultyCluster
+from tests.faults.requests import KINDS, Request
+
+ACTIONS: Mapping[str, str] = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP; SIGCONT when the answer has ended, for a router after five seconds",
+    "hang": "the thread that is at the point blocks until the answer has ended",
+    "close": "every connection of the process is reset",
+    "slow": "whatever goes to or from the process takes 50 ms longer, until the answer has ended",
+    "partition": "nothing reaches the process or leaves it until the answer has ended, for a router for three seconds",
+}
+AFTER_TOKENS = 5
+MID_ANSWER = frozenset(("decode.step", "decode.before_emit", "decode.done", "router.token", "router.before_finish"))
+"""Points that are armed when the client has that many tokens; the others before the request is sent."""
+SLOW_SECONDS = 0.05
+ROUTER_STOP_SECONDS = 5.0  # longer than the nodes' patience
+ROUTER_PARTITION_SECONDS = 3.0
+REACH_SECONDS = 20.0
+RESUME_SECONDS = 30.0  # without a window a client's connection is its request
+ANSWER_SECONDS = 40.0
+"""Bound of every answer, on a machine that is busy with other things."""
+NUM_IN_CROWD = 12
+NUM_SHORT = 80
+NUM_TO_FORGET = 6
+PROMPT_TO_FORGET_TOKENS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    number: int
+    point: str
+    action: str
+    kind: str  # of its request
+    then: str = ""  # the point at which the process that takes over gets the same, if it comes there
+
+    def __str__(self) -> str:
+        return f"{self.point}-{self.action}" + (f"-then-{self.then}" if self.then else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of a case in which nothing was wrong."""
+
+    gap_seconds: float  # the longest time between two deltas
+    attempts: int
+
+
+def make_cases() -> tuple[Case, ...]:
+    def cases() -> Iterator[tuple[str, str, str]]:
+        for point in FAULT_POINTS:
+            for action in ACTIONS:
+                if not point.startswith("router.") or action not in ROUTER_LEFT_OUT:
+                    yield point, action, ""
+        for then in ("decode.granted", "decode.before_first_token", "decode.step"):
+            yield "decode.step", "kill", then
+        yield "prefill.frame", "kill", "prefill.before_commit"
+        yield "decode.kv_ready", "stop", "decode.before_grant"
+
+    kinds = list(KINDS)
+    return tuple(
+        Case(number, point, action, "drafts" if point.startswith("draft.") else kinds[number % len(kinds)], then)
+        for number, (point, action, then) in enumerate(cases())
+    )
+
+
+ROUTER_LEFT_OUT = frozenset(("kill", "hang"))
+"""A router's thread that hangs is a router that is stopped. Killed routers: see `test_lost_routers.py`."""
+CASES = make_cases()
+
+
+class Matrix:
+    """Runs cases on one cluster."""
+
+    def __init__(self, cluster: FaultyCluster) -> None:
+        self._cluster = cluster
+        self._undisturbed: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def prepare(self, cases: Sequence[Case]) -> None:
+        """Gets every answer once without a fault, then has the nodes forget the prompts: each case has a hand-off."""
+        self._cluster.wait_until_whole()
+        asked = [request for case in cases for request in _asked(case)]
+        with ThreadPoolExecutor(4) as pool:
+            answers = pool.map(lambda request: self._answer(*request), asked)
+            self._undisturbed = dict(zip(asked, answers, strict=True))
+        for number in range(NUM_TO_FORGET):
+            self._cluster.client.complete([3 + number] * PROMPT_TO_FORGET_TOKENS, max_tokens=1)
+
+    def run(self, case: Case) -> Result:
+        """AssertionError: something was different, missing, twice, left behind or late."""
+        cluster = self._cluster
+        cluster.wait_until_whole()
+        restarts = cluster.restarts()
+        killed: list[str] = []
+        requests: list[Request] = []
+        try:
+            if case.point in MID_ANSWER:
+                requests = self._send(case)
+                for request in requests:
+                    request.wait_for_tokens(AFTER_TOKENS, timeout_seconds=ANSWER_SECONDS)
+            cluster.arm(case.point)
+            if case.point == "draft.hello":  # connections come back after a pause: longer than an answer
+                cluster.network.close_connections("draft-0")
+                self._strike(case.point, case.action, requests, killed)
+                requests = self._send(case)
+            else:
+                requests = requests or self._send(case)
+                self._strike(case.point, case.action, requests, killed)
+            if case.then:
+                cluster.arm(case.then)
+                self._strike(case.then, case.action, requests, killed)
+            told = [request.join(timeout_seconds=ANSWER_SECONDS) for request in requests]
+        finally:
+            cluster.undo()
+        cluster.wait_until_whole()
+        assert cluster.restarts() == {name: num + killed.count(name) for name, num in restarts.items()}
+        for asked, answer in zip(_asked(case), told, strict=True):
+            assert_same(answer, self._undisturbed[asked])
+        return Result(max(request.longest_gap_seconds for request in requests), max(r.attempts for r in requests))
+
+    def _send(self, case: Case) -> list[Request]:
+        if case.point == "decode.preempted":  # short answers make nodes expect little of long ones
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(lambda _: self._cluster.client.complete("short", max_tokens=1), range(NUM_SHORT)))
+        more = {"resume_window_seconds": RESUME_SECONDS} if case.point.startswith("router.") else {}
+        return [Request(self._cluster.client, kind, number, **more) for kind, number in _asked(case)]
+
+    def _answer(self, kind: str, number: int) -> dict[str, Any]:
+        return Request(self._cluster.client, kind, number).join(timeout_seconds=ANSWER_SECONDS)
+
+    def _strike(self, point: str, action: str, requests: Sequence[Request], killed: list[str]) -> None:
+        """Does it to the process that comes to the point; whoever was held there goes on, unless it hangs."""
+        cluster = self._cluster
+        name = cluster.wait_reached(
+            point,
+            until=lambda: bool(requests) and all(request.is_done for request in requests),
+            timeout_seconds=REACH_SECONDS,
+        )
+        match action:
+            case "kill":
+                cluster.kill(name)
+                killed.append(name)
+            case "stop":
+                cluster.freeze(name)
+            case "close":
+                cluster.network.close_connections(name)
+            case "slow":
+                cluster.network.slow(name, SLOW_SECONDS)
+            case "partition":
+                cluster.network.partition(name)
+        if action != "hang":
+            cluster.release(point)
+        if name == "router" and action == "stop":
+            time.sleep(ROUTER_STOP_SECONDS)
+            cluster.thaw()
+        if name == "router" and action == "partition":
+            time.sleep(ROUTER_PARTITION_SECONDS)
+            cluster.network.heal()
+
+
+def _asked(case: Case) -> list[tuple[str, int]]:
+    """(kind, number) of the case's requests: one, or so many that they do not fit."""
+    if case.point == "decode.preempted":
+        return [("drafts", 10_000 * (1 + index) + case.number) for index in range(NUM_IN_CROWD)]
+    return [(case.kind, case.number)]
+
+
+def assert_same(told: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    for what, value in undisturbed.items():
+        assert told[what] == value, f"another {what}: {told[what]} instead of {value}"
