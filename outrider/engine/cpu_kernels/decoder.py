@@ -137,6 +137,7 @@ def batch_struct(batch: InputBatch) -> BatchStruct:
     arrays = batch.arrays
     return BatchStruct(
         batch.num_rows,
+        batch.num_logits,
         batch.num_seqs,
         batch.max_blocks,
         batch.block_size,

@@ -47,6 +47,7 @@ class MatrixStruct(ctypes.Structure):
 class BatchStruct(ctypes.Structure):
     _fields_ = (
         ("num_rows", c_int64),
+        ("num_logits", c_int64),
         ("num_seqs", c_int64),
         ("max_blocks", c_int64),
         ("block_size", c_int64),

@@ -17,7 +17,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.tiny import make_tiny_model
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
-from tests.engine.cpu_kernels.operations import differing_rows
+from tests.engine.cpu_kernels.operations import bits, differing_rows
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -105,7 +105,7 @@ class Engine:
             for tensor in (*self.cache.keys, *self.cache.values):
                 tensor[block] = float("nan")
 
-    def run(self, plan, *, on_layer_done=None):
+    def run(self, plan, *, on_layer_done=None, wants_logits=True):
         """`plan`: (sequence, rows, ids of wrong drafts behind them). Logits of the rows without the drafts."""
         rows = []
         for index, num_rows, drafts in plan:
@@ -113,9 +113,12 @@ class Engine:
             first = sequence.num_computed
             self.reserve(sequence, first + num_rows + len(drafts))
             token_ids = [*sequence.token_ids[first : first + num_rows], *drafts]
-            rows.append(SequenceRows(token_ids, first, list(sequence.block_ids), len(token_ids)))
+            rows.append(SequenceRows(token_ids, first, list(sequence.block_ids), len(token_ids) * wants_logits))
             sequence.num_computed += num_rows
         logits = self.step.forward(build_input_batch(rows, BLOCK_SIZE), on_layer_done=on_layer_done)
+        if not wants_logits:
+            assert logits.shape == (0, VOCAB_SIZE)
+            return []
         parts = logits.split([len(part.token_ids) for part in rows])
         return [part[:num_rows] for part, (_, num_rows, _) in zip(parts, plan, strict=True)]
 
@@ -221,6 +224,20 @@ def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
     assert layers == [0, 1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, decoders, kind):
+    """Its last layer computes nothing else."""
+    decoder, spec = decoders(library, "qwen3", kind)
+    engines = [Engine(decoder, spec, teams(library, 2), PROMPTS) for _ in range(2)]
+    for engine, wants_logits in zip(engines, (True, False), strict=True):
+        engine.run([(0, 200, []), (2, 70, [])], wants_logits=wants_logits)
+        engine.run([(0, 79, [])], wants_logits=wants_logits, on_layer_done=lambda layer: None)
+    written, expected = (torch.stack([*engine.cache.keys, *engine.cache.values]) for engine in engines[::-1])
+    assert torch.equal(bits(written), bits(expected))
+    with_logits, without = (engine.run([(0, 1, [])])[0] for engine in engines)
+    assert differing_rows(without, with_logits) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(BUILD_SECONDS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -254,6 +271,17 @@ def test_float32_logits_are_those_of_transformers(library, teams, decoders, chec
     expected = logits_of_transformers(checkpoints(architecture), torch.float32)
     logits = native_logits(*decoders(library, architecture, "float32"), teams(library, 1))
     assert error_of(logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_path):
+    shape = {**SHAPE, "head_dim": head_dim, "num_attention_heads": 4, "intermediate_size": 176}
+    make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
+    model = load(tmp_path, torch.float32)
+    spec, layers = describe_decoder(model, dtype="float32")
+    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec, layers, quantise=False))
+    expected = logits_of_transformers(tmp_path, torch.float32)
+    assert error_of(native_logits(decoder, spec, teams(library, 1)), expected) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -130,6 +130,7 @@ class DecoderStep final : public Job {
       for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });
     });
     note(OUTRIDER_ROPE);
+    if (batch_.num_logits == 0 && first_ + static_cast<int64_t>(index) + 1 == decoder_.num_layers) return;
     attend(phases[3], phases[4], index, member);
     note(OUTRIDER_ATTENTION);
     multiply(phases[5], attended_, layer.output, AddTo<float>{residual_, width});
