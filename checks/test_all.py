@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from outrider.engine.cpu_kernels.build import find_compiler
+from outrider.engine.cpu_kernels.compiler import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5  # pytest's exit status
@@ -75,8 +75,7 @@ def main() -> int:
         Part("native kernels with sanitizers", [sys.executable, "checks/sanitize.py", "--full", *arguments]),
         Part("clusters of containers", [*pytest, "-m", "compose", "tests/compose", *arguments]),
     ]
-    if find_compiler() is None:
-        parts[1].why_left_out = "no C++ compiler here"
+    parts[1].why_left_out = why_no_sanitizers()
     with tempfile.TemporaryDirectory(prefix="outrider-test-all-") as folder:
         for part in parts:
             if not part.why_left_out:
@@ -89,6 +88,16 @@ def main() -> int:
         for reason, count in part.skipped.items() if not part.why_left_out else ():
             print(f"{count:6d}  {reason} ({part.name})")
     return max(part.status != 0 for part in parts)
+
+
+def why_no_sanitizers() -> str:
+    """Empty where there is a compiler that has them."""
+    compiler = find_compiler()
+    if compiler is None:
+        return "no C++ compiler here"
+    command = [*compiler.command, "-print-file-name=libasan.so"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "" if Path(found).is_absolute() else f"{compiler.version} has no address sanitizer"
 
 
 if __name__ == "__main__":
