@@ -1,4 +1,4 @@
-"""`outrider demo`: starts a cluster, answers three prompts with and without speculation, and compares."""
+"""`outrider demo`: answers three prompts with and without speculation, and one while its decode node is killed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
 
 from outrider import __version__
@@ -15,7 +16,9 @@ from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
 from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
 from outrider.client import Client, GenerateOptions, KvTransferMetrics, SpeculationMetrics
-from outrider.cluster import ClusterEvent, EventKind
+from outrider.cluster import Cluster, ClusterEvent, EventKind
+from outrider.errors import NotFoundError
+from outrider.node import NodeRole
 
 STOP_LIMIT_SECONDS = 5.0
 DEFAULT_MAX_TOKENS = 128
@@ -36,6 +39,7 @@ class DemoAnswer:
     num_prompt_tokens: int
     ttft_seconds: float
     streaming_seconds: float  # first to last token
+    longest_gap_seconds: float  # between two deltas
     speculation: SpeculationMetrics
     kv_transfer: KvTransferMetrics
 
@@ -65,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         announce_serving(cluster, printer)
         with Client(cluster.router_address) as client:
             pairs = [_answer_twice(client, prompt, arguments.max_tokens) for prompt in DEMO_PROMPTS]
-            partings = [_describe_parting(client, fast, plain) for fast, plain in pairs]
+            survivor = _answer_through_a_loss(cluster, client, pairs[0][0])
+            twins = [*pairs, (survivor, pairs[0][0])]
+            partings = [_describe_parting(client, one, other) for one, other in twins]
         stopped_at = time.monotonic()
         statuses = cluster.stop()
         stop_seconds = time.monotonic() - stopped_at
@@ -77,21 +83,22 @@ def run(arguments: argparse.Namespace) -> int:
         "all with status 0" if not any(statuses.values()) else f"statuses {statuses}, logs in {cluster.log_directory}"
     )
     printer.say(f"services stopped in {stop_seconds:.1f} s, {ends}")
-    is_identical = all(fast.token_ids == plain.token_ids for fast, plain in pairs)
-    printer.say(summary_line(pairs, is_identical=is_identical))
+    is_identical = all(one.token_ids == other.token_ids for one, other in twins)
+    printer.say(summary_line(pairs, survivor, is_identical=is_identical))
     return 0 if is_identical and is_clean else 1
 
 
-def summary_line(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]], *, is_identical: bool) -> str:
+def summary_line(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]], survivor: DemoAnswer, *, is_identical: bool) -> str:
     """The demo's last line; every figure is measured."""
     num_steps = sum(fast.speculation.num_spec_steps for fast, _ in pairs)
     num_accepted = sum(fast.speculation.num_accepted_draft_tokens for fast, _ in pairs)
     fast_rate = _rate([fast for fast, _ in pairs])
     plain_rate = _rate([plain for _, plain in pairs])
     return (
-        f"demo: identical={'yes' if is_identical else 'no'} requests={2 * len(pairs)} "
+        f"demo: identical={'yes' if is_identical else 'no'} requests={2 * len(pairs) + 1} "
         f"mean_acceptance_length={1 + num_accepted / num_steps if num_steps else 1.0:.2f} "
-        f"speedup={fast_rate / plain_rate if plain_rate else 0.0:.2f}"
+        f"speedup={fast_rate / plain_rate if plain_rate else 0.0:.2f} "
+        f"failover_gap_seconds={survivor.longest_gap_seconds:.2f}"
     )
 
 
@@ -110,29 +117,68 @@ def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[
     )
 
 
-def _answer(client: Client, prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> DemoAnswer:
+def _answer_through_a_loss(cluster: Cluster, client: Client, twin: DemoAnswer) -> DemoAnswer:
+    """The twin's request again; the decode node that computes it is killed when half of the answer is there."""
+    is_alive = True
+
+    def kill(num_tokens: int) -> None:
+        nonlocal is_alive
+        if is_alive and 2 * num_tokens >= len(twin.token_ids):
+            is_alive = False
+            cluster.kill(_busiest_decode_node(cluster, client), signal.SIGKILL)
+
+    sys.stdout.write(f"\n=== {twin.prompt.name} again; its decode node will be killed (SIGKILL) ===\n")
+    answer = _answer(client, twin.prompt, len(twin.token_ids), has_speculation=True, on_tokens=kill)
+    cluster.wait_serving()  # a node that is stopped while it starts has another exit status
+    return answer
+
+
+def _busiest_decode_node(cluster: Cluster, client: Client) -> str:
+    """The cluster's name of the one that runs most. Raises: NotFoundError."""
+    statuses = client.watch_cluster()
+    try:
+        decodes = next(statuses).by_role()[NodeRole.DECODE]
+    finally:
+        statuses.close()
+    target = max(decodes, key=lambda node: node.load.num_running).target
+    for node in cluster.nodes:
+        if node.address == target:
+            return node.name
+    raise NotFoundError(f"decode node {target} is not of this cluster")
+
+
+def _answer(
+    client: Client,
+    prompt: DemoPrompt,
+    max_tokens: int,
+    *,
+    has_speculation: bool,
+    on_tokens: Callable[[int], None] = lambda _num_tokens: None,
+) -> DemoAnswer:
+    """`on_tokens` is told after each delta how many tokens have come."""
     sys.stdout.write(f"\n--- {prompt.name}, {_mode(has_speculation=has_speculation)} ---\n")
     sys.stdout.flush()
     options = _options(prompt, max_tokens, has_speculation=has_speculation)
     sent_at = time.monotonic()
-    first_at = last_at = None
+    arrivals: list[float] = []
     with client.generate(prompt.messages, **options) as stream:
         for delta in stream:
             if delta.token_ids:
-                last_at = time.monotonic()
-                first_at = last_at if first_at is None else first_at
+                arrivals.append(time.monotonic())
             sys.stdout.write(delta.text)
             sys.stdout.flush()
+            on_tokens(len(stream.token_ids()))
     sys.stdout.write("\n")
-    first_at, last_at = first_at or sent_at, last_at or sent_at
+    arrivals = arrivals or [sent_at]
     metrics = stream.summary.metrics
     return DemoAnswer(
         prompt=prompt,
         has_speculation=has_speculation,
         token_ids=stream.token_ids(),
         num_prompt_tokens=stream.started.num_prompt_tokens,
-        ttft_seconds=first_at - sent_at,
-        streaming_seconds=last_at - first_at,
+        ttft_seconds=arrivals[0] - sent_at,
+        streaming_seconds=arrivals[-1] - arrivals[0],
+        longest_gap_seconds=max((after - before for before, after in pairwise(arrivals)), default=0.0),
         speculation=metrics.speculation,
         kv_transfer=metrics.kv_transfer,
     )

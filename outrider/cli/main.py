@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "stream the continuation of a prompt",
     "chat": "chat with the model",
     "config": "print all settings in force, with the source of each",
-    "demo": "start a cluster and stream three prompts, with and without speculation",
+    "demo": "stream three prompts with and without speculation, and one whose decode node is killed",
     "bench": "run a load test",
     "profile": "show where the time of a running node's steps goes",
     "fetch": "download and verify the models; also validates every setting",

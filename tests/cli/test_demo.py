@@ -6,7 +6,10 @@ from outrider.cli.demo import DemoAnswer, first_difference, summary_line
 from outrider.cli.demo_prompts import DEMO_PROMPTS
 from outrider.client import KvTransferMetrics, SpeculationMetrics
 
-LAST_LINE = re.compile(r"demo: identical=(yes|no) requests=6 mean_acceptance_length=\d+\.\d\d speedup=\d+\.\d\d")
+LAST_LINE = re.compile(
+    r"demo: identical=(yes|no) requests=7 mean_acceptance_length=\d+\.\d\d speedup=\d+\.\d\d "
+    r"failover_gap_seconds=\d+\.\d\d"
+)
 
 
 def answer(*, has_speculation: bool, seconds: float) -> DemoAnswer:
@@ -17,6 +20,7 @@ def answer(*, has_speculation: bool, seconds: float) -> DemoAnswer:
         num_prompt_tokens=240,
         ttft_seconds=0.1,
         streaming_seconds=seconds,
+        longest_gap_seconds=seconds / 4,
         speculation=SpeculationMetrics(
             num_spec_steps=4 * has_speculation, num_accepted_draft_tokens=6 * has_speculation
         ),
@@ -26,11 +30,12 @@ def answer(*, has_speculation: bool, seconds: float) -> DemoAnswer:
 
 def test_the_last_line_has_exactly_its_form():
     pairs = [(answer(has_speculation=True, seconds=1.0), answer(has_speculation=False, seconds=1.5))] * 3
-    line = summary_line(pairs, is_identical=True)
-    assert line == "demo: identical=yes requests=6 mean_acceptance_length=2.50 speedup=1.50"
+    survivor = answer(has_speculation=True, seconds=9.0)
+    line = summary_line(pairs, survivor, is_identical=True)
+    assert line == ("demo: identical=yes requests=7 mean_acceptance_length=2.50 speedup=1.50 failover_gap_seconds=2.25")
     assert LAST_LINE.fullmatch(line)
     assert LAST_LINE.fullmatch(
-        summary_line([(answer(has_speculation=False, seconds=0.0),) * 2] * 3, is_identical=False)
+        summary_line([(answer(has_speculation=False, seconds=0.0),) * 2] * 3, survivor, is_identical=False)
     )
 
 

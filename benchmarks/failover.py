@@ -1,0 +1,149 @@
+"""How long clients wait for their next token when a decode node is killed or stopped in the middle of their answers.
+
+    .venv/bin/python benchmarks/failover.py --rounds 5
+
+Local clusters of the default model. With two decode nodes the one with most work is lost; a killed node
+is started again by the supervisor before the next round, a stopped one continued.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from outrider.bench.machine import describe_machine
+from outrider.client import Client, GenerateOptions
+from outrider.cluster import Cluster, ClusterConfig, Launch
+from outrider.node import NodeRole, NodeStatus
+
+CONTEXT_TOKENS = 500
+BEFORE_TOKENS = 16
+AFTER_TOKENS = 16
+WAIT_SECONDS = 120.0
+LIMITS = {"killed": 1.0, "stopped": 1.5, "stopped, 16 streams": 3.0, "killed, the only one": 5.5}
+"""What was asked for, in seconds."""
+
+
+class Stream:
+    """One greedy answer in a thread; notes when its deltas arrive."""
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.arrivals: list[float] = []
+        self.num_tokens = 0
+        self._client = client
+        self._number = number
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        prompt = [(index * 37 + self._number * 101) % 20_000 + 300 for index in range(CONTEXT_TOKENS)]
+        options = GenerateOptions(temperature=0.0, max_tokens=400, ignore_eos=True)
+        with self._client.generate(prompt, **options) as stream:
+            for delta in stream:
+                if delta.token_ids:
+                    self.arrivals.append(time.monotonic())
+                    self.num_tokens += len(delta.token_ids)
+
+    def gap(self, since: float) -> float | None:
+        """The longest time between two deltas from this moment on; None until enough tokens have come."""
+        before = [at for at in self.arrivals if at <= since]
+        after = [at for at in self.arrivals if at > since]
+        if not before or len(after) < AFTER_TOKENS:
+            return None
+        times = [before[-1], *after]
+        return max(later - earlier for earlier, later in pairwise(times))
+
+    def join(self) -> None:
+        self._thread.join(WAIT_SECONDS)
+        if self._thread.is_alive():
+            raise TimeoutError("an answer has not ended")
+
+
+def busiest_decode_node(cluster: Cluster, client: Client) -> str:
+    decodes = [node for node in status_nodes(client) if node.role is NodeRole.DECODE]
+    target = max(decodes, key=lambda node: node.load.num_running).target
+    return next(node.name for node in cluster.nodes if node.address == target)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+
+
+def lose(cluster: Cluster, client: Client, *, number: signal.Signals, num_streams: int, first: int) -> list[float]:
+    """The gap of every stream, in seconds."""
+    streams = [Stream(client, first + index) for index in range(num_streams)]
+    wait_for(lambda: all(stream.num_tokens >= BEFORE_TOKENS for stream in streams), "streams do not begin")
+    name = busiest_decode_node(cluster, client)
+    since = time.monotonic()
+    cluster.kill(name, number)
+    wait_for(lambda: all(stream.gap(since) is not None for stream in streams), "streams do not go on")
+    gaps = [stream.gap(since) or 0.0 for stream in streams]
+    if number is signal.SIGSTOP:
+        cluster.kill(name, signal.SIGCONT)
+    for stream in streams:
+        stream.join()
+    cluster.wait_serving()
+    wait_for(lambda: all(node.state.name == "SERVING" for node in status_nodes(client)), "nodes do not come back")
+    return gaps
+
+
+def status_nodes(client: Client) -> tuple[NodeStatus, ...]:
+    statuses = client.watch_cluster()
+    try:
+        return next(statuses).nodes
+    finally:
+        statuses.close()
+
+
+def measure(num_decode_nodes: int, ways: dict[str, tuple[signal.Signals, int]], rounds: int) -> None:
+    config = ClusterConfig(port=0, decode_nodes=num_decode_nodes, stable_seconds=0.1)
+    with Cluster(config, Launch()) as cluster, Client(cluster.router_address) as client:
+        first = 0
+        for way, (number, num_streams) in ways.items():
+            longest = []
+            for _ in range(rounds):
+                gaps = lose(cluster, client, number=number, num_streams=num_streams, first=first)
+                first += num_streams
+                longest.append(max(gaps))
+                print(f"  {way}: {', '.join(f'{gap:.2f}' for gap in sorted(gaps))} s", flush=True)
+            print(
+                f"{way}: longest gap, median of {rounds} rounds {median(longest):.2f} s, "
+                f"from {min(longest):.2f} to {max(longest):.2f}; asked: under {LIMITS[way]:g} s",
+                flush=True,
+            )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("one", "two"), help="only the cluster with so many decode nodes")
+    arguments = parser.parse_args()
+    machine = describe_machine()
+    print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit or '?'}")
+    if arguments.only != "one":
+        ways = {
+            "killed": (signal.SIGKILL, 1),
+            "stopped": (signal.SIGSTOP, 1),
+            "stopped, 16 streams": (signal.SIGSTOP, 16),
+        }
+        measure(2, ways, arguments.rounds)
+    if arguments.only != "two":
+        measure(1, {"killed, the only one": (signal.SIGKILL, 1)}, arguments.rounds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
