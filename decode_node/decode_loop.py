@@ -46,7 +46,7 @@ from outrider.engine.step_progress import StepProgress
 from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftSource, DraftTree
 
 IDLE_WAIT_SECONDS = 0.2
 TURN_WAIT_SECONDS = 0.005
@@ -278,13 +278,13 @@ class DecodeLoop:
                 num_tokens_left=sample.num_tokens_left,
             )
             verdicts.append(verdict)
-            self._apply(sample, verdict, drafts)
+            self._apply(sample, verdict, item.draft.source, drafts)
             if verdict.finish_reason is None:
                 going_on.append((sample, verdict.token_ids))
         self._drafts.announce(going_on)
         return verdicts
 
-    def _apply(self, sample: Sample, verdict: Verdict, drafts: StepDrafts) -> None:
+    def _apply(self, sample: Sample, verdict: Verdict, source: DraftSource, drafts: StepDrafts) -> None:
         sequence, group_id = sample.sequence, sample.group.opened.sequence_group_id
         assert sequence.kv is not None
         start_position = len(sequence.token_ids)
@@ -295,7 +295,7 @@ class DecodeLoop:
         sequence.kv.publish(sequence.token_ids)
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
         if verdict.num_draft_tokens:
-            self._drafts.observe_verdict(sample, verdict)
+            self._drafts.observe_verdict(sample, verdict, source)
         counts = verdict.counts(wanting=sample.sequence_id in drafts.wanting, hit=sample.sequence_id in drafts.hits)
         self._desk.report(
             sample.group,

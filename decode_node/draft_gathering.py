@@ -10,8 +10,10 @@ from decode_node.groups import Sample
 from decode_node.step_drafts import StepDrafts
 from decode_node.verdict import Verdict
 from outrider.service.telemetry.logging import get_logger
+from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_policy import DraftPolicy
 from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_tree import DraftSource
 from outrider.speculation.proposers.base import ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
@@ -47,48 +49,47 @@ class DraftGatherer:
         self._max_wait_seconds = max_wait_seconds
         self._last_step_seconds = 0.0
 
-    def open(self, sample: Sample) -> None:
-        """From here on the sequence is announced; a draft node warms its cache while the prompt is prefilled."""
-        if self._maximum(sample) == 0:
+    def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
+        """From the grant on the sequence is announced; a draft node warms its cache while the prompt is prefilled."""
+        if self._maximum(opened) == 0:
             return
-        opened = sample.group.opened
         self._client.open(
-            sample.sequence_id,
+            sequence_id,
             SequenceStart(
                 params=opened.sampling,
-                sample=sample.index,
+                sample=start.sample,
                 prompt_length=len(opened.prompt_token_ids),
                 stop_token_ids=opened.stop_token_ids,
             ),
-            sample.sequence.token_ids,
+            opened.known_token_ids(start),
         )
 
-    def close(self, sample: Sample) -> None:
-        self._client.close(sample.sequence_id)
-        self._policy.forget(sample.sequence_id)
+    def close(self, sequence_id: int) -> None:
+        """The sequence has ended, or will not start."""
+        self._client.close(sequence_id)
+        self._policy.forget(sequence_id)
         if self._fallback is not None:
-            self._fallback.forget(sample.sequence_id)
+            self._fallback.forget(sequence_id)
 
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
         """Drafts for the samples whose next row is a decode row. Waits within its budget only, or not at all."""
-        wants: list[DraftWant] = []
-        for sample in samples:
-            num_wanted = self._num_wanted(sample)
-            if num_wanted > 0:
-                wants.append(DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted))
-        if not wants:
-            return StepDrafts()
+        wants = self._wants(samples, DraftSource.DRAFT_NODE)
         wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
-        taken = self._client.take(wants, wait_seconds=wait_seconds)
+        taken = self._client.take(wants, wait_seconds=wait_seconds) if wants else StepDrafts()
+        wanting = {want.sequence_id for want in wants}
         trees = dict(taken.trees)
-        missing = [want for want in wants if not taken.of(want.sequence_id)]
-        if missing and self._fallback is not None:
+        if self._fallback is not None:
+            missing = self._wants(
+                [sample for sample in samples if not taken.of(sample.sequence_id)], DraftSource.FALLBACK
+            )
+            wanting.update(want.sequence_id for want in missing)
             requests = [ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted) for want in missing]
-            trees.update((proposal.sequence_id, proposal.tree) for proposal in self._fallback.propose(requests))
-        return replace(taken, trees=trees, wanting=frozenset(want.sequence_id for want in wants))
+            for proposal in self._fallback.propose(requests) if requests else ():
+                trees[proposal.sequence_id] = replace(proposal.tree, source=DraftSource.FALLBACK)
+        return replace(taken, trees=trees, wanting=frozenset(wanting))
 
-    def observe_verdict(self, sample: Sample, verdict: Verdict) -> None:
-        self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted)
+    def observe_verdict(self, sample: Sample, verdict: Verdict, source: DraftSource) -> None:
+        self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted, source=source)
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prefill_rows: int) -> None:
         self._last_step_seconds = seconds
@@ -97,18 +98,27 @@ class DraftGatherer:
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Tells the draft nodes what was committed, and how much is wanted next."""
         updates = [
-            (sample.sequence_id, token_ids, self._num_wanted(sample))
+            (sample.sequence_id, token_ids, self._num_wanted(sample, DraftSource.DRAFT_NODE))
             for sample, token_ids in committed
-            if self._maximum(sample) > 0
+            if self._maximum(sample.group.opened) > 0
         ]
         if updates:
             self._client.update(updates)
 
-    def _num_wanted(self, sample: Sample) -> int:
-        """The step's last token needs no draft: a sample with one token left wants none."""
-        maximum = min(self._maximum(sample), sample.num_tokens_left - 1)
-        return self._policy.num_draft_tokens(sample.sequence_id, maximum=maximum) if maximum > 0 else 0
+    def _wants(self, samples: Sequence[Sample], source: DraftSource) -> list[DraftWant]:
+        return [
+            DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted)
+            for sample in samples
+            if (num_wanted := self._num_wanted(sample, source)) > 0
+        ]
 
-    def _maximum(self, sample: Sample) -> int:
-        asked = sample.group.opened.num_speculative_tokens
+    def _num_wanted(self, sample: Sample, source: DraftSource) -> int:
+        """The step's last token needs no draft: a sample with one token left wants none."""
+        maximum = min(self._maximum(sample.group.opened), sample.num_tokens_left - 1)
+        if maximum <= 0:
+            return 0
+        return self._policy.num_draft_tokens(sample.sequence_id, maximum=maximum, source=source)
+
+    def _maximum(self, opened: OpenSequenceGroup) -> int:
+        asked = opened.num_speculative_tokens
         return self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)

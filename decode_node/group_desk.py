@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from decode_node.admission import Admission
 from decode_node.commands import (
@@ -135,6 +135,9 @@ class GroupDesk:
         )
         group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv)
         self._groups.add(group)
+        for start in opened.samples:
+            group.sequence_ids[start.sample] = self._groups.next_sequence_id()
+            self._drafts.open(group.sequence_ids[start.sample], opened, start)
         if len(shared) - kv.num_tokens <= self._max_local_prefill_tokens:
             self._reservations.grant(group, opened.transfer_id)
             self._start_samples(group)
@@ -228,7 +231,7 @@ class GroupDesk:
     def _start_sample(self, group: SequenceGroup, start: SampleStart, kv: SequenceKV) -> None:
         opened = group.opened
         sequence = EngineSequence(
-            key=self._groups.next_sequence_id(),
+            key=group.sequence_ids[start.sample],
             token_ids=list(opened.known_token_ids(start)),
             kv=kv,
             priority=opened.priority,
@@ -245,7 +248,6 @@ class GroupDesk:
         sample = Sample(group, start.sample, sequence, sampling, frozenset(opened.stop_token_ids))
         self._groups.add_sample(sample)
         self._engine.scheduler.add_running(sequence)
-        self._drafts.open(sample)
 
     def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
         event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
@@ -268,6 +270,7 @@ class GroupDesk:
             return
         if group.is_waiting_for_kv:
             group.cancelled_samples.update(command.cancel.samples)
+            self._close_drafts(group, command.cancel.samples)
             if not group.wanted_samples:
                 self._free(group)
             return
@@ -276,6 +279,7 @@ class GroupDesk:
             sample = group.samples.get(index)
             if sample is not None:
                 self._drop(sample)
+        self._close_drafts(group, command.cancel.samples)
 
     def end_session(self, session_id: int) -> None:
         """The lease is over. Nobody is left to report to."""
@@ -309,11 +313,19 @@ class GroupDesk:
             self._reservations.drop(group)
         for sample in tuple(group.samples.values()):
             self._drop(sample)
+        self._close_drafts(group, tuple(group.sequence_ids))
         self._groups.remove(group)
 
     def _drop(self, sample: Sample) -> None:
         if sample.group in self._led:
             self._start_followers(sample.group, sample)
         self._engine.scheduler.remove(sample.sequence)
-        self._drafts.close(sample)
+        self._close_drafts(sample.group, (sample.index,))
         self._groups.remove_sample(sample)
+
+    def _close_drafts(self, group: SequenceGroup, samples: Sequence[int]) -> None:
+        """These have ended, or will not start."""
+        for index in samples:
+            sequence_id = group.sequence_ids.pop(index, None)
+            if sequence_id is not None:
+                self._drafts.close(sequence_id)

@@ -49,6 +49,7 @@ class SequenceGroup:
     is_waiting_for_kv: bool = False
     cancelled_samples: set[int] = field(default_factory=set)  # before they could start
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished ones, by index
+    sequence_ids: dict[int, int] = field(default_factory=dict)  # by index of samples that have not ended
     followers: list[SampleStart] = field(default_factory=list)  # start when the only sample has computed what is shared
 
     @property

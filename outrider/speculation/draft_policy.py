@@ -3,7 +3,8 @@
 A draft token costs a row, and a row costs time that every sequence of the batch waits
 for. It pays if the tokens it wins per added second are more than the step makes per
 second without it. Acceptance is counted over the sequence's last drafts, the cost of a
-row is measured while serving, and a sequence that stopped paying is tried again later.
+row is measured while serving, and a sequence that stopped paying is tried again later. Drafts of
+different sources are counted apart: a bad one does not stop a good one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from outrider.speculation.draft_tree import DraftSource
 from outrider.speculation.step_cost import StepCostModel
 
 WINDOW = 16
@@ -99,18 +101,18 @@ class DraftPolicy:
 
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
-    _records: dict[int, _Record] = field(default_factory=dict)
+    _records: dict[int, dict[DraftSource, _Record]] = field(default_factory=dict)
     _step: int = 0
     _load: _Load = field(default_factory=_Load)
     _tally: _Tally = field(default_factory=_Tally)
     _row_price: float = 0.0
 
-    def num_draft_tokens(self, sequence_id: int, *, maximum: int) -> int:
-        """How many draft tokens to verify for this sequence in the next step, 0 to `maximum`."""
+    def num_draft_tokens(self, sequence_id: int, *, maximum: int, source: DraftSource = DraftSource.DRAFT_NODE) -> int:
+        """How many draft tokens from there to verify for this sequence in the next step, 0 to `maximum`."""
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0:
             return 0
-        record = self._record(sequence_id)
+        record = self._record(sequence_id, source)
         if record.off_since is None:
             return self._best_length(record, maximum)
         if self._step - record.off_since < RETRY_STEPS:
@@ -118,13 +120,20 @@ class DraftPolicy:
         row_price = self._row_price
         return maximum if row_price <= 0.0 else max(1, min(maximum, int(TRIAL_CREDIT / row_price / 2)))
 
-    def observe_verdict(self, sequence_id: int, num_draft: int, num_accepted: int) -> None:
+    def observe_verdict(
+        self,
+        sequence_id: int,
+        num_draft: int,
+        num_accepted: int,
+        *,
+        source: DraftSource = DraftSource.DRAFT_NODE,
+    ) -> None:
         """Learns how one draft went; a step without a draft says nothing."""
         if num_draft <= 0:
             return
         self._tally.num_draft_tokens += num_draft
         self._tally.num_accepted += num_accepted
-        record = self._record(sequence_id)
+        record = self._record(sequence_id, source)
         if record.off_since is not None:  # a trial: what came before it no longer counts
             record.verdicts.clear()
             record.prior_acceptance = DOUBTFUL_ACCEPTANCE
@@ -175,10 +184,11 @@ class DraftPolicy:
             return 0.0
         return self.cost.seconds_per_row * (load.num_sequences + others * load.num_accepted) / seconds
 
-    def _record(self, sequence_id: int) -> _Record:
-        record = self._records.get(sequence_id)
+    def _record(self, sequence_id: int, source: DraftSource) -> _Record:
+        records = self._records.setdefault(sequence_id, {})
+        record = records.get(source)
         if record is None:
-            record = self._records[sequence_id] = _Record()
+            record = records[source] = _Record()
         return record
 
     def _best_length(self, record: _Record, maximum: int) -> int:

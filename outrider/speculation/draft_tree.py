@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+
+class DraftSource(enum.Enum):
+    """Who has made a draft, as far as its acceptance is counted apart."""
+
+    DRAFT_NODE = "draft_node"
+    FALLBACK = "fallback"  # the decode node's own proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +21,7 @@ class DraftTree:
     length: int
     prefix_hash: int | None = None  # of those first tokens; None: the draft has not left its proposer's process
     token_ids: tuple[int, ...] = ()
+    source: DraftSource = DraftSource.DRAFT_NODE
 
     def __len__(self) -> int:
         """Tokens proposed."""
@@ -32,4 +41,4 @@ class DraftTree:
             return self
         if num_since >= len(self.token_ids) or tuple(token_ids[self.length :]) != self.token_ids[:num_since]:
             return None
-        return DraftTree(len(token_ids), None, self.token_ids[num_since:])
+        return DraftTree(len(token_ids), None, self.token_ids[num_since:], self.source)

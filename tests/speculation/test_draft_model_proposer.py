@@ -147,3 +147,13 @@ def test_a_second_sequence_with_the_same_prompt_finds_its_blocks(model):
         continue
     (proposal,) = proposer.propose([ProposalRequest(2, text, 1, start_of(GREEDY))])
     assert proposal.caught_up
+
+
+def test_the_sampling_state_of_a_prompt_in_pieces_is_that_of_the_whole_prompt(model):
+    proposer = proposer_of(model)
+    proposer.propose([ProposalRequest(1, PROMPT[:5], 0, start_of(HOT))])
+    proposer.propose([ProposalRequest(1, [*PROMPT, 3], 0, start_of(HOT))])
+    counts = proposer._sequences[1].sampling.penalties.counts
+    assert counts is not None
+    ids, num_generated = counts.with_assumed(())
+    assert {token_id: count for token_id, count in zip(ids, num_generated, strict=True) if count} == {3: 1.0}

@@ -245,7 +245,8 @@ class DraftModelProposer:
         drafted.kv.truncate(num_common)
         del drafted.cached_token_ids[num_common:]
         num_sampled = len(drafted.sampled_token_ids)
-        if _common_length(drafted.sampled_token_ids, token_ids) == num_sampled:
+        is_past_prompt = num_sampled >= start.prompt_length  # the rest of a prompt was not generated
+        if is_past_prompt and _common_length(drafted.sampled_token_ids, token_ids) == num_sampled:
             new_token_ids = list(token_ids[num_sampled:])
             self._forward.commit(drafted.sampling, new_token_ids)
             drafted.sampled_token_ids += new_token_ids

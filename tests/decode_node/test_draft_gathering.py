@@ -1,0 +1,101 @@
+"""When draft nodes hear of a sequence, and whose acceptance decides how many tokens it drafts."""
+
+from __future__ import annotations
+
+from decode_node.drafts import NoDrafts
+from decode_node.step_drafts import StepDrafts
+from outrider.session import Granted, KvReady, SampleStart
+from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.proposers.scripted import ScriptedProposer
+
+PROMPT = tuple(range(1, 21))  # longer than what the node computes itself
+SAMPLES = (SampleStart(0, ()), SampleStart(1, (7,)))
+
+
+class RecordingDrafts(NoDrafts):
+    """Knows who is announced; proposes what `propose(token_ids, num_wanted)` says."""
+
+    def __init__(self, propose=lambda _token_ids, _num_wanted: ()):
+        self.announced = {}
+        self.num_wanted = []
+        self.propose = propose
+
+    def open(self, sequence_id, start, token_ids, **_):
+        self.announced[sequence_id] = (start.sample, tuple(token_ids))
+
+    def close(self, sequence_id):
+        self.announced.pop(sequence_id, None)
+
+    def take(self, wants, *, wait_seconds):
+        self.num_wanted += [want.num_wanted for want in wants]
+        trees = {}
+        for want in wants:
+            token_ids = tuple(self.propose(list(want.token_ids), want.num_wanted))
+            trees[want.sequence_id] = DraftTree(len(want.token_ids), token_ids=token_ids)
+        return StepDrafts(trees)
+
+
+def node_with(make_scripted_node, client, *, fallback=None):
+    node = make_scripted_node(num_blocks=200, num_speculative_tokens=3)
+    node.loop._drafts._client = client
+    node.loop._drafts._fallback = fallback
+    return node
+
+
+def test_a_sequence_is_announced_at_the_grant_so_that_drafters_compute_its_prompt_meanwhile(make_scripted_node):
+    client = RecordingDrafts()
+    node = node_with(make_scripted_node, client)
+    group = node.open(prompt=PROMPT, samples=SAMPLES, sampling={"n": 2})
+    node.iterate()
+    assert node.find(Granted, group)
+    assert not node.find(KvReady, group)
+    announced = dict(client.announced)
+    assert sorted(announced.values()) == [(0, PROMPT), (1, (*PROMPT, 7))]
+    node.push(group, PROMPT)
+    node.iterate()
+    assert node.find(KvReady, group)
+    assert client.announced == announced
+    node.run()
+    assert client.announced == {}
+
+
+def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes(make_scripted_node):
+    client = RecordingDrafts()
+    node = node_with(make_scripted_node, client)
+    group, other = node.open(prompt=PROMPT, samples=SAMPLES, sampling={"n": 2}), node.open(prompt=PROMPT[::-1])
+    node.iterate()
+    node.cancel(group, 0)
+    node.iterate()
+    assert sorted(client.announced.values()) == [(0, PROMPT[::-1]), (1, (*PROMPT, 7))]
+    node.cancel(group)
+    node.cancel(other)
+    node.iterate()
+    assert client.announced == {}
+
+
+def test_a_fallback_that_is_always_wrong_does_not_switch_a_good_drafter_off(make_scripted_node, monkeypatch):
+    """The drafter knows every fourth draft only; between them the fallback guesses wrong."""
+    turn = [0]
+
+    def propose(token_ids, num_wanted):
+        turn[0] += 1
+        return node.model.generate(token_ids, num_wanted) if turn[0] % 4 == 0 else ()
+
+    class WrongProposer(ScriptedProposer):
+        def _continuation(self, token_ids, num_wanted):
+            right = node.model.generate(list(token_ids), num_wanted)
+            return tuple((token_id + 1) % 64 for token_id in right)
+
+    client = RecordingDrafts(propose)
+    node = node_with(make_scripted_node, client, fallback=WrongProposer([]))
+    monkeypatch.setattr(
+        DraftPolicy, "_price_of_a_row", lambda _policy: 0.45
+    )  # too dear, if all drafts were one proposer's
+    node.open(sampling={"max_tokens": 150})
+    node.iterate()
+    num_steps = 0
+    while node.engine.scheduler.has_work:
+        node.iterate()
+        num_steps += 1
+    assert len(client.num_wanted) > 0.9 * num_steps  # it is asked to the end
