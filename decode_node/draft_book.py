@@ -131,7 +131,9 @@ class DraftBook:
                 continue
             if want.sequence_id in found or drafted.is_answered:
                 succeeded.add(drafted.target)
-            elif want.sequence_id in waited_for or self._targets[drafted.target].is_overdue(drafted.asked_since(), now):
+            elif want.sequence_id in waited_for or self._targets[drafted.target].is_overdue(
+                drafted.asked_since(), now, step_seconds=self._targets.step_seconds
+            ):
                 missed.add(drafted.target)
         for index in succeeded:
             self._targets[index].breaker.success()
@@ -139,6 +141,10 @@ class DraftBook:
             if self._targets[index].missed(now):
                 self._spread(self._targets[index], keep=1)
         self._count(num_wants=num_wants, num_hits=len(found))
+
+    def observe_step(self, seconds: float) -> None:
+        """How long a step of the engine took: what is late depends on it."""
+        self._targets.observe_step(seconds)
 
     # The streams' side.
 
@@ -196,7 +202,7 @@ class DraftBook:
         """Checks what a node says and keeps what can be true. Never raises: a peer may say anything."""
         state = self._targets[target]
         now = self._clock()
-        state.answered(now)
+        state.answered(now, step_seconds=self._targets.step_seconds)
         for answer in answers:
             drafted = self._sequences.get(answer.sequence_id)
             if drafted is None or drafted.target != target or not drafted.is_awaited:

@@ -93,6 +93,7 @@ class DraftGatherer:
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prefill_rows: int) -> None:
         self._last_step_seconds = seconds
+        self._client.observe_step(seconds)
         self._policy.observe_step(seconds, num_rows, num_sequences, num_prefill_rows=num_prefill_rows)
 
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:

@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 
 from decode_node.draft_breaker import Breaker
 
-LATE_SECONDS = 0.05
-"""An update that is unanswered for longer counts as a miss even if no step waited for it."""
+LATE_STEPS = 4.0
+"""An update that is unanswered for longer than so many steps counts as a miss even if no step waited for it."""
 
 LATENCY_SMOOTHING = 0.2
 
 MAX_UNASKED_IN_A_ROW = 1024
 """Answers that nobody has asked for, before the stream is given up. Some cross the end of their sequence."""
 
-PROBE_BUDGET_SECONDS = 0.025
-"""An answer that comes within this closes an open breaker."""
+PROBE_STEPS = 2.0
+"""An answer that comes within so many steps closes an open breaker."""
+
+LEAST_STEP_SECONDS = 0.0125
+"""What a step is taken to last at least: a pause of some milliseconds on either machine says nothing about a node."""
 
 
 @dataclass(slots=True)
@@ -58,9 +61,9 @@ class DraftTarget:
             self._probe_sent_at = now
         self.breaker.probed()
 
-    def answered(self, now: float) -> None:
+    def answered(self, now: float, *, step_seconds: float) -> None:
         """A message has come."""
-        if self._probe_sent_at is not None and now - self._probe_sent_at <= PROBE_BUDGET_SECONDS:
+        if self._probe_sent_at is not None and now - self._probe_sent_at <= PROBE_STEPS * step_seconds:
             self.breaker.success()
         self._probe_sent_at = None
 
@@ -83,9 +86,9 @@ class DraftTarget:
         """Whether waiting so long is worth it, by how long its answers usually take."""
         return self.is_usable and self._answer_seconds - asked_seconds_ago <= seconds
 
-    def is_overdue(self, asked_since: float | None, now: float) -> bool:
+    def is_overdue(self, asked_since: float | None, now: float, *, step_seconds: float) -> bool:
         """Whether an unanswered update is a miss by its age alone: once in each span of that length."""
-        return asked_since is not None and now - max(asked_since, self._missed_at) > LATE_SECONDS
+        return asked_since is not None and now - max(asked_since, self._missed_at) > LATE_STEPS * step_seconds
 
     def missed(self, now: float) -> bool:
         """A step found nothing in time. True when this opens the breaker."""
@@ -100,6 +103,7 @@ class DraftTargets:
         self._clock = clock
         self._targets: dict[int, DraftTarget] = {}
         self._num_ever = 0
+        self.step_seconds = LEAST_STEP_SECONDS  # running mean of how long a step of the engine lasts
         self._num_past_openings = 0  # of the breakers of targets that are gone
 
     def __getitem__(self, index: int) -> DraftTarget:
@@ -112,6 +116,9 @@ class DraftTargets:
     def num_breaker_openings(self) -> int:
         """Since start."""
         return self._num_past_openings + sum(target.breaker.num_openings for target in self)
+
+    def observe_step(self, seconds: float) -> None:
+        self.step_seconds += LATENCY_SMOOTHING * (max(seconds, LEAST_STEP_SECONDS) - self.step_seconds)
 
     def add(self, *, rank: int) -> int:
         index = self._num_ever

@@ -136,6 +136,11 @@ class DraftClient:
             self._wake()
         return StepDrafts(found, hits=hits, waited_seconds=self._clock() - started)
 
+    def observe_step(self, seconds: float) -> None:
+        """How long a step of the engine took."""
+        with self._changed:
+            self._book.observe_step(seconds)
+
     def _open_link(self, _target: str, address: str) -> DraftLink:
         return DraftLink(
             address,
@@ -205,6 +210,9 @@ class NoDrafts:
 
     def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> StepDrafts:
         return StepDrafts()
+
+    def observe_step(self, seconds: float) -> None:
+        return
 
     def status(self) -> DraftClientStatus:
         return DraftClientStatus()

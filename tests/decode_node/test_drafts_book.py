@@ -437,3 +437,23 @@ def test_a_node_that_floods_the_stream_with_unasked_answers_is_to_be_left(book):
     (update,) = book.take_updates(0)
     book.take_proposals(0, [answer_to(update)])
     assert not book.is_flooding(0)
+
+
+def test_what_is_late_is_a_share_of_a_step(book, clock):
+    for _ in range(50):
+        book.observe_step(0.1)
+    book.open(1, *start_of(1), num_wanted=3)
+    book.take_updates(0)
+    for _ in range(10):
+        clock.now += 0.06
+        book.judge([DraftWant(1, (), 3)], {}, unanswered=())
+    assert not book.is_breaker_open(0)
+    for _ in range(5):
+        miss(book, 1)
+    assert book.is_breaker_open(0)
+    book.open(2, *start_of(2), num_wanted=3)
+    clock.now += 1.1
+    (probe,) = book.take_updates(0)
+    clock.now += 0.15
+    book.take_proposals(0, [answer_to(probe)])
+    assert not book.is_breaker_open(0)
