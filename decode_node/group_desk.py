@@ -200,13 +200,13 @@ class GroupDesk:
     def _start_samples(self, group: SequenceGroup) -> None:
         """The samples share the blocks of what they begin with; the first write into a shared one copies it.
 
-        Where much of that is missing, the first sample computes it and the others follow. What
+        Where some of that is missing, the first sample computes it and the others follow. What
         a sample has of its own already, it computes in its first rows.
         """
         kv, group.kv = group.kv, None
         assert kv is not None
         first, *others = group.wanted_samples
-        if len(group.shared_token_ids) - kv.num_tokens > self._max_local_prefill_tokens and others:
+        if len(group.shared_token_ids) > kv.num_tokens and others:
             group.followers, others = others, []
             self._led[group] = None
         tables = [kv.fork() for _ in others]

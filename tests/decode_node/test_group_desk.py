@@ -175,3 +175,14 @@ def test_more_alternatives_than_the_contract_allows_are_refused(node):
     group_id = node.open(logprobs=LogprobsRequest(num_top=10_000_000))
     node.run()
     assert node.find(Rejected, group_id)[0].reason is RejectReason.INVALID
+
+
+def test_a_short_prompt_of_several_samples_is_computed_once(make_scripted_node):
+    node = make_scripted_node()
+    group = node.open(prompt=SHORT_PROMPT, sampling={"n": 3, "max_tokens": 1})
+    num_rows = []
+    emit = node.loop._emit
+    node.loop._emit = lambda events, stats: (num_rows.append(stats.num_rows if stats else 0), emit(events, stats))
+    node.run()
+    assert len(node.find(SampleDone, group)) == 3
+    assert sum(num_rows) == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
