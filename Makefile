@@ -63,9 +63,10 @@ test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST
 test-all: $(READY) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
 	$(BIN)/python checks/test_all.py $(PYTEST_ARGS)
 
+FAULTS_ARGS ?=
 .PHONY: faults
-faults: $(READY) ## Every kind of fault at every point of the protocol; writes the table in docs/reliability.md
-	$(BIN)/python -m tests.faults.make_table
+faults: $(READY) ## Every fault at every point of the protocol; writes docs/reliability.md (FAULTS_ARGS=--failed: again)
+	$(BIN)/python -m tests.faults.make_table $(FAULTS_ARGS)
 
 SOAK_SECONDS ?= 600
 SOAK_ARGS ?=

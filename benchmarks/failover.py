@@ -28,9 +28,19 @@ from outrider.node import NodeRole, NodeStatus
 CONTEXT_TOKENS = 500
 BEFORE_TOKENS = 16
 AFTER_TOKENS = 16
+MAX_TOKENS = 1400  # so many that no answer ends while others begin
 WAIT_SECONDS = 120.0
 LIMITS = {"killed": 1.0, "stopped": 1.5, "stopped, 16 streams": 3.0, "killed, the only one": 5.5}
 """What was asked for, in seconds."""
+LOSSES = {
+    2: {
+        "killed": (signal.SIGKILL, 1),
+        "stopped": (signal.SIGSTOP, 1),
+        "stopped, 16 streams": (signal.SIGSTOP, 16),
+    },
+    1: {"killed, the only one": (signal.SIGKILL, 1)},
+}
+"""Signal and number of streams, by number of decode nodes."""
 
 
 class Stream:
@@ -41,17 +51,20 @@ class Stream:
         self.num_tokens = 0
         self._client = client
         self._number = number
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         prompt = [(index * 37 + self._number * 101) % 20_000 + 300 for index in range(CONTEXT_TOKENS)]
-        options = GenerateOptions(temperature=0.0, max_tokens=400, ignore_eos=True)
+        options = GenerateOptions(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         with self._client.generate(prompt, **options) as stream:
             for delta in stream:
                 if delta.token_ids:
                     self.arrivals.append(time.monotonic())
                     self.num_tokens += len(delta.token_ids)
+                if self._is_over.is_set():
+                    break
 
     def gap(self, since: float) -> float | None:
         """The longest time between two deltas from this moment on; None until enough tokens have come."""
@@ -62,7 +75,9 @@ class Stream:
         times = [before[-1], *after]
         return max(later - earlier for earlier, later in pairwise(times))
 
-    def join(self) -> None:
+    def end(self) -> None:
+        """Aborts the answer."""
+        self._is_over.set()
         self._thread.join(WAIT_SECONDS)
         if self._thread.is_alive():
             raise TimeoutError("an answer has not ended")
@@ -94,7 +109,7 @@ def lose(cluster: Cluster, client: Client, *, number: signal.Signals, num_stream
     if number is signal.SIGSTOP:
         cluster.kill(name, signal.SIGCONT)
     for stream in streams:
-        stream.join()
+        stream.end()
     cluster.wait_serving()
     wait_for(lambda: all(node.state.name == "SERVING" for node in status_nodes(client)), "nodes do not come back")
     return gaps
@@ -129,19 +144,15 @@ def measure(num_decode_nodes: int, ways: dict[str, tuple[signal.Signals, int]], 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("one", "two"), help="only the cluster with so many decode nodes")
+    parser.add_argument("--only", action="append", choices=tuple(LIMITS), help="only this loss; may be repeated")
     arguments = parser.parse_args()
     machine = describe_machine()
     print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit or '?'}")
-    if arguments.only != "one":
-        ways = {
-            "killed": (signal.SIGKILL, 1),
-            "stopped": (signal.SIGSTOP, 1),
-            "stopped, 16 streams": (signal.SIGSTOP, 16),
-        }
-        measure(2, ways, arguments.rounds)
-    if arguments.only != "two":
-        measure(1, {"killed, the only one": (signal.SIGKILL, 1)}, arguments.rounds)
+    wanted = arguments.only or tuple(LIMITS)
+    for num_decode_nodes, losses in LOSSES.items():
+        ways = {way: loss for way, loss in losses.items() if way in wanted}
+        if ways:
+            measure(num_decode_nodes, ways, arguments.rounds)
     return 0
 
 

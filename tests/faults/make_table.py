@@ -3,66 +3,70 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from outrider.bench.machine import describe_machine
 from outrider.faults import FAULT_POINTS
 from outrider.model_hub.tiny import make_tiny_model
 from tests.faults.faulty_cluster import FaultyCluster
-from tests.faults.matrix import ACTIONS, CASES, Case, Matrix, Result
+from tests.faults.matrix import ACTIONS, CASES, Case, Matrix
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "reliability.md"
+DATA = ROOT / "benchmarks" / "data" / "faults.json"
 BEGIN, END = "<!-- made by `make faults` -->\n", "<!-- end -->\n"
 
 
-def run_all(directory: Path) -> dict[Case, Result | str]:
-    """The result of each case, or what was wrong."""
-    results: dict[Case, Result | str] = {}
+def run(cases: Sequence[Case], directory: Path) -> dict[str, dict[str, Any]]:
+    """The figures of each case by its name, or what was wrong."""
+    found: dict[str, dict[str, Any]] = {}
     with FaultyCluster(make_tiny_model(directory / "model"), directory) as cluster:
         matrix = Matrix(cluster)
-        matrix.prepare(CASES)
-        for case in CASES:
+        matrix.prepare(cases)
+        for case in cases:
             started = time.monotonic()
             try:
-                results[case] = matrix.run(case)
+                result = asdict(matrix.run(case))
             except Exception as error:  # noqa: BLE001 the other cases are run all the same
-                results[case] = f"{type(error).__name__}: {error}"
-            print(f"{case!s:50}{time.monotonic() - started:7.1f} s  {results[case]}", flush=True)
-    return results
+                result = {"failure": f"{type(error).__name__}: {error}"}
+            found[str(case)] = result
+            print(f"{case!s:50}{time.monotonic() - started:7.1f} s  {result}", flush=True)
+    return found
 
 
-def table(results: Mapping[Case, Result | str], seconds: float) -> str:
-    machine = describe_machine()
-    num_good = sum(isinstance(result, Result) for result in results.values())
-    cells = {(case.point, case.action): cell(result) for case, result in results.items() if not case.then}
-    summary = (
-        f"{num_good} of {len(results)} cases passed in {seconds / 60:.0f} minutes on {machine.num_cores} cores "
-        f"({machine.processor}), commit {machine.commit or 'unknown'}."
-    )
+def table(data: dict[str, Any]) -> str:
+    cells = {name: cell(result) for name, result in data["cases"].items()}
+    num_good = sum("failure" not in result for result in data["cases"].values())
     lines = [
-        summary,
+        f"{num_good} of {len(cells)} cases passed: {data['machine']}, commit {data['commit']}.",
         "",
         "| point | " + " | ".join(ACTIONS) + " |",
         "|---" * (1 + len(ACTIONS)) + "|",
         *(
-            f"| `{point}` | " + " | ".join(cells.get((point, action), "–") for action in ACTIONS) + " |"
+            f"| `{point}` | " + " | ".join(cells.get(f"{point}-{action}", "–") for action in ACTIONS) + " |"
             for point in FAULT_POINTS
         ),
         "",
         "| first | then, to the process that takes over | result |",
         "|---|---|---|",
-        *(f"| `{case.point}`, {case.action} | `{case.then}`, {case.action} | {cell(result)} |"
-          for case, result in results.items() if case.then),
-    ]  # fmt: skip
+        *(
+            f"| `{case.point}`, {case.action} | `{case.then}`, {case.action} | {cells[str(case)]} |"
+            for case in CASES
+            if case.then
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def cell(result: Result | str) -> str:
-    return f"same, {result.gap_seconds:.1f} s" if isinstance(result, Result) else "**failed**"
+def cell(result: dict[str, Any]) -> str:
+    return "**failed**" if "failure" in result else f"same, {result['gap_seconds']:.1f} s"
 
 
 def write(text: str) -> None:
@@ -72,12 +76,20 @@ def write(text: str) -> None:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--failed", action="store_true", help="only what failed in the last run, or was not in it")
+    arguments = parser.parse_args()
+    machine = describe_machine()
+    data = {"machine": f"{machine.processor}, {machine.num_cores} cores", "commit": machine.commit, "cases": {}}
+    if arguments.failed:
+        data = json.loads(DATA.read_text(encoding="utf-8"))
+    known = data["cases"]
+    cases = [case for case in CASES if "failure" in known.get(str(case), {"failure": "never run"})]
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as directory:
-        results = run_all(Path(directory))
-    write(table(results, time.monotonic() - started))
-    return 0 if all(isinstance(result, Result) for result in results.values()) else 1
+        known.update(run(cases, Path(directory)))
+    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write(table(data))
+    return int(any("failure" in result for result in known.values()))
 
 
 if __name__ == "__main__":

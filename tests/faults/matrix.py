@@ -26,6 +26,7 @@ MID_ANSWER = frozenset(("decode.step", "decode.before_emit", "decode.done", "rou
 SLOW_SECONDS = 0.05
 ROUTER_STOP_SECONDS = 5.0  # longer than the nodes' patience
 ROUTER_PARTITION_SECONDS = 3.0
+BOTH_STOP_SECONDS = 4.0
 REACH_SECONDS = 20.0
 RESUME_SECONDS = 30.0  # without a window a client's connection is its request
 ANSWER_SECONDS = 40.0
@@ -65,7 +66,7 @@ def make_cases() -> tuple[Case, ...]:
         for then in ("decode.granted", "decode.before_first_token", "decode.step"):
             yield "decode.step", "kill", then
         yield "prefill.frame", "kill", "prefill.before_commit"
-        yield "decode.kv_ready", "stop", "decode.before_grant"
+        yield "decode.kv_ready", "stop", "decode.before_grant"  # no decode node is left until they go on
 
     kinds = list(KINDS)
     return tuple(
@@ -119,6 +120,9 @@ class Matrix:
             if case.then:
                 cluster.arm(case.then)
                 self._strike(case.then, case.action, requests, killed)
+                if case.action == "stop":
+                    time.sleep(BOTH_STOP_SECONDS)
+                    cluster.thaw()
             told = [request.join(timeout_seconds=ANSWER_SECONDS) for request in requests]
         finally:
             cluster.undo()
