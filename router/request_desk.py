@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from outrider.errors import NotFoundError, PeerLostError
+from outrider.errors import PeerLostError
 from outrider.request import Request
 from outrider.v1 import router_pb2
 from router.answer import Answer, make_answer
@@ -58,11 +58,10 @@ class RequestDesk:
 
     async def find(self, request_id: str) -> RunningRequest:
         """A request whose answer can be read again, here or from a router that is gone. Raises: OutriderError."""
-        try:
+        if self.running.has(request_id):
             return self.running.find_resumable(request_id)
-        except NotFoundError:
-            if self.running.has(request_id) or self.is_draining:
-                raise
+        if self.is_draining:  # which says nothing of whether another router has it
+            raise PeerLostError("the router is draining", reason="DRAINING")
         return await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
 
     async def abort(self, request_id: str) -> bool:

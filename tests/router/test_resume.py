@@ -205,3 +205,9 @@ async def test_a_complete_call_that_was_cut_can_be_resumed(slow):
     await slow.eventually(lambda: slow.decode.groups)
     call.cancel()
     assert told(await resume(slow))[0] == letters(slow.decode.opened[0], 0)
+
+
+async def test_a_draining_router_sends_who_comes_back_elsewhere(slow):
+    slow.service.desk.is_draining = True
+    failure = await refusal(slow)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
