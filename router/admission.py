@@ -20,8 +20,7 @@ LOOK_AGAIN_SECONDS = 0.25
 class Places(Protocol):
     """What the queue asks for room (`router.placement.Placement`)."""
 
-    @property
-    def has_nodes(self) -> bool: ...
+    def could_serve(self, demand: Demand) -> bool: ...
 
     def place(self, demand: Demand) -> Place | None: ...
 
@@ -35,6 +34,7 @@ class Waiting:
         self.arrival: int | None = None  # order among equals; set when it first asks
         self.has_waited = False  # accepted into the queue: it is not refused any more
         self.place: asyncio.Future[Place] | None = None  # set while it is in the queue
+        self.stranded_since: float | None = None  # no serving node could take it since then
 
     @property
     def is_in_queue(self) -> bool:
@@ -71,7 +71,6 @@ class Admission:
         self._num_waiting = 0
         self._num_waiting_tokens = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._no_nodes_since: float | None = None
         self._mean_service_seconds = 1.0
 
     @property
@@ -117,17 +116,34 @@ class Admission:
             self._drop_gone()
 
     def pump(self) -> None:
-        """Gives places to the first in line, as long as there are any."""
-        if self._places.has_nodes:
-            self._no_nodes_since = None
+        """Gives places to the first in line, as long as there are any.
+
+        A request that no serving node could take holds up nobody; it waits at most
+        `no_node_timeout_seconds` for one that can.
+        """
+        stranded = []
         while (first := self._first()) is not None:
+            if not self._places.could_serve(first.demand):
+                stranded.append(heapq.heappop(self._heap))
+                continue
+            first.stranded_since = None
             place = self._places.place(first.demand)
             if place is None:
-                self._give_up_without_nodes()
-                return
+                break
             heapq.heappop(self._heap)
             assert first.place is not None, "a request in the queue has a future"
             first.place.set_result(place)
+        for entry in stranded:
+            self._strand(entry[2])
+            heapq.heappush(self._heap, entry)
+
+    def _strand(self, waiting: Waiting) -> None:
+        now = self._clock()
+        if waiting.stranded_since is None:
+            waiting.stranded_since = now
+        if now - waiting.stranded_since >= self._no_node_timeout_seconds and waiting.is_in_queue:
+            error = PeerLostError("no decode node or no prefill node serves", reason="NO_NODE")
+            waiting.place.set_exception(error)  # type: ignore[union-attr] # it is in the queue
 
     def withdraw(self, waiting: Waiting, error: OutriderError) -> None:
         """Ends the wait of a request that is in the queue; others do not notice."""
@@ -173,19 +189,6 @@ class Admission:
         if len(self._heap) > 2 * self._num_waiting + 16:  # many left from behind a first that stays
             self._heap = [entry for entry in self._heap if entry[2].is_in_queue]
             heapq.heapify(self._heap)
-
-    def _give_up_without_nodes(self) -> None:
-        if self._places.has_nodes:
-            return
-        now = self._clock()
-        if self._no_nodes_since is None:
-            self._no_nodes_since = now
-        if now - self._no_nodes_since < self._no_node_timeout_seconds:
-            return
-        error = PeerLostError("no decode node or no prefill node serves", reason="NO_NODE")
-        for _, _, waiting in self._heap:
-            if waiting.place is not None and not waiting.place.done():
-                waiting.place.set_exception(error)
 
     def _set_timer(self) -> None:
         """Looks again after a while even if nothing changes: nodes that were full, nodes that never come."""

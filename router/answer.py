@@ -37,7 +37,7 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.was_taken_over = False  # from another router: its client may be ahead of what is known here
+        self.may_be_behind = False  # taken over from another router: its client may know more, and the same tokens
         self._reader: AnswerReader | None = None
 
     @property
@@ -119,8 +119,7 @@ class Answer:
             if index >= len(self.samples):
                 raise OutOfRangeError(f"the answer has {len(self.samples)} samples, there is no sample {index}")
             sample = self.samples[index]
-            is_behind = self.was_taken_over and sample.finished is None
-            last = sample.last_position if is_behind else sample.next_position
+            last = sample.last_position if self.may_be_behind and not sample.is_whole else sample.next_position
             if not sample.start_position <= position <= last:
                 raise OutOfRangeError(
                     f"sample {index} has positions {sample.start_position} to {last}, {position} is not one of them"
@@ -212,6 +211,9 @@ class AnswerReader:
                 if delta is not None:
                     cursor.position += len(delta.token_ids)
                     events.append(delta)
+                tail = sample.tail()
+                if tail is not None:
+                    events.append(tail)
             if sample.finished is not None and not cursor.has_end:
                 cursor.has_end = True
                 events.append(sample.finished)

@@ -8,16 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.errors import AbortedError, NotFoundError, StoreError
+from outrider.errors import (
+    AbortedError,
+    AlreadyRunningError,
+    CapacityError,
+    NotFoundError,
+    PeerLostError,
+    StoreError,
+)
 from outrider.request import Request
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import SampleTokens
 from router.answer import Answer
 from router.running_requests import RunningRequest
 from router.store.base import AnswerStore, StoredAnswer, StoredRequest, TokenSpan
-
-ROUTER_ENDS = ("DRAINING", "ROUTER_STOPPING")
-"""Reasons of failures that are this router's own end: another one may go on with the request."""
 
 _log = get_logger("store")
 
@@ -37,6 +41,9 @@ class Keeper(Protocol):
     async def resume(self, request_id: str, *, fingerprint: str) -> RunningRequest:
         """Takes a request over. Raises: NotFoundError, MismatchError, StoreError."""
 
+    def is_claiming(self, request_id: str) -> bool:
+        """Whether `resume` of this request is under way."""
+
     async def abort(self, request_id: str) -> bool:
         """Asks whichever router has the request. Raises: StoreError."""
 
@@ -51,6 +58,9 @@ class NoKeeper:
 
     async def resume(self, request_id: str, *, fingerprint: str) -> RunningRequest:
         raise NotFoundError(f"no request {request_id!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
+
+    def is_claiming(self, request_id: str) -> bool:
+        return False
 
     async def abort(self, request_id: str) -> bool:
         return False
@@ -105,12 +115,15 @@ class AnswerKeeper:
         self._kept: dict[str, _Kept] = {}
         self._claims: dict[str, asyncio.Task[RunningRequest]] = {}
         self._is_lost = False
+        self._deleting = asyncio.Lock()
         self._work = asyncio.create_task(self._run(), name="store")
 
     async def keep(self, running: RunningRequest, answer: Answer, stored: StoredRequest) -> bool:
         kept = _Kept(running, answer, stored, [sample.start_position for sample in answer.samples])
         try:
-            await self._store.create(stored)
+            async with self._deleting:  # an earlier request of this name may be on its way out
+                self._kept.pop(stored.request_id, None)
+                await self._store.create(stored)
         except StoreError as error:
             self._note_lost(error)
             if not self._may_serve_without:
@@ -124,7 +137,14 @@ class AnswerKeeper:
         if task is None:
             task = self._claims[request_id] = asyncio.create_task(self._claim(request_id, fingerprint))
             task.add_done_callback(lambda _task: self._claims.pop(request_id))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_begin_window)  # nobody may be left to read it
+            raise
+
+    def is_claiming(self, request_id: str) -> bool:
+        return request_id in self._claims
 
     async def abort(self, request_id: str) -> bool:
         return await self._store.request_abort(request_id)
@@ -157,20 +177,29 @@ class AnswerKeeper:
     # ------------------------------------------------------------ behind the token path
 
     async def _run(self) -> None:
+        """Renewals first: what cannot be appended is computed again, a lease that lapses is lost."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
             await asyncio.sleep(self._append_seconds)
-            try:
-                await self._append()
-                await self._settle()
-                if loop.time() >= renew_at:
-                    await self._renew()
-                    renew_at = loop.time() + self._renew_seconds
-            except StoreError as error:
-                self._note_lost(error)
+            steps = [self._settle, self._append]
+            if loop.time() >= renew_at:
+                renew_at = loop.time() + self._renew_seconds
+                steps.insert(0, self._renew)
+            failures = [error for step in steps if (error := await self._attempt(step)) is not None]
+            if failures:
+                self._note_lost(failures[0])
             else:
                 self._note_found()
+
+    async def _attempt(self, step: Callable[[], Awaitable[None]]) -> StoreError | None:
+        try:
+            await step()
+        except StoreError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 the others are still to be kept
+            _log.exception("keeping requests failed", error=str(error))
+        return None
 
     async def _append(self) -> None:
         by_kept = [(kept, list(kept.new_spans())) for kept in self._kept.values()]
@@ -184,11 +213,13 @@ class AnswerKeeper:
         """Tells the store of requests that have ended, and forgets those that are dropped here."""
         for request_id, kept in tuple(self._kept.items()):
             failure = kept.answer.failure
-            if failure is not None and failure.reason in ROUTER_ENDS:
-                del self._kept[request_id]
+            if isinstance(failure, (PeerLostError, CapacityError)):  # another router may do better
+                self._kept.pop(request_id, None)
             elif kept.running.is_closed or failure is not None:
-                await self._store.delete(request_id)
-                del self._kept[request_id]
+                async with self._deleting:
+                    if self._kept.get(request_id) is kept:
+                        await self._store.delete(request_id)
+                        del self._kept[request_id]
             elif kept.running.is_idle and not kept.has_finished:
                 await self._store.finish(request_id)
                 kept.has_finished = True
@@ -211,7 +242,10 @@ class AnswerKeeper:
         for request_id in renewal.missing:
             lost = self._kept.get(request_id)
             if lost is not None:
-                await self._store.create(lost.stored)
+                try:
+                    await self._store.create(lost.stored)
+                except AlreadyRunningError:  # another router's since: the next renewal says so
+                    continue
                 lost.positions = [sample.start_position for sample in lost.answer.samples]
 
     def _note_lost(self, error: StoreError) -> None:
@@ -225,9 +259,13 @@ class AnswerKeeper:
             _log.info("the store answers again", store=self._store.name)
 
 
+def _begin_window(claim: asyncio.Task[RunningRequest]) -> None:
+    if not claim.cancelled() and claim.exception() is None:
+        claim.result().leave()
+
+
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
     """Another router's tokens, as if they had been computed here. Logprobs are not stored: then none counts."""
-    answer.was_taken_over = True
     if answer.request.output.logprobs is not None:
         return
     for sample, token_ids in stored.token_ids.items():
@@ -236,11 +274,12 @@ def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
             answer.take(SampleTokens(sequence_group_id=b"", sample=sample, start_position=start, token_ids=token_ids))
 
 
-def stored_request(request: Request, proto: bytes, *, fingerprint: str, window: float) -> StoredRequest:
+def stored_request(request: Request, proto: bytes, *, fingerprint: str, window: float, numerics: str) -> StoredRequest:
     return StoredRequest(
         request_id=request.request_id,
         fingerprint=fingerprint,
         resume_window_seconds=window,
         start_position=len(request.prompt_token_ids) + len(request.generated_token_ids),
         request=proto,
+        numerics=numerics,
     )

@@ -11,6 +11,7 @@ from google.rpc import code_pb2
 from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeState
+from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     Granted,
     KvFailed,
@@ -26,10 +27,13 @@ from outrider.session import (
 from router.answer import Answer
 from router.hand_off import ID_BYTES, HandOff
 from router.hedge_budget import HedgeBudget
+from router.node_link import NodeLink
 from router.placement import Demand, Place
 from router.request_record import AttemptFigures
 from router.sample_answer import TokenMismatchError
 from router.sessions import DecodeSession
+
+_log = get_logger("attempts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Attempt:
         self.place = place
         self.outcome: Outcome | None = None
         self.has_tokens = False  # it has computed some itself
+        self.hedged: NodeLink | None = None  # the late node because of which it was opened beside another one
         self.is_granted = False
         self.figures = AttemptFigures(num_known_tokens=len(demand.token_ids))
         self._demand = demand
@@ -269,6 +274,9 @@ class Attempt:
             await hand_off.run(granted)
         except PeerLostError as error:
             self._finish(Lost(error, "decode_silent"))
+        except Exception as error:  # noqa: BLE001 whatever it was, the request is not to wait for it
+            _log.exception("a hand-off failed", node=self.place.decode.name, error=str(error))
+            self._finish(Lost(self._lost(f"the hand-off failed: {error}"), "hand_off"))
 
     # ------------------------------------------------------------ the end
 

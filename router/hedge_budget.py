@@ -33,3 +33,9 @@ class HedgeBudget:
 
     def add_move(self, late: NodeLink) -> None:
         self._moves[late, late.num_latenesses] += 1
+
+    def take_back(self, late: NodeLink) -> None:
+        """A move because of this node came to nothing."""
+        key = late, late.num_latenesses
+        if self._moves[key] > 0:
+            self._moves[key] -= 1

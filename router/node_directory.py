@@ -24,6 +24,8 @@ WAITING_LOG_SECONDS = 5.0
 Connect = Callable[[str, str], NodeTransport]
 """(target, address) → the way to the node there."""
 
+EXACT_NUMERICS = "exact ("
+
 _log = get_logger("nodes")
 
 
@@ -93,6 +95,12 @@ class NodeDirectory:
         if self.served is None:
             raise PeerLostError("no node serves a model yet", reason="NO_NODE")
         return self.served
+
+    def exact_numerics(self) -> str:
+        """What all serving nodes compute by, where it is one kind and exact; empty otherwise."""
+        kinds = {link.numerics for link in (*self.decode_nodes, *self.prefill_nodes)}
+        numerics = kinds.pop() if len(kinds) == 1 else ""
+        return numerics if numerics.startswith(EXACT_NUMERICS) else ""
 
     def proposer(self) -> tuple[str, int]:
         """(the proposer in force, the default number of speculative tokens).

@@ -162,10 +162,6 @@ class Placement:
         self._held_by_prefill = PrefixMap()
 
     @property
-    def has_nodes(self) -> bool:
-        return bool(self._nodes.decode_nodes and self._nodes.prefill_nodes)
-
-    @property
     def num_placed(self) -> int:
         return sum(self._num_placed.values())
 
@@ -208,6 +204,14 @@ class Placement:
     def has_timely_decode_node(self, excluded: frozenset[bytes]) -> bool:
         """Whether work could move to a decode node that is not among these."""
         return any(not link.is_late and link.incarnation not in excluded for link in self._nodes.decode_nodes)
+
+    def of_other_numerics(self, numerics: str) -> frozenset[bytes]:
+        """Incarnations of decode nodes that compute differently."""
+        return frozenset(link.incarnation for link in self._nodes.decode_nodes if link.numerics != numerics)
+
+    def could_serve(self, demand: Demand) -> bool:
+        """Whether nodes serve that could take it once they have room."""
+        return bool(self._nodes.prefill_nodes) and self.can_fit_elsewhere(demand.excluded)
 
     def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
         return any(link is not besides and not link.is_late for link in self._nodes.prefill_nodes)

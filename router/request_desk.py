@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from outrider.errors import PeerLostError
+from outrider.errors import NotFoundError, PeerLostError, StoreError
 from outrider.request import Request
 from outrider.v1 import router_pb2
 from router.answer import Answer, make_answer
@@ -49,26 +50,42 @@ class RequestDesk:
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
                 message = complete_proto(proto, request).SerializeToString()
-                stored = stored_request(request, message, fingerprint=fingerprint, window=window)
+                numerics = self._nodes.exact_numerics()
+                stored = stored_request(request, message, fingerprint=fingerprint, window=window, numerics=numerics)
                 running.is_kept = await self.keeper.keep(running, answer, stored)
         except BaseException:
             running.close()
             raise
         return running
 
-    async def find(self, request_id: str) -> RunningRequest:
+    async def find(self, request_id: str, next_positions: Mapping[int, int]) -> RunningRequest:
         """A request whose answer can be read again, here or from a router that is gone. Raises: OutriderError."""
+        if self.keeper.is_claiming(request_id):
+            return await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
         if self.running.has(request_id):
             return self.running.find_resumable(request_id)
         if self.is_draining:  # which says nothing of whether another router has it
             raise PeerLostError("the router is draining", reason="DRAINING")
-        return await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
+        running = await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
+        samples = running.answer.samples
+        is_behind = any(
+            index < len(samples) and position > samples[index].next_position
+            for index, position in next_positions.items()
+        )
+        if is_behind and not running.answer.may_be_behind:
+            # Tokens that are not known here would be computed again, and differ from those that the client has.
+            running.close()
+            raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
+        return running
 
     async def abort(self, request_id: str) -> bool:
         """Whether there was something to stop, here or on another router. Raises: StoreError."""
-        if self.running.has(request_id):
-            return self.running.abort(request_id)
-        return await self.keeper.abort(request_id)
+        if not self.running.has(request_id):
+            return await self.keeper.abort(request_id)
+        was_running = self.running.abort(request_id)
+        with suppress(StoreError):  # which another router may have taken over meanwhile
+            await self.keeper.abort(request_id)
+        return was_running
 
     async def restore(self, stored: StoredAnswer) -> RunningRequest:
         """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
@@ -79,8 +96,10 @@ class RequestDesk:
             request = await read_request(proto, served, request_id=stored.request.request_id)
             answer = _make_answer(request, served)
             take_known_tokens(answer, stored)
+            numerics = stored.request.numerics
+            answer.may_be_behind = bool(numerics) and numerics == self._nodes.exact_numerics()
             window = stored.request.resume_window_seconds
-            _begin(running, answer, served, services, arrived_at=time.monotonic(), window=window)
+            _begin(running, answer, served, services, arrived_at=time.monotonic(), window=window, was_admitted=True)
             if stored.is_aborted:
                 running.abort()
         except BaseException:
@@ -106,6 +125,7 @@ def _begin(
     *,
     arrived_at: float,
     window: float | None,
+    was_admitted: bool = False,
 ) -> None:
     """Starts to compute the answer. Raises: CapacityError when there is no memory for it."""
     request = answer.request
@@ -115,7 +135,7 @@ def _begin(
     stop_token_ids = _stop_token_ids(request, served)
     running.begin(
         answer,
-        RequestFlow(answer, record, served, services, stop_token_ids=stop_token_ids),
+        RequestFlow(answer, record, served, services, stop_token_ids=stop_token_ids, was_admitted=was_admitted),
         trailers=lambda: answer_trailers(
             record, num_generated_tokens=answer.num_generated_tokens, is_kept=running.is_kept
         ),

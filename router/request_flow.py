@@ -26,7 +26,7 @@ from router.answer_budget import AnswerBudget
 from router.attempt import Attempt, AttemptListener, AttemptSettings, Completed, Fatal, Lost, Refused
 from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
-from router.node_directory import ServedModel
+from router.node_directory import EXACT_NUMERICS, ServedModel
 from router.placement import Demand, Place, Placement
 from router.request_record import RequestRecord
 
@@ -34,7 +34,6 @@ MAX_LOSSES = 5
 """So many attempts may be lost without a new token: a request that kills nodes must not kill them all."""
 HEDGE_RETRY_SECONDS = 0.1
 """How often a place is looked for while an attempt is suspect."""
-EXACT_NUMERICS = "exact ("
 
 _log = get_logger("requests")
 
@@ -67,7 +66,9 @@ class RequestFlow(AttemptListener):
         services: FlowServices,
         *,
         stop_token_ids: tuple[int, ...],
+        was_admitted: bool = False,
     ) -> None:
+        """`was_admitted`: by another router, so that it is not refused here."""
         self._answer = answer
         self._request = answer.request
         self._record = record
@@ -81,6 +82,7 @@ class RequestFlow(AttemptListener):
             hedges=services.hedges,
         )
         self._waiting = Waiting(self._demand(), priority=self._request.priority)
+        self._waiting.has_waited = was_admitted
         self._seeking: asyncio.Task[Place] | None = None  # a place, in the queue
         self._attempts: list[Attempt] = []  # oldest first; two while work moves
         self._last: Attempt | None = None  # of those that have completed: its figures may still come
@@ -139,9 +141,11 @@ class RequestFlow(AttemptListener):
                     self._last = attempt
                 case Refused(rejected):
                     self._drop(attempt)
+                    self._forget_hedge(attempt)
                     self._take_refusal(attempt, rejected)
                 case Lost(error, cause):
                     self._drop(attempt)
+                    self._forget_hedge(attempt)
                     self._take_loss(attempt, error, cause)
                 case Fatal(error):
                     raise error
@@ -162,23 +166,30 @@ class RequestFlow(AttemptListener):
                     self._open(task.result())
                 elif not self._attempts:
                     task.result()
+                else:  # what runs goes on where it is
+                    self._look_again_soon()
             return
         if not self._attempts:
             if self._last is not None:
                 raise InternalError("a decode node says that all samples have ended, and some have not")
             self._seek_in_queue(self._excluded)
         elif len(self._attempts) == 1:
-            attempt = self._attempts[0]
-            excluded = self._excluded | {attempt.incarnation}
-            if not self._services.placement.has_timely_decode_node(excluded):
-                return
-            if attempt.is_leaving:
-                if not attempt.numerics.startswith(EXACT_NUMERICS):  # two must not run at once
-                    self._drop(attempt)
-                    self._note_move(attempt, "draining")
-                self._seek_in_queue(excluded)
-            elif attempt.is_suspect and attempt.numerics.startswith(EXACT_NUMERICS):
-                self._hedge(attempt, excluded)
+            self._seek_beside(self._attempts[0])
+
+    def _seek_beside(self, attempt: Attempt) -> None:
+        """A second attempt where the first is late or its node drains, and both compute the same tokens."""
+        is_in_doubt = attempt.is_leaving or attempt.is_suspect
+        if not is_in_doubt or not attempt.numerics.startswith(EXACT_NUMERICS):
+            return
+        placement = self._services.placement
+        excluded = self._excluded | {attempt.incarnation} | placement.of_other_numerics(attempt.numerics)
+        if not placement.has_timely_decode_node(excluded):
+            self._look_again_soon()
+        elif attempt.is_leaving:
+            self._waiting.has_waited = True
+            self._seek_in_queue(excluded)
+        else:
+            self._hedge(attempt, excluded)
 
     def _seek_in_queue(self, excluded: frozenset[bytes]) -> None:
         self._waiting.demand = self._demand(excluded)
@@ -191,14 +202,21 @@ class RequestFlow(AttemptListener):
         place = None
         if services.hedges.may_move():
             place = services.placement.place(self._demand(excluded), must_be_timely=True)
-        if place is not None and place.decode.numerics != suspect.numerics:
-            place.release()
-            place = None
-        if place is not None:
-            services.hedges.add_move(suspect.place.decode)
-            services.metrics.add_hedge()
-            self._open(place)
-        elif self._retry is None:
+        if place is None:
+            self._look_again_soon()
+            return
+        late = suspect.place.decode
+        services.hedges.add_move(late)
+        services.metrics.add_hedge()
+        self._open(place)
+        self._attempts[-1].hedged = late
+
+    def _forget_hedge(self, attempt: Attempt) -> None:
+        if attempt.hedged is not None and not attempt.has_tokens:
+            self._services.hedges.take_back(attempt.hedged)
+
+    def _look_again_soon(self) -> None:
+        if self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(HEDGE_RETRY_SECONDS, self._look_again)
 
     def _look_again(self) -> None:
@@ -207,10 +225,6 @@ class RequestFlow(AttemptListener):
 
     def _open(self, place: Place) -> None:
         fault_point("router.admitted")
-        for older in tuple(self._attempts):
-            if older.numerics != place.decode.numerics:  # its tokens could differ from the new ones: it ends first
-                self._drop(older)
-                self._note_move(older, "draining")
         attempt = Attempt(
             place=place, demand=self._demand(), answer=self._answer, settings=self._settings, listener=self
         )

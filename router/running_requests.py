@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from outrider.answer import AnswerEvent
-from outrider.errors import AlreadyRunningError, InternalError, NotFoundError, OutriderError
+from outrider.errors import AbortedError, AlreadyRunningError, InternalError, NotFoundError, OutriderError
 from outrider.service.telemetry.logging import get_logger
 from router.answer import Answer
 from router.request_flow import RequestFlow
@@ -113,6 +113,8 @@ class RunningRequest:
         if self._task is not None and not self._task.done():
             _log.info("client left", request_id=self.request_id)
             self._task.cancel()
+        if self._answer is not None and self._answer.has_reader:
+            self._answer.fail(AbortedError("the answer was dropped", reason="DROPPED"))  # its reader waits for no more
         self._release()
         self._on_change(self)
 

@@ -71,6 +71,11 @@ class SampleAnswer:
         return self._num_prompt_tokens + self._rules.max_tokens
 
     @property
+    def is_whole(self) -> bool:
+        """It ended by its tokens, not by an abort."""
+        return self.finished is not None and self.finished.reason is not FinishReason.ABORTED
+
+    @property
     def generated_token_ids(self) -> tuple[int, ...]:
         """Those that the client brought, and those made since: what another attempt goes on from."""
         return (*self._brought, *self._token_ids)
@@ -121,15 +126,23 @@ class SampleAnswer:
             self.finished = Finished(self._sample, reason, stop_token_id=stop_token_id)
 
     def delta(self, position: int) -> Delta | None:
-        """Everything from a position on, up to the sample's end; None when there is nothing."""
+        """The tokens from a position on, with what they released; None when there is none."""
         first = position - self.start_position
         token_ids = tuple(self._token_ids[first:])
-        tail = self._tail if self._shows_text else ""
-        if not token_ids and not tail:
+        if not token_ids:
             return None
         echo = self._echo if first == 0 else ""
-        text = echo + "".join(self._texts[first:]) + tail if self._shows_text else ""
+        text = echo + "".join(self._texts[first:]) if self._shows_text else ""
         return Delta(self._sample, position, token_ids, text, tuple(self._logprobs[first:]))
+
+    def tail(self) -> Delta | None:
+        """Text that was held back when the sample ended without another token: a delta of its own, so that a client
+
+        that comes back can tell whether it has it.
+        """
+        if not (self._tail and self._shows_text):
+            return None
+        return Delta(self._sample, self.next_position, (), self._tail)
 
     def _read(self, token_id: int, num_generated: int) -> tuple[str, bool]:
         """(the text that a token releases, whether it ends the sample): stop token, stop string, length."""

@@ -64,9 +64,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
         async with rpc_errors(context):
-            running = await self.desk.find(request.request_id)
+            next_positions = dict(request.next_positions)
+            running = await self.desk.find(request.request_id, next_positions)
             try:
-                await self._write(running, context, dict(request.next_positions))
+                await self._write(running, context, next_positions)
             finally:
                 running.leave()
                 context.set_trailing_metadata(running.trailers())

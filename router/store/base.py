@@ -47,6 +47,7 @@ class StoredRequest:
     resume_window_seconds: float
     start_position: int  # of the first token that the answer generates, equal for all samples
     request: bytes  # a GenerateRequest with its seed, prompt as token ids; opaque to the store
+    numerics: str = ""  # what all nodes computed by at its beginning, where that is exact; empty otherwise
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ return redis.call('DEL', KEYS[1], KEYS[2], KEYS[3])
 # ARGV: owner, lease, fingerprint, 1 to take over. Answers {fields}, {fields, spans}, or {fields, owner, what
 # is left of its lease}: of no request, a claimed one, one that stays with its owner.
 CLAIM = Script("""
-local names = {'owner', 'fingerprint', 'window', 'start', 'request', 'finished', 'aborted'}
+local names = {'owner', 'fingerprint', 'window', 'start', 'request', 'finished', 'aborted', 'numerics'}
 local fields = redis.call('HMGET', KEYS[1], unpack(names))
 if not fields[1] then return {fields} end
 if fields[2] ~= ARGV[3] then return {fields, fields[1], 0} end

@@ -61,6 +61,7 @@ class ValkeyAnswerStore:
             *("window", _milliseconds(stored.resume_window_seconds)),
             *("start", stored.start_position),
             *("request", stored.request),
+            *("numerics", stored.numerics),
         )
         if not await self._run(scripts.CREATE, stored.request_id, self._lease_ms, *fields):
             raise already_running(stored.request_id)
@@ -95,7 +96,7 @@ class ValkeyAnswerStore:
         fields, *found = await self._run(scripts.CLAIM, request_id, self._lease_ms, fingerprint, int(take_over))
         if not found:
             return None
-        _, stored_for, window, start, request, finished, aborted = fields
+        _, stored_for, window, start, request, finished, aborted, numerics = fields
         if stored_for.decode() != fingerprint:
             raise model_mismatch(request_id, stored=stored_for.decode(), served=fingerprint)
         if len(found) == 2:
@@ -107,6 +108,7 @@ class ValkeyAnswerStore:
             resume_window_seconds=int(window) / 1e3,
             start_position=int(start),
             request=request,
+            numerics=(numerics or b"").decode(),
         )
         tokens = TokenLog(stored.start_position)
         for packed in found[0]:

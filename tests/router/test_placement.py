@@ -29,6 +29,9 @@ class FakePlaces:
         self.num_free = num_free
         self.has_nodes = True
 
+    def could_serve(self, demand):
+        return self.has_nodes
+
     def place(self, demand):
         if not self.num_free or not self.has_nodes:
             return None

@@ -33,7 +33,7 @@ TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 MOVE_GAP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0)
 MOVE_CAUSES = (
     *("decode_lost", "decode_silent", "decode_late", "draining", "group_failed", "prefill_lost", "protocol"),
-    "token_mismatch",
+    *("token_mismatch", "hand_off"),
 )
 
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
