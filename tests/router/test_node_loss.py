@@ -320,10 +320,10 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_fo
     await cluster.eventually(lambda: len(cluster.service.nodes.statuses()) == 2)
 
 
-async def test_a_node_that_drains_and_is_gone_from_dns_finishes_its_requests_and_is_then_forgotten(cluster):
+async def test_the_requests_of_a_node_that_drains_and_is_gone_from_dns_end_and_it_is_then_forgotten(cluster):
     second = FakeDecodeNode(name="decode-1")
     cluster.prefill._decode_nodes = (cluster.decode, second)
-    cluster.decode.step_seconds = 0.02
+    cluster.decode.step_seconds = second.step_seconds = 0.02
     for node in (cluster.decode, second, cluster.prefill):
         await node.start()
     cluster.stack.push_async_callback(second.stop)
