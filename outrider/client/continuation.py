@@ -68,6 +68,7 @@ class Continuation:
         self._num_events = 0  # that the record had when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
+        self._is_draining = False  # a router said so since the last event: another one is, or comes, in its place
         self._is_over = False  # refused, or another stream's now
         self.step = Step(targets.current, self._resume() if asked.request is None else asked.request)
 
@@ -99,7 +100,7 @@ class Continuation:
         """Takes note of what has arrived."""
         if self._record.num_events > self._num_events:
             self._num_events = self._record.num_events
-            self._num_failures, self._lost_at = 0, None
+            self._num_failures, self._lost_at, self._is_draining = 0, None, False
             self._targets.current = self.step.target
 
     # ------------------------------------------------------------ with a resume window
@@ -119,7 +120,9 @@ class Continuation:
             return self._paused(step.target, self._resume())  # an earlier call reached it after all, or just does
         if not isinstance(error, (PeerLostError, CapacityError)) and not _was_cancelled_there(error):
             raise error
-        if not self._record.has_started and self._num_failures >= len(self._targets):
+        self._is_draining |= error.reason == "DRAINING"
+        no_router_answers = not self._record.has_started and self._num_failures >= len(self._targets)
+        if no_router_answers and not self._is_draining:
             self._num_failures, self._lost_at = 0, None
             return self._attempted_again(error, step.target)  # no router could be asked
         # The router that had the call first: it may only have lost the connection.
