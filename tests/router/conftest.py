@@ -6,21 +6,25 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
+from outrider.errors import StoreError
 from outrider.rpc.channels import open_channel, server_options
 from outrider.service.config import ServerConfig
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 from router.router import Router
+from router.store.base import Renewal, StoredRequest, TokenSpan
+from router.store.memory import MemoryAnswerStore, MemoryRecords
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float = 5.0, what: str = "") -> None:
@@ -202,23 +206,172 @@ class Cluster:
             assert not link._listeners
 
 
+class NodePair(Cluster):
+    """Two decode and two prefill nodes behind one router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decodes = (self.decode, FakeDecodeNode(name="decode-1"))
+        self.prefills = (self.prefill, FakePrefillNode([], name="prefill-1"))
+        self.nodes = [*self.decodes, *self.prefills]
+        for prefill in self.prefills:
+            prefill._decode_nodes = self.decodes
+        self.pace(0.003)
+
+    async def serve(self, **config: Any) -> NodePair:
+        await super().serve(**config)
+        await eventually(lambda: len(self.service.nodes.decode_nodes) == len(self.decodes))
+        await eventually(lambda: len(self.service.nodes.prefill_nodes) == len(self.prefills))
+        return self
+
+    def pace(self, step_seconds: float) -> None:
+        for node in self.decodes:
+            node.step_seconds = step_seconds
+
+    def link_of(self, node: FakeNode) -> Any:
+        """The router's view of a decode node that serves."""
+        return next(link for link in self.service.nodes.decode_nodes if link.name == node.name)
+
+    def busy_and_free(self) -> tuple[FakeDecodeNode, FakeDecodeNode]:
+        busy = next(node for node in self.decodes if node.groups)
+        return busy, next(node for node in self.decodes if node is not busy)
+
+    async def until_streaming(self, num_tokens: int = 20) -> None:
+        def is_streaming() -> bool:
+            groups = [group for node in self.decodes for group in node.groups]
+            return any(num > num_tokens for group in groups for num in group.num_sent.values())
+
+        await eventually(is_streaming)
+
+
+class FlakyStore(MemoryAnswerStore):
+    """Answers unless `is_lost`."""
+
+    is_lost = False
+
+    async def create(self, stored: StoredRequest) -> None:
+        self._check()
+        await super().create(stored)
+
+    async def append(self, spans: Iterable[TokenSpan]) -> None:
+        self._check()
+        await super().append(spans)
+
+    async def renew(self, request_ids: Iterable[str]) -> Renewal:
+        self._check()
+        return await super().renew(request_ids)
+
+    async def claim(self, request_id: str, *, fingerprint: str, take_over: bool = False) -> Any:
+        self._check()
+        return await super().claim(request_id, fingerprint=fingerprint, take_over=take_over)
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise StoreError("the scripted store is lost")
+
+
+class RouterPair:
+    """Two routers, one set of nodes, one store."""
+
+    num_tokens = 200
+
+    def __init__(self) -> None:
+        self.records = MemoryRecords()
+        self.first, self.second = Cluster(), Cluster()
+        self.second.decode, self.second.prefill = self.first.decode, self.first.prefill
+        self.second.nodes = []
+        self.stores: list[FlakyStore] = []
+
+    def make_store(self, owner: bytes) -> FlakyStore:
+        self.stores.append(FlakyStore(owner=owner, lease_seconds=1.0, records=self.records))
+        return self.stores[-1]
+
+    async def serve(self, **config: Any) -> RouterPair:
+        values = {"store_append_seconds": 0.05, "store_lease_seconds": 0.3} | config
+        self.first.decode.step_seconds = 0.01
+        await self.first.serve(make_store=self.make_store, **values)
+        targets = {
+            "prefill_targets": (self.first.prefill.address,),
+            "decode_targets": (self.first.decode.address,),
+        }
+        await self.second.serve(make_store=self.make_store, **values, **targets)
+        return self
+
+    def request(self, **fields: Any) -> router_pb2.GenerateRequest:
+        window = duration_pb2.Duration(seconds=30)
+        sampling = {"max_tokens": self.num_tokens} | fields.pop("sampling", {})
+        return self.first.request(
+            request_id="r", resume_window=window, sampling=self.first.sampling(**sampling), **fields
+        )
+
+    async def begin(self, num_deltas: int = 5, **fields: Any) -> tuple[Any, router_pb2.Started, list[router_pb2.Delta]]:
+        """(the call, Started, the first deltas) on the first router."""
+        call = self.first.stub.Generate(self.request(**fields))
+        started = (await call.read()).started
+        return call, started, [(await call.read()).delta for _ in range(num_deltas)]
+
+    async def kill_first(self) -> None:
+        """As far as one process can: its server and its sessions end at once, nothing is written any more."""
+        keeper = self.first.service.desk.keeper
+        keeper._work.cancel()
+        await self.first.server.stop(None)
+        await self.first.service.nodes.stop()
+
+    def resume_call(self, **next_positions: int) -> Any:
+        """A call of Resume on the second router."""
+        positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
+        return self.second.stub.Resume(router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=20)
+
+    async def resume(self, **next_positions: int) -> list[router_pb2.GenerateResponse]:
+        return [message async for message in self.resume_call(**next_positions)]
+
+
+def told(messages: list[router_pb2.GenerateResponse], sample: int = 0) -> list[int]:
+    """The token ids of one sample's deltas."""
+    deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
 def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
     if "token_ids" in fields or "chat" in fields or text is None:
         return router_pb2.GenerateRequest(**fields)
     return router_pb2.GenerateRequest(text=text, **fields)
 
 
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
+@contextlib.asynccontextmanager
+async def closing(*clusters: Cluster) -> AsyncIterator[None]:
+    yield
     try:
         async with asyncio.timeout(10):
-            await cluster.stack.aclose()
+            for cluster in clusters:
+                await cluster.stack.aclose()
     except TimeoutError:
         for task in asyncio.all_tasks():
             task.print_stack()
         raise
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    async with closing(cluster):
+        yield cluster
+
+
+@pytest.fixture
+async def node_pair() -> AsyncIterator[NodePair]:
+    """Not serving yet."""
+    pair = NodePair()
+    async with closing(pair):
+        yield pair
+
+
+@pytest.fixture
+async def router_pair() -> AsyncIterator[RouterPair]:
+    """Not serving yet."""
+    pair = RouterPair()
+    async with closing(pair.second, pair.first):
+        yield pair
 
 
 @pytest.fixture

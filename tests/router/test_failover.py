@@ -8,7 +8,7 @@ import pytest
 
 from outrider.node import NodeState
 from outrider.v1 import router_pb2
-from router.fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
+from router.fakes import fake_model_info
 from router.fakes.decode_node import letters
 from router.request_flow import HEDGE_RETRY_SECONDS
 
@@ -16,35 +16,8 @@ LONG = 300
 
 
 @pytest.fixture
-async def pair(cluster):
-    """Not serving yet. `cluster.others` are the second nodes."""
-    second, prefill = FakeDecodeNode(name="decode-1"), FakePrefillNode([], name="prefill-1")
-    for node in (cluster.prefill, prefill):
-        node._decode_nodes = (cluster.decode, second)
-    for node in (cluster.decode, second):
-        node.step_seconds = 0.003
-    cluster.nodes += [second, prefill]
-    cluster.decodes, cluster.prefills = (cluster.decode, second), (cluster.prefill, prefill)
-    return cluster
-
-
-async def serve(cluster, **config):
-    await cluster.serve(**config)
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
-    await cluster.eventually(lambda: len(cluster.service.nodes.prefill_nodes) == 2)
-
-
-def busy_and_free(cluster):
-    busy = next(node for node in cluster.decodes if node.groups)
-    return busy, next(node for node in cluster.decodes if node is not busy)
-
-
-async def until_streaming(cluster, num_tokens=20):
-    def is_streaming():
-        groups = [group for node in cluster.decodes for group in node.groups]
-        return any(num > num_tokens for group in groups for num in group.num_sent.values())
-
-    await cluster.eventually(is_streaming)
+def pair(node_pair):
+    return node_pair
 
 
 def outline(answer):
@@ -87,12 +60,12 @@ async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, k
     sampling = pair.sampling(**{"max_tokens": 150} | fields.pop("sampling", {}))
     for node in pair.decodes:
         node.script = with_a_mark
-    await serve(pair)
+    await pair.serve()
     undisturbed = await pair.generate(sampling=sampling, **fields)
     num_opened = sum(len(node.opened) for node in pair.decodes)
     task = asyncio.ensure_future(pair.generate(sampling=sampling, **fields))
-    await until_streaming(pair, num_tokens=10)
-    busy, free = busy_and_free(pair)
+    await pair.until_streaming(num_tokens=10)
+    busy, free = pair.busy_and_free()
     match how:
         case "dies":
             await busy.stop()
@@ -127,10 +100,10 @@ async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_
 
     for node in pair.decodes:
         node.script = script
-    await serve(pair)
+    await pair.serve()
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(n=3, max_tokens=LONG)))
-    await until_streaming(pair)
-    busy, free = busy_and_free(pair)
+    await pair.until_streaming()
+    busy, free = pair.busy_and_free()
     await busy.stop()
     answer = await task
     assert [start.sample for start in free.opened[-1].samples] == [0, 2]
@@ -144,10 +117,10 @@ async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_
 
 
 async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
-    busy, free = busy_and_free(pair)
+    await pair.until_streaming()
+    busy, free = pair.busy_and_free()
     busy.freeze()
     await pair.eventually(lambda: any(group.num_sent[0] > 30 for group in free.groups), seconds=3)
     answer = await task
@@ -161,10 +134,10 @@ async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
 
 
 async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes_on(pair):
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
-    busy, free = busy_and_free(pair)
+    await pair.until_streaming()
+    busy, free = pair.busy_and_free()
     for node in pair.prefills:
         node.prefill_seconds = 30.0
     busy.freeze()
@@ -181,7 +154,7 @@ async def test_suspicion_has_a_budget(pair):
     for node in pair.decodes:
         node.step_seconds = 0.02
     pair.decodes[1].max_running = 0
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     tasks = [
         asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=100, seed=seed))) for seed in range(8)
     ]
@@ -199,11 +172,11 @@ async def test_suspicion_has_a_budget(pair):
 
 
 async def test_what_moved_on_one_suspicion_is_not_counted_in_the_next(pair):
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     for _ in range(2):
         task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-        await until_streaming(pair)
-        busy, free = busy_and_free(pair)
+        await pair.until_streaming()
+        busy, free = pair.busy_and_free()
         busy.freeze()
         await pair.eventually(lambda free=free: free.groups, seconds=4)
         busy.thaw()
@@ -213,9 +186,9 @@ async def test_what_moved_on_one_suspicion_is_not_counted_in_the_next(pair):
 
 
 async def test_nobody_moves_while_every_node_is_late(pair):
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
+    await pair.until_streaming()
     num_opened = sum(len(node.opened) for node in pair.decodes)
     for node in pair.decodes:
         node.freeze()
@@ -228,10 +201,10 @@ async def test_nobody_moves_while_every_node_is_late(pair):
 
 
 async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
-    busy, free = busy_and_free(pair)
+    await pair.until_streaming()
+    busy, free = pair.busy_and_free()
     free.script = lambda opened, sample: [65] * LONG
     for node in pair.prefills:
         node.prefill_seconds = 0.3
@@ -248,10 +221,10 @@ async def test_nodes_that_compute_differently_never_compute_one_answer_at_once(p
     pair.decodes[1].model = fake_model_info(numerics=numerics)
     if not numerics.startswith("exact"):
         pair.decode.model = fake_model_info(numerics=numerics)
-    await serve(pair, liveness_timeout_seconds=2.0)
+    await pair.serve(liveness_timeout_seconds=2.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
-    busy, free = busy_and_free(pair)
+    await pair.until_streaming()
+    busy, free = pair.busy_and_free()
     busy.freeze()
     await pair.eventually(lambda: free.groups, seconds=6)
     assert len(pair.service.nodes.decode_nodes) == 1, "it was declared dead first"
@@ -262,7 +235,7 @@ async def test_nodes_that_compute_differently_never_compute_one_answer_at_once(p
 async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair):
     for node in pair.prefills:
         node.prefill_seconds = 30.0
-    await serve(pair, liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=30.0)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=50)))
     await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
     busy = next(node for node in pair.prefills if node.num_active)
@@ -279,9 +252,9 @@ async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair
 
 async def test_work_stays_on_a_draining_node_until_another_has_room(pair):
     pair.decodes[1].max_running = 0
-    await serve(pair)
+    await pair.serve()
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
+    await pair.until_streaming()
     pair.decode.state = NodeState.DRAINING
     await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
     answer = await task
@@ -291,12 +264,12 @@ async def test_work_stays_on_a_draining_node_until_another_has_room(pair):
 
 
 async def test_an_abort_while_work_moves_leaves_nothing(pair):
-    await serve(pair)
+    await pair.serve()
     task = asyncio.ensure_future(pair.generate(request_id="a", sampling=pair.sampling(max_tokens=LONG)))
-    await until_streaming(pair)
+    await pair.until_streaming()
     for node in pair.prefills:
         node.prefill_seconds = 30.0
-    busy, _ = busy_and_free(pair)
+    busy, _ = pair.busy_and_free()
     await busy.break_sessions()
     await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
     assert (await pair.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted

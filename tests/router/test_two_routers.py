@@ -7,107 +7,18 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import duration_pb2
 
 from outrider.client import AsyncClient
-from outrider.errors import StoreError
 from outrider.v1 import router_pb2
 from router.fakes.decode_node import letters
-from router.store.memory import MemoryAnswerStore, MemoryRecords
-from tests.router.conftest import Cluster
+from tests.router.conftest import RouterPair, told
 
-NUM_TOKENS = 200
-
-
-class FlakyStore(MemoryAnswerStore):
-    """Answers unless `is_lost`."""
-
-    is_lost = False
-
-    async def create(self, stored):
-        self._check()
-        await super().create(stored)
-
-    async def append(self, spans):
-        self._check()
-        await super().append(spans)
-
-    async def renew(self, request_ids):
-        self._check()
-        return await super().renew(request_ids)
-
-    async def claim(self, request_id, *, fingerprint, take_over=False):
-        self._check()
-        return await super().claim(request_id, fingerprint=fingerprint, take_over=take_over)
-
-    def _check(self):
-        if self.is_lost:
-            raise StoreError("the scripted store is lost")
-
-
-class Pair:
-    """Two routers, one set of nodes, one store."""
-
-    def __init__(self):
-        self.records = MemoryRecords()
-        self.first, self.second = Cluster(), Cluster()
-        self.second.decode, self.second.prefill = self.first.decode, self.first.prefill
-        self.second.nodes = []
-        self.stores = []
-
-    def make_store(self, owner):
-        self.stores.append(FlakyStore(owner=owner, lease_seconds=1.0, records=self.records))
-        return self.stores[-1]
-
-    async def serve(self, **config):
-        values = {"store_append_seconds": 0.05, "store_lease_seconds": 0.3} | config
-        self.first.decode.step_seconds = 0.01
-        await self.first.serve(make_store=self.make_store, **values)
-        targets = {
-            "prefill_targets": (self.first.prefill.address,),
-            "decode_targets": (self.first.decode.address,),
-        }
-        await self.second.serve(make_store=self.make_store, **values, **targets)
-        return self
-
-    def request(self, **fields):
-        window = duration_pb2.Duration(seconds=30)
-        sampling = {"max_tokens": NUM_TOKENS} | fields.pop("sampling", {})
-        return self.first.request(
-            request_id="r", resume_window=window, sampling=self.first.sampling(**sampling), **fields
-        )
-
-    async def begin(self, num_deltas=5, **fields):
-        """(the call, Started, the first deltas) on the first router."""
-        call = self.first.stub.Generate(self.request(**fields))
-        started = (await call.read()).started
-        return call, started, [(await call.read()).delta for _ in range(num_deltas)]
-
-    async def kill_first(self):
-        """As far as one process can: its server and its sessions end at once, nothing is written any more."""
-        keeper = self.first.service.desk.keeper
-        keeper._work.cancel()
-        await self.first.server.stop(None)
-        await self.first.service.nodes.stop()
-
-    async def resume(self, **next_positions):
-        positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
-        call = self.second.stub.Resume(router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=20)
-        return [message async for message in call]
+NUM_TOKENS = RouterPair.num_tokens
 
 
 @pytest.fixture
-async def pair():
-    pair = Pair()
-    yield pair
-    async with asyncio.timeout(10):
-        await pair.second.stack.aclose()
-        await pair.first.stack.aclose()
-
-
-def told(messages, sample=0):
-    deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
-    return [token_id for delta in deltas for token_id in delta.token_ids]
+def pair(router_pair):
+    return router_pair
 
 
 @pytest.mark.parametrize("kind", ["one sample", "three samples", "logprobs"])
