@@ -1,0 +1,173 @@
+"""Moves, hedges, the queue and hand-offs where two things happen at once, in an order that hides one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import grpc.aio
+import pytest
+
+from outrider.node import NodeState
+from router.fakes import FakeDecodeNode, fake_model_info
+from router.fakes.decode_node import letters
+
+LONG = 400
+BATCH_DEPENDENT = "batch-dependent (torch bfloat16)"
+
+
+@pytest.fixture
+def pair(node_pair):
+    """Steps slow enough for an answer to outlast what happens to its node; `finish` makes them fast."""
+    node_pair.pace(0.01)
+    return node_pair
+
+
+async def begin(pair):
+    """(the task of a long answer, the node that computes it, the other node)"""
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await pair.until_streaming()
+    return task, *pair.busy_and_free()
+
+
+async def finish(pair, task):
+    pair.pace(0.0)
+    for node in pair.decodes:
+        node.thaw()
+    answer = await asyncio.wait_for(task, 10)
+    opened = next(opened for node in pair.decodes for opened in node.opened)
+    assert answer.token_ids() == letters(opened, 0)
+    return answer
+
+
+async def until_late(pair, node):
+    link = pair.link_of(node)
+    await pair.eventually(lambda: link.is_late, what=f"{node.name} is late")
+    return link
+
+
+def reports_running(node, num_running):
+    """From its next report on, whatever it runs."""
+    node.load = lambda: dataclasses.replace(FakeDecodeNode.load(node), num_running=num_running)
+
+
+# ---------------------------------------------------------------- hedges
+
+
+async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(pair):
+    await pair.serve(liveness_timeout_seconds=30.0)
+    task, busy, free = await begin(pair)
+    free.freeze()
+    link = await until_late(pair, free)
+    busy.freeze()
+    await until_late(pair, busy)
+    free.thaw()
+    await pair.eventually(lambda: not link.is_late)
+    await pair.eventually(lambda: free.groups, seconds=3, what="a second attempt")
+    await finish(pair, task)
+
+
+async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
+    await pair.serve(liveness_timeout_seconds=30.0)
+    task, busy, free = await begin(pair)
+    free.max_running = 0
+    busy.freeze()
+    await pair.eventually(lambda: free.opened, seconds=3, what="a hedge to refuse")
+    free.max_running = 64
+    await pair.eventually(lambda: free.groups, seconds=5, what="a hedge once there is room")
+    await finish(pair, task)
+
+
+async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_less_to_do(pair):
+    odd = FakeDecodeNode(name="decode-2", model=fake_model_info(numerics="exact (amx)"))
+    pair.nodes.append(odd)
+    pair.decodes = (*pair.decodes, odd)
+    for node in pair.prefills:
+        node._decode_nodes = pair.decodes
+    reports_running(odd, 9)
+    pair.pace(0.01)
+    await pair.serve(liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    await pair.until_streaming()
+    busy = next(node for node in pair.decodes if node.groups)
+    (alike,) = (node for node in pair.decodes if node not in (busy, odd))
+    reports_running(odd, 0)
+    reports_running(alike, 5)
+    await pair.eventually(lambda: pair.link_of(odd).report.load.num_running == 0)
+    await pair.eventually(lambda: pair.link_of(alike).report.load.num_running == 5)
+    busy.freeze()
+    await pair.eventually(lambda: alike.groups, seconds=3, what="a second attempt")
+    assert not odd.opened
+    await finish(pair, task)
+
+
+# ---------------------------------------------------------------- nodes that drain
+
+
+async def test_a_draining_nodes_work_moves_once_the_other_node_is_on_time_again(pair):
+    await pair.serve(liveness_timeout_seconds=30.0)
+    task, busy, free = await begin(pair)
+    free.freeze()
+    await until_late(pair, free)
+    draining = pair.link_of(busy)
+    busy.state = NodeState.DRAINING
+    await pair.eventually(lambda: draining.state is NodeState.DRAINING)
+    assert not free.opened
+    free.thaw()
+    await pair.eventually(lambda: free.groups, seconds=3, what="the move")
+    await finish(pair, task)
+
+
+async def test_a_full_queue_does_not_end_an_answer_that_cannot_leave_its_draining_node(pair):
+    for node in pair.decodes:
+        node.model = fake_model_info(numerics=BATCH_DEPENDENT)
+    await pair.serve(max_waiting=0)
+    task, busy, free = await begin(pair)
+    free.max_running = 0
+    draining = pair.link_of(busy)
+    busy.state = NodeState.DRAINING
+    await pair.eventually(lambda: draining.state is NodeState.DRAINING)
+    answer = await finish(pair, task)
+    assert answer.summary.metrics.attempts == 1
+
+
+# ---------------------------------------------------------------- the queue, hand-offs
+
+
+async def test_a_request_whose_only_large_enough_node_is_gone_holds_up_nobody(pair):
+    small, large = pair.decodes
+    small.num_blocks = 2
+    large.max_running = 0
+    await pair.serve(no_node_timeout_seconds=1.0)
+    refused = asyncio.ensure_future(pair.fail(text="a long prompt " * 10))
+    for node in pair.decodes:
+        await pair.eventually(lambda node=node: node.opened, what=f"refused by {node.name}")
+    await pair.eventually(lambda: pair.services.admission.num_waiting == 1)
+    await large.stop()
+    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
+    answer = await asyncio.wait_for(pair.generate(text="hi", sampling=pair.sampling(max_tokens=2)), 3)
+    assert len(answer.token_ids()) == 2
+    assert (await asyncio.wait_for(refused, 5)).reason == "NO_NODE"
+
+
+async def test_a_hand_off_that_fails_unexpectedly_moves_its_request(pair):
+    await pair.serve()
+    failed = []
+
+    def failing_once(link):
+        transport, prefill = link.transport, link.transport.prefill
+
+        async def call(request):
+            if not failed:
+                failed.append(link.name)
+                raise grpc.aio.UsageError("Channel is closed.")
+            return await prefill(request)
+
+        transport.prefill = call
+
+    for link in pair.service.nodes.prefill_nodes:
+        failing_once(link)
+    answer = await asyncio.wait_for(pair.generate(sampling=pair.sampling(max_tokens=8)), 3)
+    assert len(failed) == 1
+    assert len(answer.token_ids()) == 8
+    assert answer.summary.metrics.attempts == 2

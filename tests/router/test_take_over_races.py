@@ -1,0 +1,279 @@
+"""The store, the keeper and Resume where two things happen at once, in an order that hides one of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import duration_pb2
+
+from outrider.errors import AlreadyRunningError, StoreError
+from outrider.v1 import router_pb2
+from router.fakes import fake_model_info
+from router.fakes.decode_node import letters
+from router.store.memory import MemoryAnswerStore, MemoryRecords
+from tests.router.conftest import told
+
+BATCH_DEPENDENT = "batch-dependent (torch bfloat16)"
+
+
+@pytest.fixture
+def pair(router_pair):
+    return router_pair
+
+
+class Watched:
+    """A method in whose place it stands: says when it is called and left; calls wait while it is not open."""
+
+    def __init__(self, owner, name, *, is_open):
+        self._entered, self._left, self._opened = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        if is_open:
+            self.open()
+        method = getattr(owner, name)
+
+        async def call(*args, **fields):
+            self._entered.set()
+            try:
+                await self._opened.wait()
+                return await method(*args, **fields)
+            finally:
+                self._left.set()
+
+        setattr(owner, name, call)
+
+    async def until_entered(self):
+        await asyncio.wait_for(self._entered.wait(), 5)
+
+    async def until_left(self):
+        await asyncio.wait_for(self._left.wait(), 5)
+
+    def open(self):
+        self._opened.set()
+
+
+def watched(owner, name):
+    return Watched(owner, name, is_open=True)
+
+
+def gated(owner, name):
+    return Watched(owner, name, is_open=False)
+
+
+def request(cluster, max_tokens, *, seconds=30):
+    return cluster.request(
+        request_id="r",
+        resume_window=duration_pb2.Duration(seconds=seconds),
+        sampling=cluster.sampling(max_tokens=max_tokens),
+    )
+
+
+async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **config):
+    """(its store, the store's records) of one router that keeps its requests."""
+    records, stores = MemoryRecords(), []
+
+    def make_store(owner):
+        stores.append(store_class(owner=owner, lease_seconds=lease_seconds, records=records))
+        return stores[-1]
+
+    await cluster.serve(make_store=make_store, **{"store_append_seconds": 0.02} | config)
+    cluster.decode.step_seconds = 0.02
+    return stores[0], records
+
+
+async def read_on(call):
+    """What a call still says, to its end."""
+    async with asyncio.timeout(5):
+        messages = []
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        return messages
+
+
+async def run_ahead_of_the_store(pair, num_deltas=30):
+    """The position behind the tokens that the client has; the store has fewer, and the first router is gone."""
+    call, _, deltas = await pair.begin(num_deltas=3)
+    await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
+    pair.first.service.desk.keeper._work.cancel()
+    deltas += [(await call.read()).delta for _ in range(num_deltas)]
+    await pair.kill_first()
+    position = deltas[-1].start_position + len(deltas[-1].token_ids)
+    num_stored = len(pair.records.get("r").tokens.token_ids()[0])
+    assert 0 < num_stored < position - deltas[0].start_position
+    return position
+
+
+# ---------------------------------------------------------------- Resume
+
+
+async def test_a_reader_is_told_when_the_call_that_began_its_request_leaves_before_it_is_stored(cluster):
+    store, _ = await serve(cluster)
+    gate = gated(store, "create")
+    call = cluster.stub.Generate(request(cluster, 100))
+    await gate.until_entered()
+    resumed = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=10)
+    assert (await resumed.read()).HasField("started")
+    call.cancel()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_on(resumed)
+    failure = cluster.failure_of(caught.value)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "DROPPED")
+    await cluster.is_empty()
+
+
+async def test_the_window_runs_for_a_request_whose_resume_was_cancelled_while_it_was_claimed(pair):
+    await pair.serve()
+    await pair.begin()
+    await pair.kill_first()
+    keeper, running = pair.second.service.desk.keeper, pair.second.service.desk.running
+    gate, resume = gated(pair.stores[1], "claim"), watched(keeper, "resume")
+    resumed = pair.resume_call()
+    read = asyncio.ensure_future(resumed.read())
+    await gate.until_entered()
+    resumed.cancel()
+    await resume.until_left()
+    gate.open()
+    await pair.second.eventually(lambda: len(running) == 1 and not keeper._claims)
+    (taken,) = running._by_id.values()
+    await pair.second.eventually(lambda: taken._expiry is not None, seconds=1, what="a resume window")
+    await asyncio.wait((read,), timeout=5)
+
+
+async def test_a_second_resume_waits_while_the_first_one_restores(pair):
+    await pair.serve()
+    await pair.begin(output=router_pb2.OutputOptions(echo=True))
+    await pair.kill_first()
+    gate = gated(pair.second.service.nodes.served.tokenizer, "decode")
+    first = asyncio.ensure_future(pair.resume_call().read())
+    await gate.until_entered()
+    find = watched(pair.second.service.desk, "find")
+    second = pair.resume_call()
+    started = asyncio.ensure_future(second.read())
+    await find.until_entered()
+    gate.open()
+    assert (await asyncio.wait_for(started, 5)).HasField("started")
+    await asyncio.wait((first,), timeout=5)
+
+
+# ---------------------------------------------------------------- take-overs
+
+
+async def test_a_request_that_is_taken_over_is_not_refused_by_a_full_queue(pair):
+    await pair.serve(max_waiting=0)
+    await pair.begin()
+    await pair.kill_first()
+    placement = pair.second.services.placement
+    place, asked = placement.place, asyncio.Event()
+
+    def no_room(*_args, **_fields):
+        asked.set()
+
+    placement.place = no_room
+    messages = asyncio.ensure_future(pair.resume())
+    await asyncio.wait_for(asked.wait(), 5)
+    placement.place = place
+    pair.first.decode.step_seconds = 0.0
+    assert told(await asyncio.wait_for(messages, 10)) == letters(pair.first.decode.opened[0], 0)
+
+
+async def test_an_aborted_request_is_resumed_behind_what_the_store_knows(pair):
+    await pair.serve()
+    position = await run_ahead_of_the_store(pair)
+    assert (await pair.second.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
+    messages = await pair.resume(sample_0=position)
+    (finished,) = [message.finished for message in messages if message.HasField("finished")]
+    assert finished.reason == router_pb2.FINISH_REASON_ABORTED
+    assert messages[-1].HasField("summary")
+    assert told(messages) == []
+
+
+async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_has(pair):
+    pair.first.decode.model = fake_model_info(numerics=BATCH_DEPENDENT)
+    await pair.serve()
+    position = await run_ahead_of_the_store(pair)
+    pair.first.decode.script = lambda opened, _sample: [65] * opened.sampling.max_tokens
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pair.resume(sample_0=position)
+    failure = pair.second.failure_of(caught.value)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_REPRODUCIBLE")
+    await pair.second.eventually(lambda: len(pair.second.service.desk.running) == 0)
+
+
+async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_that_has_it(pair):
+    await pair.serve(store_lease_seconds=3.0)
+    pair.first.decode.step_seconds = 0.03
+    await pair.begin(num_deltas=2)
+    resumed = pair.resume_call()
+    assert (await resumed.read()).HasField("started")
+    assert pair.first.service.desk.running.has("r"), "it has not heard of the take-over"
+    assert (await pair.first.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
+    (finished,) = [message.finished for message in await read_on(resumed) if message.HasField("finished")]
+    assert finished.reason == router_pb2.FINISH_REASON_ABORTED
+
+
+# ---------------------------------------------------------------- the keeper
+
+
+class TakenStore(MemoryAnswerStore):
+    """Another router creates what this one has lost, just before it does."""
+
+    num_refused = 0
+    is_taken = False
+
+    async def create(self, stored):
+        if self.is_taken:
+            self.num_refused += 1
+            raise AlreadyRunningError("another router has it")
+        await super().create(stored)
+
+
+async def test_an_id_that_was_taken_meanwhile_does_not_end_the_keeping_of_the_others(cluster):
+    store, records = await serve(cluster, TakenStore, store_lease_seconds=0.1)
+    call = cluster.stub.Generate(request(cluster, 100))
+    await call.read()
+    store.is_taken = True
+    records.remove("r")
+    await cluster.eventually(lambda: store.num_refused >= 2, seconds=2, what="the keeper asks again")
+    store.is_taken = False
+    await cluster.eventually(lambda: records.get("r") is not None, seconds=2, what="the keeper goes on")
+    call.cancel()
+
+
+class FullStore(MemoryAnswerStore):
+    """Has no memory for tokens."""
+
+    num_renewals = 0
+
+    async def append(self, spans):
+        raise StoreError("OOM command not allowed")
+
+    async def renew(self, request_ids):
+        self.num_renewals += 1
+        return await super().renew(request_ids)
+
+
+async def test_leases_are_renewed_while_the_store_takes_no_tokens(cluster):
+    store, records = await serve(cluster, FullStore, lease_seconds=0.3, store_lease_seconds=0.3)
+    call = cluster.stub.Generate(request(cluster, 100))
+    await call.read()
+    lease_until = records.get("r").lease_until
+    await cluster.eventually(lambda: store.num_renewals >= 3, seconds=2, what="renewals")
+    assert records.get("r").lease_until > lease_until
+    call.cancel()
+
+
+async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(cluster):
+    store, records = await serve(cluster)
+    gate = gated(store, "delete")
+    await cluster.generate(request(cluster, 4, seconds=0))
+    await gate.until_entered()
+    keeper = cluster.service.desk.keeper
+    keep = watched(keeper, "keep")
+    call = cluster.stub.Generate(request(cluster, 60))
+    await keep.until_entered()
+    gate.open()
+    assert (await asyncio.wait_for(call.read(), 5)).HasField("started")
+    assert "r" in keeper._kept
+    await cluster.eventually(lambda: len(records.get("r").tokens.token_ids().get(0, ())) > 5)
+    call.cancel()
