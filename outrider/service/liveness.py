@@ -16,7 +16,7 @@ from outrider.node import NodeReport
 
 DEFAULT_GRACE_SECONDS = 2.0
 LEAST_GRACE_SECONDS = 1.0
-STEP_TOLERANCE = 5.0
+STEP_TOLERANCE = 10.0
 """A step may take this many times what was expected: other programs share the cores."""
 LATE_SECONDS = 0.5
 """How far a report or a step may be overdue before the process is suspected."""

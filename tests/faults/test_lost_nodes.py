@@ -165,9 +165,12 @@ def test_nodes_free_the_work_of_a_lost_router(faulty, number):
     assert asyncio.run(seconds_until_free(decode)) < LOST_SECONDS
     if number is signal.SIGSTOP:
         faulty.cluster.kill("router", signal.SIGCONT)
-    with pytest.raises(OutriderError):
-        for _ in deltas:
-            pass
+        assert next(deltas).token_ids, "the answer goes on once the router does"
+        stream.cancel()
+    else:
+        with pytest.raises(OutriderError):
+            for _ in deltas:
+                pass
     # The supervisor may not have seen yet that it was killed: serving alone says nothing.
     restarts = router.num_restarts + (number is signal.SIGKILL)
     faulty.cluster.wait_node(
