@@ -63,14 +63,15 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     if task.done():
                         await task  # raises what ended it
             finally:
+                # Everything that must happen, before an await that a second cancellation could end.
                 reader.cancel()
                 writer.cancel()  # a peer that does not read may hold it
-                await asyncio.gather(reader, writer, return_exceptions=True)
+                loop.disconnect(peer)
                 del self._open[peer]
                 if self._is_closing and not self._open:
                     self._all_gone.set()
-                loop.disconnect(peer)
                 _log.info("decode node gone", node=hello.name)
+                await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def close(self, deadline_seconds: float) -> None:
         """Ends every stream, and waits for them. Raises: TimeoutError."""
