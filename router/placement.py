@@ -230,6 +230,8 @@ class Placement:
         _set_or_drop(self._num_placed, decode, self._num_placed[decode] - 1)
         if rejected is not None:
             self._refusals[decode] = Refusal.of(rejected, now=self._clock())
+        elif (refusal := self._refusals.get(decode)) is not None and self._clock() >= refusal.not_before:
+            del self._refusals[decode]  # what has just ended there was ours
         self._on_room()
 
     def _choose_decode(self, demand: Demand, *, must_be_timely: bool) -> DecodeLink | None:

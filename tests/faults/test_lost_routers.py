@@ -63,6 +63,7 @@ def check_goes_on(running, number, *, n, most_seconds):
     if number is signal.SIGSTOP:
         running.cluster.kill("router-0", signal.SIGCONT)
     running.cluster.wait_node("router-0", lambda node: node.state.value == "serving")
+    running.client = Client(running.router_address)  # the old one may have a connection to the router that was killed
     running.wait_until_nothing_is_held()
 
 
