@@ -82,10 +82,17 @@ async def test_a_cancelled_complete_frees_its_blocks(running, seen_running):
 def test_a_stream_is_cancelled_from_another_thread(running, seen_running):
     with Client(running.router_address) as client, concurrent.futures.ThreadPoolExecutor(1) as pool:
         stream = client.generate(PROMPT, **ENDLESS)
-        reading = pool.submit(list, stream)
+        has_read = threading.Event()
+
+        def read():
+            for _ in stream:
+                has_read.set()
+
+        reading = pool.submit(read)
+        assert has_read.wait(WAIT_SECONDS)
         seen_running()
         stream.cancel()
-        assert reading.result(WAIT_SECONDS)
+        reading.result(WAIT_SECONDS)
         running.wait_until_nothing_is_held(timeout_seconds=FREED_SECONDS)
 
 

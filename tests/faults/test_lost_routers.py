@@ -9,7 +9,7 @@ import time
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import ClusterConfig
+from outrider.cluster import ChildState, ClusterConfig
 from tests import store_server
 from tests.conftest import START_SECONDS, RunningCluster
 
@@ -50,6 +50,7 @@ def check_goes_on(running, number, *, n, most_seconds):
     with running.client.generate(PROMPT, n=n, **SAMPLING) as undisturbed:
         assert sum(1 for _ in undisturbed) > 20
     arrivals = []
+    restarts = running.cluster.node("router-0").num_restarts + (number is signal.SIGKILL)
     with Client(running.router_address) as client, client.generate(PROMPT, n=n, **SAMPLING) as stream:
         for _ in stream:
             arrivals.append(time.monotonic())
@@ -62,7 +63,9 @@ def check_goes_on(running, number, *, n, most_seconds):
     assert gap_seconds < most_seconds
     if number is signal.SIGSTOP:
         running.cluster.kill("router-0", signal.SIGCONT)
-    running.cluster.wait_node("router-0", lambda node: node.state.value == "serving")
+    running.cluster.wait_node(
+        "router-0", lambda node: node.num_restarts >= restarts and node.state is ChildState.SERVING
+    )
     running.client = Client(running.router_address)  # the old one may have a connection to the router that was killed
     running.wait_until_nothing_is_held()
 
