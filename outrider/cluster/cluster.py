@@ -32,6 +32,7 @@ from outrider.errors import InternalError, NotFoundError, PeerLostError
 
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
+MAX_DOUBLINGS = 20
 """Default patience of `wait_serving`: a first start may download the model."""
 NODE_TERM_SHARE = 0.4
 """Nodes get their SIGTERM when the router has ended, or after this share of `kill_seconds`."""
@@ -242,12 +243,19 @@ class Cluster:
             return
         if child.has_served_for(self.config.stable_seconds):
             child.num_failures = 0
-        delay = min(self.config.restart_seconds * 2**child.num_failures, self.config.restart_most_seconds)
+        delay = self._restart_delay(child)
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
         self._become(child, ChildState.DOWN)
-        self._tell(child, EventKind.DIED, f"{why}; restarts in {delay:g} s")
+        self._tell(child, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
+
+    def _restart_delay(self, child: Child) -> float:
+        """0 after a first failure in a long time: requests wait for the node. Then longer and longer."""
+        if child.num_failures == 0 and child.serving_since is not None:
+            return 0.0
+        doublings = min(child.num_failures - 1, MAX_DOUBLINGS) if child.num_failures else 0
+        return min(self.config.restart_seconds * 2.0**doublings, self.config.restart_most_seconds)
 
     def _is_due(self, child: Child) -> bool:
         if child.state is ChildState.DOWN:

@@ -31,7 +31,9 @@ class ClusterConfig:
         1.5, at_least=0, at_most=60, help="Time for running work after SIGTERM, unless a role's section sets it."
     )
     kill_seconds: float = setting(3.0, above=0, at_most=60, help="Time from SIGTERM to SIGKILL.")
-    restart_seconds: float = setting(1.0, above=0, help="Wait before a dead node is restarted; doubles each time.")
+    restart_seconds: float = setting(
+        1.0, above=0, help="Wait before a node that dies for the second time is restarted; then it doubles each time."
+    )
     restart_most_seconds: float = setting(30.0, above=0, help="Maximum of that wait.")
     stable_seconds: float = setting(
         60.0, above=0, help="After serving for this long, a node is restarted with the shortest wait again."

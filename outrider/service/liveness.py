@@ -3,7 +3,8 @@
 SIGSTOP looks alive to TCP. Every report carries the step counter and the expected time
 of the step at hand. A process is late when its next report or the end of its step is
 overdue by `LATE_SECONDS`: a suspicion, taken back when it moves. It is lost when no report
-came for the grace, or when one step has gone on for far longer than it was expected to.
+came for the grace and a few expected steps, or when reports come and one step has gone on
+for far longer than it was expected to.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ DEFAULT_GRACE_SECONDS = 2.0
 LEAST_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
 """A step may take this many times what was expected: other programs share the cores."""
+REPORT_TOLERANCE = 2.0
+"""Reports may be missing for the grace and this many expected steps: native kernels release the interpreter."""
 LATE_SECONDS = 0.5
 """How far a report or a step may be overdue before the process is suspected."""
 REPORT_SECONDS = 0.2
@@ -32,10 +35,11 @@ STALL_SECONDS = 0.1
 class ProgressDeadline:
     """Tracks one peer's progress. Not thread-safe: one owner.
 
-    The last deadline after a report is `grace_seconds`, plus what remains of the step at hand
-    times `STEP_TOLERANCE`: the engine's thread may hold the interpreter while it computes,
-    so a long chunk on a busy machine is not a death. Reports that keep coming while one
-    step stands still past the same deadline are a death as well: the engine hangs.
+    Reports come from the event loop's thread, so one that is missing says more than a long
+    step: without any, the process is lost after `grace_seconds` plus `REPORT_TOLERANCE` times
+    the expected step (the engine's thread may hold the interpreter for a while). With
+    reports, a step may take `STEP_TOLERANCE` times what was expected, since a long chunk on
+    a busy machine is not a death; past that the engine hangs.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class ProgressDeadline:
         """Takes a report that has just arrived."""
         now = self._clock()
         allowance = self._grace_seconds + report.expected_step_seconds * STEP_TOLERANCE
-        self._report_deadline = now + allowance
+        self._report_deadline = now + self._grace_seconds + report.expected_step_seconds * REPORT_TOLERANCE
         patience = LATE_SECONDS + report.expected_step_seconds * LATE_STEP_TOLERANCE
         self._late_report_at = now + REPORT_SECONDS + patience
         is_idle = report.expected_step_seconds == 0 and report.step_age_seconds == 0

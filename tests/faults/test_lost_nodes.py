@@ -28,7 +28,7 @@ LOST_SECONDS = 8.0  # frozen processes look alive to TCP: their progress has to 
 
 @pytest.fixture(scope="module")
 def faulty(start_cluster, tmp_path_factory):
-    """A cluster of its own: its nodes are killed. They come back one second later, on the same ports.
+    """A cluster of its own: its nodes are killed. They come back on the same ports.
 
     Its nodes take turns on the processors, so that one that is lost may have had its turn.
     """

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from outrider.node import NodeReport, NodeState
-from outrider.service.liveness import STEP_TOLERANCE, ProgressDeadline
+from outrider.service.liveness import REPORT_TOLERANCE, STEP_TOLERANCE, ProgressDeadline
 
 
 class FakeClock:
@@ -53,6 +53,15 @@ def test_a_long_step_is_no_loss_but_one_that_never_ends_is():
         alive_seconds = tick * 0.2
         clock.now += 0.2
     assert STEP_TOLERANCE < alive_seconds < STEP_TOLERANCE + 3.0, "the tolerance, and a grace of 2 s"
+
+
+def test_without_reports_a_long_step_is_waited_for_less_long():
+    deadline, clock = make_deadline()
+    deadline.feed(report(7, expected=0.3))
+    clock.now += 2.0 + REPORT_TOLERANCE * 0.3 - 0.1
+    assert not deadline.is_lost()
+    clock.now += 0.2
+    assert deadline.is_lost()
 
 
 def test_steps_that_move_keep_a_busy_node_alive():
