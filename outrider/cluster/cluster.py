@@ -60,7 +60,7 @@ class Cluster:
         given = self.launch.log_directory
         name = f"outrider-{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
-        self._turns_file = _memory_directory() / f"outrider-turns-{os.getpid()}-{secrets.token_hex(4)}"
+        self._turns_directory: Path | None = None  # private: no other user can put a file there
         self._children = [
             Child(spec, self.log_directory / f"{spec.name}.log") for spec in plan_children(self.config, self.launch)
         ]
@@ -76,6 +76,7 @@ class Cluster:
         """Starts the children; returns at once."""
         assert self._thread is None, "a cluster starts once"
         self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._turns_directory = Path(tempfile.mkdtemp(prefix="outrider-turns-", dir=_memory_directory()))
         self._thread = threading.Thread(target=self._run, name="cluster-supervisor", daemon=True)
         self._thread.start()
 
@@ -277,9 +278,15 @@ class Cluster:
             role: [other.address for other in self._children if other.spec.role == role]
             for role in (DRAFT, PREFILL, DECODE)
         }
+        assert self._turns_directory is not None, "start comes first"
         bound = {"port": _port(child.address), "metrics_port": _port(child.metrics_address)}
         command = child_command(
-            child.spec, self.config, self.launch, targets=targets, bound=bound, turns_file=self._turns_file
+            child.spec,
+            self.config,
+            self.launch,
+            targets=targets,
+            bound=bound,
+            turns_file=self._turns_directory / "turns",
         )
         try:
             with self._changed:
@@ -307,8 +314,8 @@ class Cluster:
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
             self._become(child, ChildState.ENDED)
-        for file in self._turns_file.parent.glob(f"{self._turns_file.name}*"):
-            file.unlink(missing_ok=True)
+        if self._turns_directory is not None:
+            shutil.rmtree(self._turns_directory, ignore_errors=True)
         if self.launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
             shutil.rmtree(self.log_directory, ignore_errors=True)
 

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -96,9 +97,8 @@ class SharedTurns:
         self._short_calls = library.functions_holding_lock
         size = self._calls.outrider_turns_size()
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if os.fstat(self._descriptor).st_size not in (0, size):
-                raise OSError("it is not a file of turns")
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _check_file(os.fstat(self._descriptor), size)
             _allocate(self._descriptor, size)
             self._seat = _take_seat(self._descriptor, self._calls.outrider_turns_seats())
             self._memory = mmap.mmap(self._descriptor, size)
@@ -164,6 +164,14 @@ def _ranges(cpus: Sequence[int]) -> str:
         else:
             runs.append([cpu])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _check_file(file: os.stat_result, size: int) -> None:
+    """Whether nobody else can have put it there, or write into it. Raises: OSError."""
+    if not stat.S_ISREG(file.st_mode) or file.st_size not in (0, size):
+        raise OSError("it is not a file of turns")
+    if file.st_uid != os.geteuid() or file.st_mode & 0o022:
+        raise OSError("another user owns it or can write to it")
 
 
 def _allocate(descriptor: int, size: int) -> None:

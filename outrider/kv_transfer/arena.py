@@ -145,11 +145,14 @@ class ArenaMapping:
         self.idle_since = 0.0
         self._view = memoryview(mapping)
 
-    def payload(self, offset: int, length: int) -> memoryview | None:
-        """None when it is not inside the slots."""
+    def copy(self, offset: int, length: int) -> memoryview | None:
+        """A private copy, so that what is checked is what is written: the sender can change the pages at any moment.
+
+        None when it is not inside the slots. numpy copies without the GIL.
+        """
         if offset < HEAD_BYTES or offset + length > len(self._view):
             return None
-        return self._view[offset : offset + length]
+        return memoryview(np.frombuffer(self._view, np.uint8, length, offset).copy()).toreadonly()
 
 
 class ArenaReader:

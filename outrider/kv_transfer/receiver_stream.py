@@ -105,7 +105,7 @@ class ReceiverStream:
     def _accept_slot(self, frame: SlotFrame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
             return self._refuse(Disposition.STALE)
-        payload = None if self._arena is None else self._arena.payload(frame.offset, frame.header.length)
+        payload = None if self._arena is None else self._arena.copy(frame.offset, frame.header.length)
         if payload is None:
             return self._refuse(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)

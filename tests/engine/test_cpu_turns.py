@@ -310,6 +310,24 @@ def test_a_file_that_cannot_be_had_is_an_error_of_the_settings(library_file, tmp
     assert other.read_text() == "somebody's"
 
 
+def test_a_file_that_another_user_may_have_placed_is_refused(library_file, tmp_path, monkeypatch):
+    library = KernelLibrary(library_file)
+    elsewhere, link, writable = (tmp_path / name for name in ("elsewhere", "link", "writable"))
+    link.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="symbolic link"):
+        SharedTurns(library, link)
+    assert not elsewhere.exists()
+    writable.touch()
+    writable.chmod(0o666)
+    with pytest.raises(ConfigError, match="another user owns it or can write to it"):
+        SharedTurns(library, writable)
+    foreign = tmp_path / "foreign"
+    foreign.touch(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: foreign.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="another user owns it or can write to it"):
+        SharedTurns(library, foreign)
+
+
 def test_a_node_that_shares_no_processors_takes_no_turns(library_file, turns_file):
     def opened(path, *, num_threads=2, cpus=(0, 1), is_native=True):
         kernels = CpuKernels(KernelLibrary(library_file), SimpleNamespace(num_threads=num_threads))

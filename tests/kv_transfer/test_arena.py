@@ -36,7 +36,7 @@ def test_what_the_sender_writes_the_receiver_reads_and_cannot_change(new_arena, 
     arena.unlink()
     offset = arena.take(1)
     arena.write(offset, memoryview(b"hello"))
-    view = mapping.payload(offset, 5)
+    view = mapping.copy(offset, 5)
     assert bytes(view) == b"hello"
     assert view.readonly
     assert list(tmp_path.iterdir()) == []

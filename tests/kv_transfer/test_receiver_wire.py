@@ -236,7 +236,9 @@ def test_http_1_on_the_port_is_refused(attached):
         connection.getresponse()
 
 
-def test_slots_outside_the_arena_are_refused(peers, receiver_factory, raw, tmp_path):
+@pytest.fixture
+def sharing(peers, receiver_factory, raw, tmp_path):
+    """An open transfer's spec and sink, the arena of the sender that is attached to it, and its raw stream."""
     receiver, port = receiver_factory(arena_directory=str(tmp_path))
     spec, sink = peers.spec(), peers.sink()
     receiver.open(spec, sink)
@@ -249,6 +251,26 @@ def test_slots_outside_the_arena_are_refused(peers, receiver_factory, raw, tmp_p
         arena_bytes=arena.num_bytes,
     )
     assert stream.ask(encode_hello(hello)).nonce == arena.nonce
+    yield spec, sink, arena, stream
+    arena.retire()
+
+
+def test_pages_that_change_after_their_check_change_nothing_that_is_written(peers, sharing):
+    spec, sink, arena, stream = sharing
+    header, payload = peers.frames(spec)[0]
+    slot = arena.take(1)
+    arena.write(slot, payload)
+    sink.gate.clear()
+    stream.say(encode_slot_frame(1, header, slot))
+    assert sink.is_writing.wait(15)  # the checksum is verified, nothing is read for the cache yet
+    arena.write(slot, memoryview(bytes(len(payload))))
+    sink.gate.set()
+    assert decode_receiver_message(next(stream.call)).disposition is Disposition.WRITTEN
+    assert b"".join(sink.cells.values()) == bytes(payload)
+
+
+def test_slots_outside_the_arena_are_refused(peers, sharing):
+    spec, sink, arena, stream = sharing
     header, payload = peers.frames(spec)[0]
     for sequence, offset in enumerate((0, 4095, arena.num_bytes - 1, arena.num_bytes, 2**63, 2**64 - 1)):
         assert stream.ask(encode_slot_frame(sequence, header, offset)).disposition is Disposition.OUT_OF_BOUNDS
@@ -257,7 +279,6 @@ def test_slots_outside_the_arena_are_refused(peers, receiver_factory, raw, tmp_p
     assert stream.ask(encode_slot_frame(99, header, slot + 1)).disposition is Disposition.CORRUPT
     assert stream.ask(encode_slot_frame(99, header, slot)).disposition is Disposition.WRITTEN
     assert sink.num_writes == 1
-    arena.retire()
 
 
 def test_a_receiver_without_grpc_takes_only_shared_memory(peers, receiver_factory):
