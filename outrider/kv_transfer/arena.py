@@ -152,7 +152,7 @@ class ArenaMapping:
         """
         if offset < HEAD_BYTES or offset + length > len(self._view):
             return None
-        return memoryview(np.frombuffer(self._view, np.uint8, length, offset).copy()).toreadonly()
+        return np.frombuffer(self._view, np.uint8, length, offset).copy().data.toreadonly()
 
 
 class ArenaReader:
