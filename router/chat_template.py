@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jinja2
@@ -38,7 +38,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template does not parse: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         """Raises: InvalidRequestError when the template refuses the messages."""
         try:
             return self._template.render(

@@ -26,7 +26,7 @@ from router.request_desk import RequestDesk
 from router.request_flow import FlowServices
 from router.running_requests import RunningRequest
 from router.trailers import NOTHING_GENERATED
-from router.validation import check_chat, check_token_ids
+from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
@@ -64,6 +64,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
         async with rpc_errors(context):
+            check_request_id(request.request_id)
+            if len(request.next_positions) > MAX_SAMPLES:
+                raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
             next_positions = dict(request.next_positions)
             running = await self.desk.find(request.request_id, next_positions)
             try:
@@ -75,6 +78,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         response = router_pb2.AbortResponse()
         async with rpc_errors(context):
+            check_request_id(request.request_id)
             response.aborted = await self.desk.abort(request.request_id)
         return response
 
@@ -84,9 +88,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("one of text and chat is needed", field="input")
+            served = self._nodes.model()
             if kind == "chat":
-                check_chat(request.chat)
-            response.token_ids.extend(await encode_prompt(request, self._nodes.model().tokenizer))
+                check_chat(request.chat, served.info)
+            response.token_ids.extend(await encode_prompt(request, served.tokenizer))
         return response
 
     async def Detokenize(  # noqa: N802
@@ -95,7 +100,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         response = router_pb2.DetokenizeResponse()
         async with rpc_errors(context):
             served = self._nodes.model()
-            check_token_ids(request.token_ids, served.info, field="token_ids")
+            check_detokenize(request, served.info)
             response.text = await served.tokenizer.decode(
                 request.token_ids, skip_special_tokens=skips_special_tokens(request)
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -55,8 +55,8 @@ class Tokenizer:
         """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such."""
         return await self._in_thread(lambda: self._encode(text, add_special_tokens=True))
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """The chat template's rendering, nothing added.
+    async def encode_chat(self, messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        """The chat template's rendering, nothing added. `messages` are read in the thread.
 
         Raises: InvalidRequestError when the model has no template or its template refuses the messages.
         """

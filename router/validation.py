@@ -24,12 +24,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKENS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_CONSTRAINT_BYTES = 65_536
+MAX_CHOICES = 1024
+MAX_DETOKENIZED = 1 << 20
+"""Token ids of one Detokenize: more than any window, and milliseconds to look through."""
 _MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's own range
 
 
 def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
     """Raises: InvalidRequestError, NotFoundError (model), NotSupportedError (after all ranges)."""
-    _check_request_id(proto.request_id)
+    check_request_id(proto.request_id)
     check_model_name(proto.model, model)
     _check_prompt(proto, model)
     _check_sampling(proto.sampling, model)
@@ -68,15 +72,33 @@ def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, mod
     return max_tokens
 
 
-def check_chat(chat: router_pb2.Chat, *, field: str = "chat") -> None:
+def check_chat(chat: router_pb2.Chat, model: ModelInfo, *, field: str = "chat") -> None:
+    """The number of messages first: an over-long chat is refused before each of its messages is looked at."""
     if not chat.messages:
         raise InvalidRequestError("a chat has at least one message", field=f"{field}.messages")
+    if len(chat.messages) > model.max_model_len:
+        raise InvalidRequestError(
+            f"the chat has {len(chat.messages)} messages, the window {model.max_model_len} tokens",
+            field=f"{field}.messages",
+            reason="PROMPT_TOO_LONG",
+        )
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequestError("a message's role is empty", field=f"{field}.messages[{index}].role")
 
 
+def check_detokenize(proto: router_pb2.DetokenizeRequest, model: ModelInfo) -> None:
+    """Raises: InvalidRequestError."""
+    if len(proto.token_ids) > MAX_DETOKENIZED:
+        raise InvalidRequestError(
+            f"{len(proto.token_ids)} token ids; at most {MAX_DETOKENIZED} are decoded at once", field="token_ids"
+        )
+    check_token_ids(proto.token_ids, model, field="token_ids")
+
+
 def check_token_ids(token_ids: Iterable[int], model: ModelInfo, *, field: str) -> None:
+    if max(token_ids, default=0) < model.vocab_size:
+        return
     for index, token_id in enumerate(token_ids):
         if token_id >= model.vocab_size:
             raise InvalidRequestError(
@@ -98,7 +120,7 @@ def prompt_field(proto: router_pb2.GenerateRequest) -> str:
     )
 
 
-def _check_request_id(request_id: str) -> None:
+def check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not all(" " <= character <= "~" for character in request_id):
         raise InvalidRequestError("request_id is 1 to 128 printable ASCII characters", field="request_id")
 
@@ -111,7 +133,7 @@ def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
             check_lengths_of_ids(proto, model)
             check_token_ids(proto.token_ids.ids, model, field="token_ids.ids")
         case "chat":
-            check_chat(proto.chat)
+            check_chat(proto.chat, model)
 
 
 def check_lengths_of_ids(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
@@ -162,17 +184,28 @@ def _check_logit_bias(sampling: router_pb2.SamplingParams, model: ModelInfo) -> 
 
 def _check_constraint(sampling: router_pb2.SamplingParams) -> None:
     kind = sampling.WhichOneof("constraint")
-    if kind == "json_schema":
-        try:
-            schema = json.loads(sampling.json_schema)
-        except ValueError as error:
-            raise InvalidRequestError(f"json_schema is not JSON: {error}", field="sampling.json_schema") from error
-        if not isinstance(schema, (dict, bool)):
-            raise InvalidRequestError("json_schema is an object or a boolean", field="sampling.json_schema")
-    elif kind in ("regex", "grammar") and not getattr(sampling, kind):
-        raise InvalidRequestError(f"{kind} is empty", field=f"sampling.{kind}")
-    elif kind == "choice" and not (sampling.choice.options and all(sampling.choice.options)):
-        raise InvalidRequestError("choice has at least one option, none empty", field="sampling.choice.options")
+    if kind == "choice":
+        options = sampling.choice.options
+        if not (0 < len(options) <= MAX_CHOICES and all(options)):
+            raise InvalidRequestError(
+                f"choice has 1 to {MAX_CHOICES} options, none empty", field="sampling.choice.options"
+            )
+    elif kind is not None:
+        _check_constraint_text(kind, getattr(sampling, kind))
+
+
+def _check_constraint_text(kind: str, text: str) -> None:
+    field = f"sampling.{kind}"
+    if not 0 < len(text.encode()) <= MAX_CONSTRAINT_BYTES:
+        raise InvalidRequestError(f"{kind} has 1 to {MAX_CONSTRAINT_BYTES} bytes", field=field)
+    if kind != "json_schema":
+        return
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"json_schema is not JSON: {error}", field=field) from error
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError("json_schema is an object or a boolean", field=field)
 
 
 def _check_stop(stop: router_pb2.StopConditions, model: ModelInfo) -> None:

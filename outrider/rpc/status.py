@@ -15,6 +15,8 @@ ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
 UNREACHABLE = "UNREACHABLE"
 """Reason of a PeerLostError where gRPC itself says so: nobody answered, or the connection broke."""
+MAX_MESSAGE_BYTES = 1024
+"""Of an error's message as it travels: twice in the trailers, for which clients have 8 KiB by default."""
 
 _CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -48,19 +50,20 @@ def to_status(error: BaseException) -> status_pb2.Status:
     if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
         details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
         return status_pb2.Status(code=code.value[0], message="internal error; see the server's log", details=details)
+    message = _cut(error.message)
     metadata: dict[str, str] = {}
     if isinstance(error, errors.PeerLostError) and error.node:
         metadata["node"] = error.node
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))]
     field = getattr(error, "field", "")
     if field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, (errors.CapacityError, errors.PeerLostError)):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    return status_pb2.Status(code=code.value[0], message=error.message, details=details)
+    return status_pb2.Status(code=code.value[0], message=message, details=details)
 
 
 def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.OutriderError:
@@ -88,6 +91,12 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
             arguments["reason"] = UNREACHABLE
             message = f"{target} cannot be reached: {message}" if target else message
     return kind(message, **arguments)
+
+
+def _cut(message: str) -> str:
+    """Names and values that a client sent may be part of a message, as long as they like."""
+    data = message.encode(errors="replace")
+    return message if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"
 
 
 def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, str, float | None]:

@@ -27,6 +27,15 @@ class ServerConfig:
     max_message_bytes: int = setting(
         16 * 1024 * 1024, at_least=65_536, at_most=1 << 30, help="Largest message accepted or sent."
     )
+    max_request_bytes: int = setting(
+        4 * 1024 * 1024,
+        at_least=65_536,
+        at_most=1 << 30,
+        help="Largest request of a call with one request; parsing holds up every stream of the process.",
+    )
+    max_concurrent_rpcs: int = setting(
+        4096, at_least=16, at_most=1_000_000, help="Calls at a time; beyond: RESOURCE_EXHAUSTED."
+    )
     tls: TlsConfig = field(default_factory=TlsConfig)
 
 

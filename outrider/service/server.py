@@ -34,6 +34,7 @@ from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
+from outrider.service.message_border import MessageBorder
 from outrider.service.reflection import add_reflection
 from outrider.service.telemetry.logging import configure_logging, get_logger
 
@@ -102,9 +103,7 @@ class _ServiceProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self._server = grpc.aio.server(
-            options=server_options(max_message_bytes=self._config.max_message_bytes)
-        )
+        server = self._server = make_server(self._config)
         health = Health(self._service.service_names)
         await health.add_to(server)
         self._service.add_to(server)
@@ -182,6 +181,15 @@ class _ServiceProcess:
             sys.stderr.flush()
             os._exit(128 + number)
         self._stopping.set()
+
+
+def make_server(config: ServerConfig) -> grpc.aio.Server:
+    """Without services and ports. What arrives beyond its limits is refused before a servicer hears of it."""
+    return grpc.aio.server(
+        options=server_options(max_message_bytes=config.max_message_bytes),
+        interceptors=(MessageBorder(max_request_bytes=config.max_request_bytes),),
+        maximum_concurrent_rpcs=config.max_concurrent_rpcs,
+    )
 
 
 def bind(server: grpc.aio.Server, config: ServerConfig, *, role: str) -> str:

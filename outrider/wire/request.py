@@ -6,7 +6,7 @@ contract's default here, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from outrider.request import LogprobsMode, LogprobsRequest, OutputOptions, Request, SamplingParams, StopConditions
 from outrider.v1 import router_pb2
@@ -112,7 +112,7 @@ def num_speculative_tokens_from_proto(proto: router_pb2.SpeculationOptions) -> i
     return proto.num_speculative_tokens if proto.HasField("num_speculative_tokens") else None
 
 
-def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, str]], bool]:
-    """(messages as the template sees them, whether the assistant's turn is opened)."""
-    messages = [{"role": message.role, "content": message.content} for message in proto.messages]
+def chat_from_proto(proto: router_pb2.Chat) -> tuple[Iterator[dict[str, str]], bool]:
+    """(messages as the template sees them, read as they are asked for; whether the assistant's turn is opened)."""
+    messages = ({"role": message.role, "content": message.content} for message in proto.messages)
     return messages, proto.add_generation_prompt if proto.HasField("add_generation_prompt") else True

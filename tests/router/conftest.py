@@ -17,8 +17,9 @@ from google.rpc import error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import StoreError
-from outrider.rpc.channels import open_channel, server_options
+from outrider.rpc.channels import open_channel
 from outrider.service.config import ServerConfig
+from outrider.service.server import make_server
 from outrider.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
@@ -132,7 +133,7 @@ class Cluster:
         extra = {} if resolver is None else {"resolver": resolver}
         extra |= {} if make_store is None else {"make_store": make_store}
         self.service = Router(RouterConfig(**values | config), registry=self.registry, **extra)
-        self.server = server = grpc.aio.server(options=server_options())
+        self.server = server = make_server(ServerConfig(port=0))
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
