@@ -15,6 +15,9 @@ MAX_COMMANDS = 4096
 MAX_TOKENS = 1 << 20
 """In the prompts of those; a single one may have more."""
 
+TOO_MANY_TOKENS = "TOO_MANY_TOKENS"
+"""Reason of the refusal of one prompt: 33 honest ones of 32k tokens reach it, and find room a moment later."""
+
 
 class Inbox:
     """Any thread puts, the engine thread takes.
@@ -37,7 +40,7 @@ class Inbox:
         return self._queue.empty()
 
     def put(self, command: Command) -> None:
-        """Raises: CapacityError when too much of this router waits already."""
+        """Raises: CapacityError when too much of this router waits already; `TOO_MANY_TOKENS`, or too many commands."""
         if isinstance(command, RouterCommand):
             self._count_in(command)
         self._queue.put(command)
@@ -63,7 +66,7 @@ class Inbox:
                 raise CapacityError(
                     f"{self._num_tokens[session_id]} prompt tokens of this router wait already; {num_tokens} more "
                     f"would exceed {self._max_tokens}",
-                    reason="TOO_MANY_COMMANDS",
+                    reason=TOO_MANY_TOKENS,
                 )
             self._num_commands[session_id] += 1
             self._num_tokens[session_id] += num_tokens

@@ -15,6 +15,7 @@ from decode_node.commands import (
     GroupRetargeted,
     SessionEnded,
 )
+from decode_node.inbox import TOO_MANY_TOKENS
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
@@ -25,6 +26,8 @@ from outrider.session import (
     Granted,
     KvFailed,
     OpenSequenceGroup,
+    Rejected,
+    RejectReason,
     RetargetSequenceGroup,
     SampleTokens,
     SequenceGroupEvent,
@@ -37,6 +40,8 @@ MAX_UNSENT_EVENTS = 65_536
 
 REPORT_SECONDS = 0.2  # a router hears from this node at least this often
 HELLO_SECONDS = 10.0
+INBOX_WAIT_SECONDS = 0.1
+"""When a router asks again with a prompt for which the inbox had no room: a step or two later."""
 
 _log = get_logger("session")
 
@@ -174,11 +179,26 @@ class Sessions:
                 continue
             match command_from_proto(proto):
                 case OpenSequenceGroup() as opened:
-                    self._submit(GroupOpened(session.session_id, opened, kv_host))
+                    self._submit_group(GroupOpened(session.session_id, opened, kv_host))
                 case RetargetSequenceGroup() as retarget:
                     self._submit(GroupRetargeted(session.session_id, retarget))
                 case CancelSequenceGroup() as cancel:
                     self._submit(GroupCancelled(session.session_id, cancel))
+
+    def _submit_group(self, command: GroupOpened) -> None:
+        """A prompt for which the engine thread's inbox has no room is rejected; the session goes on."""
+        try:
+            self._submit(command)
+        except CapacityError as error:
+            if error.reason != TOO_MANY_TOKENS:
+                raise
+            rejected = Rejected(
+                sequence_group_id=command.group.sequence_group_id,
+                reason=RejectReason.NO_ROOM,
+                message=error.message,
+                wait_seconds=INBOX_WAIT_SECONDS,
+            )
+            self.deliver((AddressedEvent(command.session_id, rejected),))
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]

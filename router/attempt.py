@@ -204,7 +204,7 @@ class Attempt:
         self._listener.on_attempt_changed()
 
     def on_event(self, event: SequenceGroupEvent) -> None:
-        """Of this group. A node that breaks the protocol loses the attempt, and no other one."""
+        """Of this group. A node that breaks the protocol loses the attempt, a bug of ours the request, and no other."""
         try:
             match event:
                 case SampleTokens():
@@ -233,6 +233,9 @@ class Attempt:
             self._finish(Lost(self._lost(error.message), "token_mismatch"))
         except InternalError as error:
             self._finish(Lost(self._lost(error.message), "protocol"))
+        except Exception as error:  # noqa: BLE001 the others of this session are not to end with it
+            _log.exception("an event could not be taken", request_id=self._opened.request_id, error=str(error))
+            self._finish(Fatal(InternalError(f"a decode node's event could not be taken: {error}")))
 
     def on_lost(self, error: OutriderError) -> None:
         """The decode node's session broke."""

@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from decode_node.commands import DrainStarted, GroupCancelled, GroupOpened, SessionEnded, TransferFailed
-from decode_node.inbox import Inbox
+from decode_node.inbox import TOO_MANY_TOKENS, Inbox
 from outrider.errors import CapacityError
 from outrider.request import SamplingParams
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup, SampleStart
@@ -65,8 +65,11 @@ def test_what_the_engine_thread_has_taken_counts_no_more():
 def test_prompts_are_bounded_by_their_tokens_but_for_a_single_one():
     inbox = Inbox(max_tokens=100)
     inbox.put(opened(1, num_tokens=1000))
-    with pytest.raises(CapacityError, match="1000 prompt tokens of this router wait already; 1 more would exceed 100"):
+    with pytest.raises(
+        CapacityError, match="1000 prompt tokens of this router wait already; 1 more would exceed 100"
+    ) as refused:
         inbox.put(opened(1))
+    assert refused.value.reason == TOO_MANY_TOKENS
     inbox.put(opened(2, num_tokens=60))
     inbox.put(opened(2, num_tokens=40))
     with pytest.raises(CapacityError, match="100 prompt tokens of this router wait already"):

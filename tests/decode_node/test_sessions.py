@@ -10,8 +10,9 @@ import grpc.aio
 import pytest
 
 from decode_node.commands import AddressedEvent, GroupOpened, SessionEnded
+from decode_node.inbox import Inbox
 from decode_node.servicer import DecodeServicer
-from decode_node.sessions import Sessions, merge_tokens
+from decode_node.sessions import INBOX_WAIT_SECONDS, Sessions, merge_tokens
 from outrider.errors import CapacityError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS
@@ -164,6 +165,32 @@ async def test_a_router_that_floods_the_engine_is_told_and_loses_its_lease():
         told = await refusal(call)
         assert (type(told), told.reason) == (CapacityError, "TOO_MANY_COMMANDS")
         await engine.until(SessionEnded)
+
+
+async def test_prompts_that_the_inbox_has_no_room_for_are_rejected_and_the_session_goes_on():
+    async with serving() as (engine, _, channel):
+        inbox = Inbox(max_tokens=100)
+        engine.take = lambda command: (inbox.put(command), Engine.submit(engine, command))
+        call = await connect(channel)
+        for number in range(3):
+            opened = session_pb2.OpenSequenceGroup(
+                sequence_group_id=bytes([number] * 16), transfer_id=GROUP, prompt_token_ids=[1] * 60, request_id="r"
+            )
+            await call.write(session_pb2.SessionCommand(open=opened))
+        rejected = {}
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(rejected) < 2:
+                for event in (await call.read()).events:
+                    rejected[event.sequence_group_id[0]] = event.rejected
+        assert rejected.keys() == {1, 2}
+        assert {event.reason for event in rejected.values()} == {session_pb2.REJECT_REASON_NO_ROOM}
+        assert {event.wait_microseconds for event in rejected.values()} == {INBOX_WAIT_SECONDS * 1e6}
+        inbox.take_all()
+        await call.write(session_pb2.SessionCommand(open=opened))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(inbox.take_all()) < 1:
+                await call.read()
+        call.cancel()
 
 
 async def test_a_router_that_lives_but_does_not_read_is_told_and_loses_its_lease(monkeypatch):
