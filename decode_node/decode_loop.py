@@ -187,9 +187,11 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         stats = _stats(plan, verdicts, seconds=self._clock() - started, nanoseconds=self._time.take())
-        self._profiler.step_ended(
-            stats.nanoseconds, kind=_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
-        )
+        if self._profiler.is_capturing:
+            with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
+                self._profiler.step_ended(
+                    stats.nanoseconds, kind=_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
+                )
         return stats
 
     def _gather(self) -> StepDrafts:

@@ -133,12 +133,14 @@ class PrefillLoop:
     def _tell(self, plan: StepPlan, seconds: float) -> None:
         """A finished step, to whoever counts or profiles."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
-        self._profiler.step_ended(
-            stats.nanoseconds,
-            kind=StepKind.PROMPT,
-            num_rows=plan.num_rows,
-            num_sequences=len(plan.scheduled),
-        )
+        if self._profiler.is_capturing:
+            with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
+                self._profiler.step_ended(
+                    stats.nanoseconds,
+                    kind=StepKind.PROMPT,
+                    num_rows=plan.num_rows,
+                    num_sequences=len(plan.scheduled),
+                )
         self._emit((), stats)
         self._time.mark(Part.EMIT)
 

@@ -39,6 +39,10 @@ class StepProfiler:
         self._num_traced_steps = 0
         self._event_loop_nanoseconds = 0
 
+    @property
+    def is_capturing(self) -> bool:
+        return self._capture is not None
+
     def begin(self, capture: Capture) -> None:
         """Whatever was under way ends: nobody waits for it any more."""
         self.end()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 FIRST_STEP_SECONDS = 1.0  # the least expected of a number of rows that was never run: a busy machine is not a death
@@ -60,6 +61,15 @@ class StepProgress:
         """It goes on. The pause is no part of it; a new number tells that it is not one long step."""
         started = self._clock() - self._age_at_pause
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), started)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no part of the step."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def end(self) -> None:
         """Idle until the next one begins. A step with rows says what others of its kind will take."""

@@ -97,6 +97,19 @@ def test_a_pause_is_no_part_of_a_step():
     assert expected_seconds(progress, 4) == 0.75
 
 
+def test_a_pause_ends_with_what_happens_in_it():
+    clock = FakeClock()
+    progress = StepProgress(clock)
+    progress.begin()
+    progress.expect(4)
+    with progress.paused():
+        clock.advance(100.0)
+        assert progress.at_hand.expected_seconds == 0.0
+    clock.advance(0.5)
+    progress.end()
+    assert expected_seconds(progress, 4) == 0.5
+
+
 def test_a_step_that_others_hold_up_for_long_is_no_death():
     clock = FakeClock()
     progress, watcher = StepProgress(clock), ProgressDeadline(clock=clock)
