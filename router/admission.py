@@ -1,4 +1,4 @@
-"""The one queue: bounded, by priority, then by arrival."""
+"""The one queue: bounded, by priority, then by the client's share, then by arrival."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
+from router.fair_order import FairOrder
 from router.placement import Demand, Place
 
 _MAX_RETRY_SECONDS = 30.0
+COST_TOKENS = 1024
+"""So many prompt tokens count as one more sequence that runs, in a client's share."""
 LOOK_AGAIN_SECONDS = 0.25
 """How often the head of the queue is offered to placement when no report does it."""
 
@@ -28,12 +32,16 @@ class Places(Protocol):
 class Waiting:
     """One request's turn in the queue. It keeps it when a decode node sends it back, and when a node is lost."""
 
-    def __init__(self, demand: Demand, *, priority: int) -> None:
+    def __init__(self, demand: Demand, *, priority: int, client: str = "", num_samples: int = 1) -> None:
         self.demand = demand
         self.priority = priority
-        self.arrival: int | None = None  # order among equals; set when it first asks
-        self.has_waited = False  # accepted into the queue: it is not refused any more
+        self.client = client
+        self.cost = num_samples + len(demand.token_ids) / COST_TOKENS  # of its client's share
+        self.turn: tuple[int, float, int] | None = None  # the smallest goes first; set when it first asks
+        self.has_waited = False  # accepted into the queue: the bounds do not count for it any more
+        self.had_place = False  # its answer has begun: it is not refused any more
         self.place: asyncio.Future[Place] | None = None  # set while it is in the queue
+        self.num_counted_tokens: int | None = None  # while it counts against the queue's bounds
         self.stranded_since: float | None = None  # no serving node could take it since then
 
     @property
@@ -47,6 +55,9 @@ class Waiting:
 
 class Admission:
     """Hands places to requests in order; the first in line is never passed by.
+
+    Among equal priorities clients take turns, by what their requests cost (`FairOrder`). When the
+    queue is full, a client that has less in it than another displaces that one's last request.
 
     Owned by the event loop. `pump` gives out what has become free; whoever changes the
     room calls it.
@@ -66,7 +77,8 @@ class Admission:
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
         self._clock = clock
-        self._heap: list[tuple[int, int, Waiting]] = []  # (-priority, arrival, request); may hold some that left
+        self._heap: list[tuple[tuple[int, float, int], Waiting]] = []  # by turn; may hold some that left
+        self._order = FairOrder()
         self._arrivals = itertools.count()
         self._num_waiting = 0
         self._num_waiting_tokens = 0
@@ -87,32 +99,37 @@ class Admission:
         Raises: CapacityError at once when the queue is full; PeerLostError when no node
         has served for too long. Cancelling leaves the queue.
         """
-        if waiting.arrival is None:
-            waiting.arrival = next(self._arrivals)
+        if waiting.turn is None:
+            stamp = self._order.stamp(waiting.client, waiting.cost)
+            waiting.turn = (-waiting.priority, stamp, next(self._arrivals))
         if not self._is_behind_others(waiting):
             place = self._places.place(waiting.demand)
             if place is not None:
+                self._note_place(waiting)
                 return place
         if not waiting.has_waited:
-            self._check_limits(waiting)
+            try:
+                self._make_room(waiting)
+            except CapacityError:
+                self._order.refund(waiting.client, waiting.cost)
+                raise
             waiting.has_waited = True
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         waiting.place = future
-        heapq.heappush(self._heap, (-waiting.priority, waiting.arrival, waiting))
-        self._num_waiting += 1
-        num_tokens = waiting.num_tokens
-        self._num_waiting_tokens += num_tokens
+        heapq.heappush(self._heap, (waiting.turn, waiting))
+        self._count_in(waiting)
         self._set_timer()
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().release()  # given out at the moment it was no longer wanted
+            elif not waiting.had_place:
+                self._order.refund(waiting.client, waiting.cost)
             raise
         finally:
             waiting.place = None
-            self._num_waiting -= 1
-            self._num_waiting_tokens -= num_tokens
+            self._count_out(waiting)
             self._drop_gone()
 
     def pump(self) -> None:
@@ -132,9 +149,10 @@ class Admission:
                 break
             heapq.heappop(self._heap)
             assert first.place is not None, "a request in the queue has a future"
+            self._note_place(first)
             first.place.set_result(place)
         for entry in stranded:
-            self._strand(entry[2])
+            self._strand(entry[1])
             heapq.heappush(self._heap, entry)
 
     def _strand(self, waiting: Waiting) -> None:
@@ -154,40 +172,77 @@ class Admission:
         """How long a request took once admitted: what RetryInfo is estimated from."""
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
-    def _check_limits(self, waiting: Waiting) -> None:
+    def _note_place(self, waiting: Waiting) -> None:
+        assert waiting.turn is not None, "it has asked"
+        waiting.had_place = True
+        self._order.serve(waiting.turn[1])
+
+    def _make_room(self, waiting: Waiting) -> None:
+        """In the queue, where another client gives way if need be. Raises: CapacityError."""
+        while (error := self._why_full(waiting)) is not None:
+            displaced = self._last_of_busiest(besides=waiting.client)
+            if displaced is None:
+                raise error
+            self.withdraw(displaced, error)
+            self._count_out(displaced)
+
+    def _count_in(self, waiting: Waiting) -> None:
+        waiting.num_counted_tokens = waiting.num_tokens
+        self._num_waiting += 1
+        self._num_waiting_tokens += waiting.num_tokens
+
+    def _count_out(self, waiting: Waiting) -> None:
+        """Idempotent."""
+        if waiting.num_counted_tokens is not None:
+            self._num_waiting -= 1
+            self._num_waiting_tokens -= waiting.num_counted_tokens
+            waiting.num_counted_tokens = None
+
+    def _why_full(self, waiting: Waiting) -> CapacityError | None:
         retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
         if self._num_waiting + 1 > self._max_waiting:
-            raise CapacityError(
+            return CapacityError(
                 f"{self._num_waiting} requests are waiting; at most {self._max_waiting} may",
                 retry_after_seconds=retry_after,
                 reason="QUEUE_FULL",
             )
         if self._num_waiting_tokens + waiting.num_tokens > self._max_waiting_tokens:
-            raise CapacityError(
+            return CapacityError(
                 f"{self._num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
                 f" {self._max_waiting_tokens}",
                 retry_after_seconds=retry_after,
                 reason="QUEUE_FULL",
             )
+        return None
+
+    def _last_of_busiest(self, *, besides: str) -> Waiting | None:
+        """Of the client with the most in the queue, if that is at least two more than `besides` has."""
+        in_queue = [waiting for _, waiting in self._heap if waiting.is_in_queue]
+        counts = Counter(waiting.client for waiting in in_queue)
+        client, most = max(counts.items(), key=lambda item: item[1], default=(besides, 0))
+        if client == besides or most < counts[besides] + 2:
+            return None
+        mine = [waiting for waiting in in_queue if waiting.client == client and not waiting.had_place]
+        return max(mine, key=lambda waiting: waiting.turn or (), default=None)
 
     def _is_behind_others(self, waiting: Waiting) -> bool:
         first = self._first()
         if first is None:
             return False
-        assert waiting.arrival is not None, "it has asked"
-        assert first.arrival is not None, "it is in the queue"
-        return (-first.priority, first.arrival) < (-waiting.priority, waiting.arrival)
+        assert waiting.turn is not None, "it has asked"
+        assert first.turn is not None, "it is in the queue"
+        return first.turn < waiting.turn
 
     def _first(self) -> Waiting | None:
         self._drop_gone()
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][1] if self._heap else None
 
     def _drop_gone(self) -> None:
         """Those that left: cancelled, or their deadline has passed."""
-        while self._heap and not self._heap[0][2].is_in_queue:
+        while self._heap and not self._heap[0][1].is_in_queue:
             heapq.heappop(self._heap)
         if len(self._heap) > 2 * self._num_waiting + 16:  # many left from behind a first that stays
-            self._heap = [entry for entry in self._heap if entry[2].is_in_queue]
+            self._heap = [entry for entry in self._heap if entry[1].is_in_queue]
             heapq.heapify(self._heap)
 
     def _set_timer(self) -> None:

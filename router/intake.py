@@ -15,20 +15,22 @@ SEED_LIMIT = 1 << 53
 """Drawn seeds are exact in every language's floating-point numbers."""
 
 
-async def read_request(proto: router_pb2.GenerateRequest, served: ServedModel, *, request_id: str) -> Request:
+async def read_request(
+    proto: router_pb2.GenerateRequest, served: ServedModel, *, request_id: str, client: str = ""
+) -> Request:
     """The request that nodes will see. `proto` has passed `check_request`.
 
-    Raises: InvalidRequestError when the prompt does not fit.
+    Raises: InvalidRequestError when the prompt does not fit; CapacityError when too many texts wait.
     """
     tokenizer = served.tokenizer
     if proto.HasField("text"):
         check_lengths(proto, max(tokenizer.least_num_tokens(proto.text), 1), served.info)
-    token_ids = await encode_prompt(proto, tokenizer)
+    token_ids = await encode_prompt(proto, tokenizer, client=client)
     max_tokens = check_lengths(proto, len(token_ids), served.info)
     prompt_text = ""
     if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
         skip = skips_special_tokens(proto.output)
-        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip)
+        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip, client=client)
     seed = proto.sampling.seed if proto.sampling.HasField("seed") else secrets.randbelow(SEED_LIMIT)
     return request_from_proto(
         proto,
@@ -59,12 +61,14 @@ def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
 
 
 async def encode_prompt(
-    proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, tokenizer: Tokenizer
+    proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, tokenizer: Tokenizer, *, client: str = ""
 ) -> list[int]:
-    """Raises: InvalidRequestError when the chat template refuses the messages."""
+    """Raises: InvalidRequestError when the chat template refuses the messages; CapacityError."""
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
         return list(proto.token_ids.ids)
     if proto.HasField("chat"):
         messages, add_generation_prompt = chat_from_proto(proto.chat)
-        return await tokenizer.encode_chat(messages, add_generation_prompt=add_generation_prompt)
-    return await tokenizer.encode_text(proto.text)
+        return await tokenizer.encode_chat(
+            messages, add_generation_prompt=add_generation_prompt, num_bytes=proto.chat.ByteSize(), client=client
+        )
+    return await tokenizer.encode_text(proto.text, client=client)

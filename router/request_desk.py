@@ -33,8 +33,11 @@ class RequestDesk:
         self.keeper: Keeper = NoKeeper()
         self.is_draining = False
 
-    async def open(self, proto: router_pb2.GenerateRequest) -> RunningRequest:
-        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
+    async def open(self, proto: router_pb2.GenerateRequest, *, client: str = "") -> RunningRequest:
+        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError.
+
+        `client`: whose share it counts against.
+        """
         arrived_at = time.monotonic()
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
@@ -43,10 +46,10 @@ class RequestDesk:
         request_id = proto.request_id or str(uuid.uuid4())
         running = self.running.enter(request_id)
         try:
-            request = await read_request(proto, served, request_id=request_id)
+            request = await read_request(proto, served, request_id=request_id, client=client)
             window = resume_window_seconds(proto)
             answer = _make_answer(request, served)
-            _begin(running, answer, served, services, arrived_at=arrived_at, window=window)
+            _begin(running, answer, served, services, arrived_at=arrived_at, window=window, client=client)
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
                 message = complete_proto(proto, request).SerializeToString()
@@ -125,6 +128,7 @@ def _begin(
     *,
     arrived_at: float,
     window: float | None,
+    client: str = "",
     was_admitted: bool = False,
 ) -> None:
     """Starts to compute the answer. Raises: CapacityError when there is no memory for it."""
@@ -135,7 +139,9 @@ def _begin(
     stop_token_ids = _stop_token_ids(request, served)
     running.begin(
         answer,
-        RequestFlow(answer, record, served, services, stop_token_ids=stop_token_ids, was_admitted=was_admitted),
+        RequestFlow(
+            answer, record, served, services, stop_token_ids=stop_token_ids, client=client, was_admitted=was_admitted
+        ),
         trailers=lambda: answer_trailers(
             record, num_generated_tokens=answer.num_generated_tokens, is_kept=running.is_kept
         ),

@@ -66,9 +66,10 @@ class RequestFlow(AttemptListener):
         services: FlowServices,
         *,
         stop_token_ids: tuple[int, ...],
+        client: str = "",
         was_admitted: bool = False,
     ) -> None:
-        """`was_admitted`: by another router, so that it is not refused here."""
+        """`client`: whose share of the queue it takes. `was_admitted`: by another router: it is not refused here."""
         self._answer = answer
         self._request = answer.request
         self._record = record
@@ -81,8 +82,10 @@ class RequestFlow(AttemptListener):
             kv_ready_timeout_seconds=services.config.kv_ready_timeout_seconds,
             hedges=services.hedges,
         )
-        self._waiting = Waiting(self._demand(), priority=self._request.priority)
-        self._waiting.has_waited = was_admitted
+        self._waiting = Waiting(
+            self._demand(), priority=self._request.priority, client=client, num_samples=self._request.sampling.n
+        )
+        self._waiting.has_waited = self._waiting.had_place = was_admitted
         self._seeking: asyncio.Task[Place] | None = None  # a place, in the queue
         self._attempts: list[Attempt] = []  # oldest first; two while work moves
         self._last: Attempt | None = None  # of those that have completed: its figures may still come

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from outrider import __version__
-from outrider.errors import InvalidRequestError, PeerLostError
+from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
 from outrider.service.open_calls import OpenCalls
@@ -20,6 +20,7 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import complete_to_proto, event_to_proto
 from outrider.wire.cluster import cluster_to_proto, model_to_proto
 from outrider.wire.request import num_samples, skips_special_tokens
+from router.client_name import client_of
 from router.intake import encode_prompt
 from router.node_directory import NodeDirectory
 from router.request_desk import RequestDesk
@@ -31,6 +32,8 @@ from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_r
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
 LEAST_WATCH_SECONDS = 0.1
+MAX_WATCHES = 128
+"""WatchCluster calls at a time: each costs a message for every node, ten times a second."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,6 +47,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self.desk = RequestDesk(nodes, services)
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
         self._has_ended = asyncio.Event()  # nothing is left to watch
+        self._num_watches = 0
 
     def end_watches(self) -> None:
         """Every WatchCluster ends, with a status that says why."""
@@ -91,7 +95,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             served = self._nodes.model()
             if kind == "chat":
                 check_chat(request.chat, served.info)
-            response.token_ids.extend(await encode_prompt(request, served.tokenizer))
+            response.token_ids.extend(await encode_prompt(request, served.tokenizer, client=client_of(context)))
         return response
 
     async def Detokenize(  # noqa: N802
@@ -102,7 +106,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             served = self._nodes.model()
             check_detokenize(request, served.info)
             response.text = await served.tokenizer.decode(
-                request.token_ids, skip_special_tokens=skips_special_tokens(request)
+                request.token_ids, skip_special_tokens=skips_special_tokens(request), client=client_of(context)
             )
         return response
 
@@ -112,7 +116,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
-        async with rpc_errors(context):
+        async with rpc_errors(context), self._watch():
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
@@ -124,11 +128,22 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise PeerLostError("the router is stopping", reason="DRAINING")
 
     @asynccontextmanager
+    async def _watch(self) -> AsyncIterator[None]:
+        """Raises: CapacityError beyond `MAX_WATCHES`."""
+        if self._num_watches >= MAX_WATCHES:
+            raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
+        self._num_watches += 1
+        try:
+            yield
+        finally:
+            self._num_watches -= 1
+
+    @asynccontextmanager
     async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[RunningRequest]:
         """Raises: OutriderError. However the call ends, its trailers say what there was of an answer."""
         self.calls.enter(context)
         context.set_trailing_metadata(NOTHING_GENERATED)
-        running = await self.desk.open(proto)
+        running = await self.desk.open(proto, client=client_of(context))
         try:
             yield running
         finally:

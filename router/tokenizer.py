@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import tokenizers
 
 from outrider.errors import InvalidRequestError, ModelError
 from router.chat_template import ChatTemplate, load_chat_template
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.encoding_queue import EncodingQueue
 
-T = TypeVar("T")
+BYTES_PER_TOKEN = 4
+"""What a token counts as, among texts that wait to be encoded."""
 
 
 class Tokenizer:
@@ -45,20 +45,33 @@ class Tokenizer:
             }
             if _keeps_every_character(description):
                 self._longest_token = max(map(len, self._token_bytes[False]), default=0)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._queue = EncodingQueue(num_threads)
 
     def least_num_tokens(self, text: str) -> int:
         """A lower bound of what `text` encodes to, for refusing what is far too long without encoding it."""
         return len(text) // self._longest_token if self._longest_token else 0
 
-    async def encode_text(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such."""
-        return await self._in_thread(lambda: self._encode(text, add_special_tokens=True))
+    async def encode_text(self, text: str, *, client: str = "") -> list[int]:
+        """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such.
 
-    async def encode_chat(self, messages: Iterable[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """The chat template's rendering, nothing added. `messages` are read in the thread.
+        Raises: CapacityError when too many texts wait.
+        """
+        return await self._queue.run(
+            lambda: self._encode(text, add_special_tokens=True), client=client, num_bytes=len(text)
+        )
 
-        Raises: InvalidRequestError when the model has no template or its template refuses the messages.
+    async def encode_chat(
+        self,
+        messages: Iterable[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool,
+        num_bytes: int = 0,
+        client: str = "",
+    ) -> list[int]:
+        """The chat template's rendering, nothing added. `messages`, of about `num_bytes`, are read in the thread.
+
+        Raises: InvalidRequestError when the model has no template or its template refuses the messages;
+        CapacityError when too many texts wait.
         """
         template = self._template
         if template is None:
@@ -68,10 +81,15 @@ class Tokenizer:
             text = template.render(messages, add_generation_prompt=add_generation_prompt)
             return self._encode(text, add_special_tokens=False)
 
-        return await self._in_thread(encode)
+        return await self._queue.run(encode, client=client, num_bytes=num_bytes)
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return await self._in_thread(lambda: self._decode(token_ids, skip_special_tokens=skip_special_tokens))
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, client: str = "") -> str:
+        """Raises: CapacityError when too many texts wait."""
+        return await self._queue.run(
+            lambda: self._decode(token_ids, skip_special_tokens=skip_special_tokens),
+            client=client,
+            num_bytes=BYTES_PER_TOKEN * len(token_ids),
+        )
 
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
         """A decoder for one sample. `context`: the tokens before it."""
@@ -83,16 +101,13 @@ class Tokenizer:
 
     def close(self) -> None:
         """Ends the threads; a second call does nothing."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -69,6 +69,43 @@ async def test_without_a_queue_a_full_system_refuses(full):
     assert (await full.generate(sampling=full.sampling())).token_ids()
 
 
+async def test_clients_that_name_themselves_share_a_full_queue(full):
+    await full.serve(max_waiting=2)
+    running = await start_long(full)
+
+    def start(client_id):
+        return full.stub.Complete(
+            full.request(sampling=full.sampling(max_tokens=2)), metadata=(("client_id", client_id),), timeout=20
+        )
+
+    flood = []
+    for number in range(2):
+        flood.append(start("flood"))
+        await wait_for_queue(full, number + 1)
+    other = start("other")
+    with pytest.raises(grpc.aio.AioRpcError) as displaced:
+        await flood[1]
+    failure = full.failure_of(displaced.value)
+    assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
+    assert failure.retry_seconds > 0
+    running.cancel()
+    await asyncio.gather(flood[0], other)
+    await full.is_empty()
+
+
+async def test_watches_are_bounded_and_a_place_is_free_again(cluster, monkeypatch):
+    monkeypatch.setattr("router.servicer.MAX_WATCHES", 1)
+    await cluster.serve()
+    first = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=20)
+    await first.read()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=20).read()
+    assert cluster.failure_of(refused.value).reason == "TOO_MANY_WATCHES"
+    first.cancel()
+    await cluster.eventually(lambda: cluster.service.servicer._num_watches == 0)
+    assert (await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=20).read()).nodes
+
+
 async def test_a_full_journal_refuses(cluster):
     await cluster.serve(journal_bytes=65_536)
     failure = await cluster.fail(sampling=cluster.sampling(n=8, max_tokens=LONG))

@@ -11,6 +11,7 @@ from outrider.node import NodeLoad
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
 from router.admission import Admission, Waiting
 from router.answer_budget import AnswerBudget
+from router.fair_order import FairOrder
 from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, Refusal, prefix_hashes
 
 
@@ -39,8 +40,8 @@ class FakePlaces:
         return FakePlace(self)
 
 
-def waiting(num_tokens=4, priority=0):
-    return Waiting(Demand((1,) * num_tokens), priority=priority)
+def waiting(num_tokens=4, priority=0, client=""):
+    return Waiting(Demand((1,) * num_tokens), priority=priority, client=client)
 
 
 def make_admission(places, **limits):
@@ -105,6 +106,91 @@ async def test_limits_count_requests_and_tokens():
     tasks += await queue_up(admission, waiting(6))
     with pytest.raises(CapacityError):
         await admission.wait_for_place(waiting(0))
+    for task in tasks:
+        task.cancel()
+
+
+async def test_clients_take_turns_however_much_each_asks_for():
+    places = FakePlaces()
+    admission = make_admission(places, max_waiting=100, max_waiting_tokens=1000)
+    order = []
+
+    async def one(client):
+        await admission.wait_for_place(waiting(client=client))
+        order.append(client)
+
+    tasks = [asyncio.ensure_future(one(client)) for client in ["flood"] * 20 + ["b", "c", "b"]]
+    await asyncio.sleep(0)
+    for _ in range(8):
+        places.num_free = 1
+        admission.pump()
+        await asyncio.sleep(0)
+    assert order == ["flood", "b", "c", "flood", "b", "flood", "flood", "flood"]
+    places.num_free = 100
+    admission.pump()
+    await asyncio.gather(*tasks)
+
+
+async def test_of_one_client_priority_and_arrival_count_as_ever():
+    places = FakePlaces()
+    admission = make_admission(places, max_waiting=100)
+    entries = [waiting(9), waiting(1), waiting(1, priority=-1), waiting(9, priority=1)]
+    order = []
+
+    async def one(index, entry):
+        await admission.wait_for_place(entry)
+        order.append(index)
+
+    tasks = [asyncio.ensure_future(one(index, entry)) for index, entry in enumerate(entries)]
+    await asyncio.sleep(0)
+    for _ in entries:
+        places.num_free = 1
+        admission.pump()
+        await asyncio.sleep(0)
+    assert order == [3, 0, 1, 2]
+    await asyncio.gather(*tasks)
+
+
+async def test_a_client_that_was_idle_saves_nothing_up():
+    order = FairOrder()
+    for _ in range(5):
+        order.serve(order.stamp("busy", 1.0))
+    stamps = [order.stamp("busy", 1.0), order.stamp("idle", 1.0), order.stamp("idle", 1.0), order.stamp("busy", 1.0)]
+    assert stamps == [5.0, 4.0, 5.0, 6.0]
+
+
+async def test_in_a_full_queue_the_busiest_clients_last_request_gives_way():
+    admission = make_admission(FakePlaces(), max_waiting=4)
+    flood = await queue_up(admission, *(waiting(client="flood") for _ in range(4)))
+    with pytest.raises(CapacityError):
+        await admission.wait_for_place(waiting(client="flood"))
+    others = await queue_up(admission, waiting(client="b"), waiting(client="c"))
+    (again,) = await queue_up(admission, waiting(client="b"))
+    assert admission.num_waiting == 4
+    with pytest.raises(CapacityError):
+        await again
+    for task in flood[2:]:
+        with pytest.raises(CapacityError) as displaced:
+            await task
+        assert displaced.value.retry_after_seconds > 0
+    assert [task.done() for task in (*flood[:2], *others)] == [False] * 4
+    for task in (*flood[:2], *others):
+        task.cancel()
+    await asyncio.gather(*flood, *others, return_exceptions=True)
+    assert admission.num_waiting == admission.num_waiting_tokens == 0
+
+
+async def test_what_has_begun_is_displaced_by_nobody():
+    places = FakePlaces(3)
+    admission = make_admission(places, max_waiting=3)
+    begun = [waiting(client="flood") for _ in range(3)]
+    for entry in begun:
+        await admission.wait_for_place(entry)
+        entry.has_waited = True
+    tasks = await queue_up(admission, *begun)  # their node was lost
+    with pytest.raises(CapacityError):
+        await admission.wait_for_place(waiting(client="b"))
+    assert not any(task.done() for task in tasks)
     for task in tasks:
         task.cancel()
 
