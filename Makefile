@@ -59,7 +59,7 @@ demo: $(READY) ## Four services, three prompts with and without speculation, and
 
 .PHONY: test
 test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST_ARGS='-n 0' in one process)
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(READY) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why

@@ -49,11 +49,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose, so that a choice does not change what is left of a matrix
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick folders first, so that a plain mistake shows in seconds; whole clusters last."""
-    items.sort(key=_rank)  # stable: the order within a folder stays
+    """Quick folders first, so that a plain mistake shows in seconds; whole clusters last.
+
+    Of several workers, some would wait at the end for the clusters of another: there they come first.
+    """
+    items.sort(key=_rank, reverse=hasattr(config, "workerinput"))  # stable: the order within a folder stays
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
     if not config.getoption("--full"):
-        left_out = _left_out_of_matrices(items)
+        left_out = _left_out_of_matrices(items) | {item for item in items if item.get_closest_marker("full")}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 

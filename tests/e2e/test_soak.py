@@ -12,7 +12,7 @@ from tests.e2e.random_requests import assert_exact, bench_texts, soak
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("drafter", ["ngram", "another_model"])
+@pytest.mark.parametrize("drafter", [pytest.param("ngram", marks=pytest.mark.full), "another_model"])
 def test_random_requests_to_a_tiny_model(start_cluster, tmp_path_factory, drafter, is_full):
     """Random weights accept little and end nowhere in particular: every step mixes all kinds of rows."""
     model = make_tiny_model(tmp_path_factory.mktemp("target"), dtype="bfloat16")

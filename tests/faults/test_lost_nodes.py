@@ -22,7 +22,7 @@ from outrider.service.node_service import NodeWatcher
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
-LONG = {"max_tokens": 1500, "seed": 3, "temperature": 0.9, **REPETITIVE}
+LONG = {"max_tokens": 700, "seed": 3, "temperature": 0.9, **REPETITIVE}
 LOST_SECONDS = 8.0  # frozen processes look alive to TCP: their progress has to stop for a while
 
 
@@ -74,8 +74,7 @@ def stream_with_a_fault(faulty, after_tokens, fault, **options):
         return stream.token_ids()
 
 
-@pytest.mark.parametrize("after_tokens", [1, 300])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("number", "after_tokens"), [(signal.SIGKILL, 200), (signal.SIGSTOP, 1)])
 def test_losing_the_draft_node_changes_no_token(faulty, undisturbed, number, after_tokens):
     tokens = stream_with_a_fault(faulty, after_tokens, lambda: faulty.cluster.kill("draft-0", number))
     assert tokens == undisturbed

@@ -70,15 +70,17 @@ def check_goes_on(running, number, *, n, most_seconds):
     running.wait_until_nothing_is_held()
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_killed_router_of_a_store_costs_a_moment(sharing, n):
     check_goes_on(sharing, signal.SIGKILL, n=n, most_seconds=5.0)
 
 
+@pytest.mark.full  # tests/router/test_lost_router_processes.py has it with fake nodes
 def test_a_frozen_router_of_a_store_costs_the_time_to_notice(sharing):
     check_goes_on(sharing, signal.SIGSTOP, n=2, most_seconds=20.0)
 
 
+@pytest.mark.full  # tests/router/test_lost_router_processes.py has it with fake nodes
 def test_without_a_common_store_one_sample_goes_on_as_well(separate):
     check_goes_on(separate, signal.SIGKILL, n=1, most_seconds=5.0)
 

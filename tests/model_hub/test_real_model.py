@@ -77,8 +77,11 @@ def loaded_in_float32(request):
     return load_model(ModelConfig(max_model_len=1024, dtype="float32", kernels=request.param))
 
 
-def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, generated, num_tokens):
+def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, generated, num_tokens, is_full):
     loaded, (prompt, expected) = loaded_in_float32, generated
+    if not (loaded.cpu_kernels or is_full):
+        num_tokens //= 3  # torch takes five times as long as the native kernels
+        expected = expected[:num_tokens]
     # min_new_tokens bans the end of text there; here nothing does, so compare up to it.
     end = next((i for i, token in enumerate(expected) if token in loaded.info.eos_token_ids), num_tokens)
     for num_rows in (1, 5):

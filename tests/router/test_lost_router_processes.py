@@ -81,7 +81,7 @@ async def check_goes_on(pair, number, *, most_seconds, **options):
     assert gap_seconds < most_seconds
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 3])
 async def test_a_killed_router_of_a_store_costs_a_moment(pair, store_server, n):
     await pair.start(f"router.store={store_server.url}")
     await check_goes_on(pair, signal.SIGKILL, n=n, most_seconds=2.0)
@@ -102,6 +102,7 @@ async def test_without_a_common_store_one_sample_goes_on_as_well(pair):
     await check_goes_on(pair, signal.SIGKILL, most_seconds=2.0)
 
 
+@pytest.mark.full  # tests/faults/test_lost_routers.py has it with real nodes
 async def test_a_store_that_dies_holds_up_nothing_that_runs(pair, store_server):
     await pair.start(f"router.store={store_server.url}")
     undisturbed, _ = await pair.run(pair.addresses)
