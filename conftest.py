@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
 SHARED_CLUSTER = "tests/e2e/"
 """Its tests ask one cluster, which is started once: of several workers, one runs them all."""
-OWN_CLUSTERS = ("tests/e2e/test_node_tls.py", "tests/e2e/test_real_model.py", "tests/e2e/test_soak.py")
+OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_real_model.py", "tests/e2e/test_soak.py")
 """But these start others."""
 
 

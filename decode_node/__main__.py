@@ -11,7 +11,9 @@ from decode_node.config import DecodeNodeConfig
 from outrider.config import parse_role_arguments
 from outrider.engine.processor import SPIN_LONG, prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
+from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service.config import TelemetryConfig
+from outrider.service.security import make_security
 from outrider.service.server import run_service
 
 if TYPE_CHECKING:
@@ -22,23 +24,28 @@ ROLE = "decode_node"
 
 def main(argv: list[str] | None = None) -> int:
     sections = parse_role_arguments(
-        ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: DecodeNodeConfig}, argv
+        ROLE,
+        {"model": ModelConfig, "telemetry": TelemetryConfig, "security": SecurityConfig, ROLE: DecodeNodeConfig},
+        argv,
     )
     prepare_environment(spin_count=SPIN_LONG, cpus=sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
 
     config: DecodeNodeConfig = sections[ROLE]
+    security = make_security(sections["security"])
     node = DecodeNode(
-        build=make_build(config, sections["model"]),
+        build=make_build(config, sections["model"], security),
         configured_name=config.server.name,
         session_timeout_seconds=config.session_timeout_seconds,
         allows_profiles=sections["telemetry"].profiling,
     )
-    return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
+    return run_service(node, server=config.server, telemetry=sections["telemetry"], security=security, role=ROLE)
 
 
-def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[[bytes, str, Emit], DecodeParts]:
+def make_build(
+    config: DecodeNodeConfig, model_config: ModelConfig, security: PeerSecurity
+) -> Callable[[bytes, str, Emit], DecodeParts]:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
@@ -106,6 +113,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
                     max_model_len=info.max_model_len,
                 ),
                 resolve_interval_seconds=config.resolve_interval_seconds,
+                open_channel=security.open_channel,
             )
             if config.draft_targets
             else NoDrafts()
@@ -130,6 +138,7 @@ def make_build(config: DecodeNodeConfig, model_config: ModelConfig) -> Callable[
             advertise_address="" if config.kv_host else config.server.advertise_address,
             on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
             on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
+            security=security,
         )
         desk = GroupDesk(
             engine=engine,

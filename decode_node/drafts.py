@@ -19,7 +19,7 @@ import grpc.aio
 from decode_node.draft_book import DraftBook, DraftCounters, DraftWant
 from decode_node.draft_link import DraftLink
 from decode_node.step_drafts import StepDrafts
-from outrider.rpc.channels import open_channel
+from outrider.rpc.peer_security import PLAINTEXT
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
@@ -63,7 +63,7 @@ class DraftClient:
         resolver: Resolver = resolve_with_dns,
         resolve_interval_seconds: float = DEFAULT_RESOLVE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        open_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        open_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT.open_channel,
     ) -> None:
         self._hello = hello
         self._changed = threading.Condition()

@@ -9,7 +9,9 @@ import torch
 
 from outrider.kv_transfer.base import DrainState, TransferSpec, TransferStats
 from outrider.kv_transfer.receiver import KvReceiver
+from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.address import is_local, is_wildcard, own_host, split_port
+from outrider.service.security import warn_if_exposed
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -47,11 +49,13 @@ class Ingest:
         advertise_address: str,
         on_complete: Callable[[bytes, TransferStats], None],
         on_failed: Callable[[bytes, str], None],
+        security: PeerSecurity,
     ) -> None:
         """`advertise_address`: "host" or "host:port" of this node for others; only the host counts here."""
         self._kv_cache = kv_cache
         self._incarnation = incarnation
         self._host = host
+        self._security = security
         self._advertised_host = split_port(advertise_address)[0]
         self.receiver = KvReceiver(
             incarnation=incarnation,
@@ -60,10 +64,18 @@ class Ingest:
             connectors=tuple(connectors),
             on_complete=on_complete,
             on_failed=on_failed,
+            security=security,
         )
         self._port = 0
 
     def start(self) -> None:
+        """Raises: ConfigError."""
+        warn_if_exposed(
+            self._host,
+            what="this node's KV ingest",
+            is_protected=self._security.is_enabled,
+            fix="bind decode_node.kv_host to a private network, or set security.tls",
+        )
         self._port = self.receiver.start()
 
     def stop(self) -> None:

@@ -7,6 +7,8 @@ OutriderError
 ├── AlreadyRunningError      ALREADY_EXISTS
 ├── CapacityError            RESOURCE_EXHAUSTED   carries retry_after_seconds
 ├── NotSupportedError        UNIMPLEMENTED        a later version may
+├── UnauthenticatedError     UNAUTHENTICATED      no token, or an unknown one
+├── NotAllowedError          PERMISSION_DENIED    known, but not for this
 ├── MismatchError            FAILED_PRECONDITION  two sides that do not fit; names both
 ├── AbortedError             ABORTED              taken over or given up
 ├── PeerLostError            UNAVAILABLE          carries the node and retry_after_seconds
@@ -80,6 +82,18 @@ class NotSupportedError(OutriderError):
     def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
         super().__init__(message, reason=reason)
         self.field = field
+
+
+class UnauthenticatedError(OutriderError):
+    """A client that did not say who it is."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class NotAllowedError(OutriderError):
+    """A caller that is known, and not for this."""
+
+    reason = "NOT_ALLOWED"
 
 
 class MismatchError(OutriderError):

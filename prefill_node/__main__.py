@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from outrider.config import parse_role_arguments
 from outrider.engine.processor import SPIN_SHORT, prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
+from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service.config import TelemetryConfig
+from outrider.service.security import make_security
 from outrider.service.server import run_service
 from prefill_node.config import PrefillNodeConfig
 
@@ -21,23 +23,26 @@ ROLE = "prefill_node"
 
 def main(argv: Sequence[str] | None = None) -> int:
     sections = parse_role_arguments(
-        ROLE, {"model": ModelConfig, "telemetry": TelemetryConfig, ROLE: PrefillNodeConfig}, argv
+        ROLE,
+        {"model": ModelConfig, "telemetry": TelemetryConfig, "security": SecurityConfig, ROLE: PrefillNodeConfig},
+        argv,
     )
     prepare_environment(spin_count=SPIN_SHORT, cpus=sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
 
     config: PrefillNodeConfig = sections[ROLE]
+    security = make_security(sections["security"])
     node = PrefillNode(
-        build=make_build(config, sections["model"]),
+        build=make_build(config, sections["model"], security),
         configured_name=config.server.name,
         max_jobs=config.max_running + config.max_waiting,
         allows_profiles=sections["telemetry"].profiling,
     )
-    return run_service(node, server=config.server, telemetry=sections["telemetry"], role=ROLE)
+    return run_service(node, server=config.server, telemetry=sections["telemetry"], security=security, role=ROLE)
 
 
-def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
+def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(emit: Emit) -> PrefillParts:
@@ -80,7 +85,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig) -> Build:
             max_rows_per_step=config.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )
-        connector = make_connector(config.kv_transfer)
+        connector = make_connector(config.kv_transfer, security)
         cpu_turns = open_turns(
             config.turns_file,
             model.cpu_kernels,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.config import setting
-from outrider.rpc.credentials import TlsConfig
 from outrider.service.config import ServerConfig
 from router.store.address import MEMORY, ValkeyAddress
 
@@ -69,7 +68,6 @@ class RouterConfig:
     store_append_seconds: float = setting(0.2, at_least=0.01, at_most=60.0, help="How often new tokens are stored.")
     tokenizer_threads: int = setting(2, at_least=1, at_most=64, help="Threads that encode prompts.")
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=DEFAULT_PORT))
-    node_tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:
         if self.store != MEMORY:

@@ -11,6 +11,7 @@ from outrider.errors import InvalidRequestError, MismatchError, OutriderError, P
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
+from outrider.rpc.peer_security import PeerSecurity
 from outrider.rpc.status import from_rpc_error
 from outrider.service.node_service import NodeWatcher
 from outrider.session import SequenceGroupCommand
@@ -25,14 +26,25 @@ SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.
 class GrpcTransport:
     """Owns the channel to one address."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, address: str, grace_seconds: float) -> None:
-        self._channel = channel
+    def __init__(self, security: PeerSecurity, *, address: str, grace_seconds: float) -> None:
+        self._security = security
         self._address = address
-        self._watcher = NodeWatcher(channel, target=address, grace_seconds=grace_seconds)
+        self._grace_seconds = grace_seconds
+        self._open_channel()
+
+    def _open_channel(self) -> None:
+        self._security_version = self._security.version
+        self._channel = channel = self._security.open_channel(self._address)
+        self._watcher = NodeWatcher(channel, target=self._address, grace_seconds=self._grace_seconds)
         self._decode = session_pb2_grpc.DecodeServiceStub(channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
 
     async def identify(self, *, timeout_seconds: float) -> NodeInfo:
+        """The first call of a connection: nothing else runs on the channel, and renewed certificates are shown."""
+        if self._security.version != self._security_version:
+            old = self._channel
+            self._open_channel()
+            await old.close()
         return await self._watcher.get_node(timeout_seconds=timeout_seconds)
 
     async def tokenizer_files(self) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ from functools import partial
 
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeRole, NodeState, NodeStatus
-from outrider.rpc.channels import open_channel
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.peers import PeerSet
-from outrider.service.resolver import Resolver, host_name_of, resolve_with_dns
+from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
 from router.grpc_transport import GrpcTransport
@@ -51,12 +51,13 @@ class NodeDirectory:
         identity: RouterIdentity,
         *,
         resolver: Resolver = resolve_with_dns,
+        security: PeerSecurity = PLAINTEXT,
         connect: Connect | None = None,
         on_lost: Callable[[NodeRole], None] = lambda _role: None,
     ) -> None:
         self._config = config
         self._identity = identity
-        self._connect = connect if connect is not None else partial(_connect_by_grpc, config)
+        self._connect = connect if connect is not None else partial(_connect_by_grpc, config, security)
         self._on_lost = on_lost
         self._nodes = {
             role: PeerSet(
@@ -257,9 +258,8 @@ class NodeDirectory:
         return ServedModel(model, tokenizer, name)
 
 
-def _connect_by_grpc(config: RouterConfig, target: str, address: str) -> NodeTransport:
-    channel = open_channel(address, tls=config.node_tls, server_name=host_name_of(target))
-    return GrpcTransport(channel, address=address, grace_seconds=config.liveness_timeout_seconds)
+def _connect_by_grpc(config: RouterConfig, security: PeerSecurity, _target: str, address: str) -> NodeTransport:
+    return GrpcTransport(security, address=address, grace_seconds=config.liveness_timeout_seconds)
 
 
 def _targets(config: RouterConfig) -> dict[NodeRole, Sequence[str]]:

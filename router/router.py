@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from outrider.errors import PeerLostError
 from outrider.node import NodeRole
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
@@ -49,6 +50,7 @@ class Router:
         config: RouterConfig,
         *,
         resolver: Resolver = resolve_with_dns,
+        security: PeerSecurity = PLAINTEXT,
         registry: CollectorRegistry = REGISTRY,
         make_store: Callable[[bytes], AnswerStore | None] | None = None,
     ) -> None:
@@ -57,7 +59,7 @@ class Router:
         identity = RouterIdentity(
             name=config.server.name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES)
         )
-        self.nodes = NodeDirectory(config, identity, resolver=resolver, on_lost=self._on_lost)
+        self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: FlowServices | None = None  # None: no node has served yet
         self.servicer = RouterServicer(self.nodes, self._services_now)
         self.desk = self.servicer.desk

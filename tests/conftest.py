@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -13,6 +11,8 @@ import pytest
 from outrider.client import Client
 from outrider.cluster import Cluster, ClusterConfig, Launch
 from outrider.model_hub.config import DEFAULT_MODEL_ID
+from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.peer_security import SecurityConfig
 from tests import store_server as store_servers
 
 START_SECONDS = 300.0
@@ -154,20 +154,18 @@ def store_server(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def certificate(tmp_path_factory):
-    """A TlsConfig of a server on 127.0.0.1 that vouches for itself; its clients take the certificate as authority."""
-    from outrider.rpc.credentials import TlsConfig
+def tls_folder(tmp_path_factory):
+    """The files of `outrider up --tls`."""
+    authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
+    folder = tmp_path_factory.mktemp("tls")
+    authority.prepare_tls_folder(folder, SecurityConfig())
+    return folder
 
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    directory = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=directory, check=True, capture_output=True, timeout=10,
-    )  # fmt: skip
-    return TlsConfig(certificate=directory / "cert.pem", private_key=directory / "key.pem")
+
+@pytest.fixture(scope="session")
+def certificate(tls_folder):
+    """A TlsConfig of a server on 127.0.0.1 that asks for no certificate; its clients need `tls_folder / "ca.pem"`."""
+    return TlsConfig(certificate=tls_folder / "node.pem", private_key=tls_folder / "node-key.pem")
 
 
 @pytest.fixture(scope="session", params=["torch", "native"])

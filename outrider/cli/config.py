@@ -11,6 +11,7 @@ from typing import Any
 
 from outrider.cluster import ClusterConfig
 from outrider.config import CONFIG_FILE_VARIABLE, format_value, resolve_config, to_plain
+from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import TelemetryConfig
 
 ROLES = ("router", "prefill_node", "decode_node", "draft_node")
@@ -43,6 +44,7 @@ def sections_of(role: str | None) -> dict[str, type]:
     if role != "router":
         sections["model"] = ModelConfig
     sections["telemetry"] = TelemetryConfig
+    sections["security"] = SecurityConfig
     sections |= {name: _config_of(name) for name in (ROLES if role is None else (role,))}
     if role is None:
         sections["cluster"] = ClusterConfig

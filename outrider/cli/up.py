@@ -28,6 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json-status", metavar="FILE", type=Path, help="write addresses and pids to this file and keep it current"
     )
 
+    parser.add_argument(
+        "--tls",
+        metavar="DIR",
+        type=Path,
+        help="mutual TLS on every connection; unless DIR has them, makes there ca.pem, client.pem and client-key.pem, "
+        "which clients need, and node.pem and node-key.pem, valid for 30 days",
+    )
+
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that starts a cluster. They set settings and override file and environment."""
@@ -52,8 +60,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
-def make_cluster(arguments: argparse.Namespace) -> Cluster:
-    """Raises: ConfigError, also for a setting that only a child would read."""
+def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> Cluster:
+    """`tls`: the folder of `--tls`. Raises: ConfigError, also for a setting that only a child would read."""
     default = os.environ.get(CONFIG_FILE_VARIABLE)
     file = arguments.config or (Path(default) if default else None)
     flags = {
@@ -69,6 +77,12 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster:
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
     sections = load_config(sections_of(None), file=file, environ=os.environ, overrides=overrides)
+    if tls is not None:
+        from outrider.cluster.authority import prepare_tls_folder
+
+        shown = prepare_tls_folder(tls, sections["security"])
+        files = {"certificate": shown.certificate, "private_key": shown.private_key, "authority": shown.authority}
+        overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
     config: ClusterConfig = sections["cluster"]
     if config.routers > 1 and config.port is None:
         config = replace(config, port=sections["router"].server.port)
@@ -78,7 +92,7 @@ def make_cluster(arguments: argparse.Namespace) -> Cluster:
 
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
-    cluster = make_cluster(arguments)
+    cluster = make_cluster(arguments, tls=arguments.tls)
     _check_router_ports(cluster)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -109,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
                 cluster.write_status(arguments.json_status)
             if is_first:
                 announce_serving(cluster, printer)
+                if arguments.tls is not None:
+                    printer.say(client_flags(arguments.tls))
     finally:
         statuses = cluster.stop()
         if arguments.json_status is not None:
@@ -130,6 +146,11 @@ def _check_router_ports(cluster: Cluster) -> None:
     if router.server.port:
         for index in range(cluster.config.routers):
             probe_port(router.server.host, router.server.port + index, "choose another with --port")
+
+
+def client_flags(tls: Path) -> str:
+    """What other commands need."""
+    return f"clients: --authority {tls}/ca.pem --certificate {tls}/client.pem --private-key {tls}/client-key.pem"
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:

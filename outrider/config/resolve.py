@@ -17,7 +17,7 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
     import yaml
 
-SECTIONS = ("model", "telemetry", "router", "prefill_node", "decode_node", "draft_node", "cluster")
+SECTIONS = ("model", "telemetry", "security", "router", "prefill_node", "decode_node", "draft_node", "cluster")
 """Every section that a file may have, whichever role reads it."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"

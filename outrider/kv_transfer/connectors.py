@@ -15,7 +15,7 @@ from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
 from outrider.kv_transfer.sender import Carrier, StreamSender
 from outrider.kv_transfer.sender_stream import SenderStream
-from outrider.rpc.channels import channel_options
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 
 MAX_CHANNELS = 256
 
@@ -34,12 +34,16 @@ class CarrierSource(Protocol):
 class StreamConnector:
     """A `Connector` over one gRPC connection to each address, apart from every other channel's."""
 
-    def __init__(self, name: str, sources: Sequence[CarrierSource], config: KvTransferConfig) -> None:
+    def __init__(
+        self, name: str, sources: Sequence[CarrierSource], config: KvTransferConfig, security: PeerSecurity
+    ) -> None:
         self.name = name
+        self._security = security
         self._sources = tuple(sources)
         self._config = config
         self._lock = threading.Lock()
         self._channels: OrderedDict[str, grpc.Channel] = OrderedDict()  # last used last
+        self._security_version = 0  # of the channels
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
         stream = self._open_stream(address)
@@ -73,24 +77,22 @@ class StreamConnector:
         )
 
     def _channel(self, address: str) -> grpc.Channel:
+        version = self._security.version
         with self._lock:
+            if version != self._security_version:
+                self._channels.clear()  # each ends with its last transfer
+                self._security_version = version
             channel = self._channels.get(address)
             if channel is None:
-                channel = self._channels[address] = self._open_channel(address)
+                channel = self._security.open_bulk_channel(address, max_message_bytes=MAX_MESSAGE_BYTES)
+                self._channels[address] = channel
             self._channels.move_to_end(address)
             if len(self._channels) > MAX_CHANNELS:
                 self._channels.popitem(last=False)[1].close()  # decode nodes come and go
             return channel
 
-    def _open_channel(self, address: str) -> grpc.Channel:
-        options = [
-            *channel_options(max_message_bytes=MAX_MESSAGE_BYTES, bulk=True),
-            ("grpc.http2.max_frame_size", 1 << 20),
-        ]
-        return grpc.insecure_channel(address, options=options)
 
-
-def make_connector(config: KvTransferConfig) -> Connector:
+def make_connector(config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> Connector:
     """The connector that the settings name: "auto", "shared_memory" or "grpc"."""
     # Imported here so that a node that does not share memory needs nothing of it.
     from outrider.kv_transfer.grpc_inline import InlineSource
@@ -101,4 +103,4 @@ def make_connector(config: KvTransferConfig) -> Connector:
         "shared_memory": (ArenaSource(config),),
         "auto": (ArenaSource(config), InlineSource(config.frame_bytes)),
     }
-    return StreamConnector(config.connector, sources[config.connector], config)
+    return StreamConnector(config.connector, sources[config.connector], config, security)

@@ -20,6 +20,7 @@ from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 
 DEFAULT_CONNECTORS = ("shared_memory", "grpc")
 
@@ -43,6 +44,7 @@ class KvReceiver:
         progress_seconds: float = PROGRESS_SECONDS,
         max_senders: int = 128,
         arena_directory: str = ARENA_DIRECTORY,
+        security: PeerSecurity = PLAINTEXT,
     ) -> None:
         """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often)."""
         self._address = f"[{host}]" if ":" in host else host
@@ -54,10 +56,12 @@ class KvReceiver:
         self._watchdog = Watchdog(name="kv-receiver-watchdog")
         self._arenas = ArenaReader(arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
+        self._security = security
         self._server: grpc.Server | None = None
 
     def start(self) -> int:
-        """Listens; the port. Raises: ConfigError when the address cannot be bound."""
+        """Listens; the port. Raises: ConfigError when the address cannot be bound, or a certificate not be read."""
+        credentials = self._security.server_credentials()
         executor = ThreadPoolExecutor(self._max_senders, thread_name_prefix="kv-receiver")
         options = [
             *server_options(max_message_bytes=MAX_MESSAGE_BYTES),
@@ -68,7 +72,10 @@ class KvReceiver:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE_NAME, {METHOD_NAME: handler})])
         address = f"{self._address}:{self._wanted_port}"
         try:
-            port = server.add_insecure_port(address)
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ConfigError(f"KV ingest cannot listen on {address}: choose another host or port") from error
         server.start()
@@ -112,6 +119,8 @@ class KvReceiver:
         return self._inbox.counters()
 
     def _push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        if not self._security.is_peer(context.auth_context()):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, self._security.explain_refusal(context.auth_context()))
         stream = ReceiverStream(
             inbox=self._inbox, arenas=self._arenas, connectors=self._connectors, cancel=context.cancel
         )

@@ -7,8 +7,6 @@ import itertools
 import grpc
 import grpc.aio
 
-from outrider.rpc.credentials import TlsConfig, channel_credentials
-
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _channel_ids = itertools.count()
 
@@ -65,6 +63,7 @@ def channel_options(
     else:
         options += [
             ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.http2.max_frame_size", 1 << 20),
             # Equal arguments share a connection even so within one pool key; make them unequal.
             ("outrider.channel_id", next(_channel_ids)),
         ]
@@ -74,26 +73,18 @@ def channel_options(
 def open_channel(
     target: str,
     *,
-    bulk: bool = False,
-    tls: TlsConfig | None = None,
     credentials: grpc.ChannelCredentials | None = None,
     server_name: str = "",
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     is_replaceable: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port" (or any gRPC target). Dials lazily, never through a proxy.
+    """A channel to "host:port" (or any gRPC target), plaintext without credentials. Dials lazily, without a proxy.
 
-    Plaintext unless `tls` is enabled; `credentials` take its place where they are given.
-    `server_name`: what the other side's certificate must be for, where the target is an
-    address that was found by that name.
+    `server_name`: what the other side's certificate must be for, where that is not the address.
     """
-    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk, is_replaceable=is_replaceable)
-    credentials = credentials or _credentials_of(tls)
+    options = channel_options(is_replaceable=is_replaceable)
     if credentials is None:
         return grpc.aio.insecure_channel(target, options=options)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    return grpc.aio.secure_channel(target, credentials, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=[*options, *_name_options(server_name)])
 
 
 def open_sync_channel(
@@ -101,16 +92,16 @@ def open_sync_channel(
     *,
     credentials: grpc.ChannelCredentials | None = None,
     server_name: str = "",
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    bulk: bool = False,
     is_replaceable: bool = False,
 ) -> grpc.Channel:
     """As `open_channel`, for threads without an event loop."""
-    options = channel_options(is_replaceable=is_replaceable)
+    options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk, is_replaceable=is_replaceable)
     if credentials is None:
         return grpc.insecure_channel(target, options=options)
-    if server_name:
-        options.append(("grpc.ssl_target_name_override", server_name))
-    return grpc.secure_channel(target, credentials, options=options)
+    return grpc.secure_channel(target, credentials, options=[*options, *_name_options(server_name)])
 
 
-def _credentials_of(tls: TlsConfig | None) -> grpc.ChannelCredentials | None:
-    return channel_credentials(tls) if tls is not None and tls.is_enabled else None
+def _name_options(server_name: str) -> ChannelOptions:
+    return [("grpc.ssl_target_name_override", server_name)] if server_name else []

@@ -30,13 +30,30 @@ class TlsConfig:
         return self.certificate is not None or self.authority is not None
 
 
-def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Raises: OSError when a file cannot be read."""
-    return grpc.ssl_channel_credentials(
-        root_certificates=tls.authority.read_bytes() if tls.authority else None,
-        private_key=tls.private_key.read_bytes() if tls.private_key else None,
-        certificate_chain=tls.certificate.read_bytes() if tls.certificate else None,
-    )
+@dataclass(frozen=True, slots=True)
+class TlsMaterial:
+    """What the files of a `TlsConfig` contain."""
+
+    certificate: bytes | None
+    private_key: bytes | None
+    authority: bytes | None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Without an authority the system's are trusted."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.authority, private_key=self.private_key, certificate_chain=self.certificate
+        )
+
+
+def read_tls(tls: TlsConfig) -> TlsMaterial:
+    """Raises: ConfigError when a file cannot be read."""
+    try:
+        certificate, private_key, authority = (
+            None if path is None else path.read_bytes() for path in (tls.certificate, tls.private_key, tls.authority)
+        )
+        return TlsMaterial(certificate, private_key, authority)
+    except OSError as error:
+        raise ConfigError(f"tls: {error.filename}: {error.strerror}") from error
 
 
 def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.ChannelCredentials | None:
@@ -48,21 +65,7 @@ def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.Channel
         if token is not None:
             raise ConfigError("a token needs tls=TlsConfig(…): in plaintext everybody on the way could read it")
         return None
-    try:
-        credentials = channel_credentials(tls)
-    except OSError as error:
-        raise ConfigError(f"tls: {error.filename}: {error.strerror}") from error
+    credentials = read_tls(tls).channel_credentials()
     if token is None:
         return credentials
     return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
-
-
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Needs certificate and private key. Raises: OSError when a file cannot be read."""
-    assert tls.certificate is not None, "TLS on a server needs a certificate"
-    assert tls.private_key is not None, "TLS on a server needs a private key"
-    return grpc.ssl_server_credentials(
-        [(tls.private_key.read_bytes(), tls.certificate.read_bytes())],
-        root_certificates=tls.authority.read_bytes() if tls.authority else None,
-        require_client_auth=tls.authority is not None,
-    )

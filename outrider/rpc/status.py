@@ -25,6 +25,8 @@ _CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.AlreadyRunningError: grpc.StatusCode.ALREADY_EXISTS,
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotSupportedError: grpc.StatusCode.UNIMPLEMENTED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.NotAllowedError: grpc.StatusCode.PERMISSION_DENIED,
     errors.MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AbortedError: grpc.StatusCode.ABORTED,
     errors.PeerLostError: grpc.StatusCode.UNAVAILABLE,

@@ -51,10 +51,15 @@ def is_wildcard(host: str) -> bool:
     return host == "" or (address is not None and address.is_unspecified)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a port that is bound there."""
+    address = _ip_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
 def is_local(host: str) -> bool:
     """Whether the host means something else on every machine."""
-    address = _ip_of(host)
-    return host == "localhost" or (address is not None and (address.is_loopback or address.is_unspecified))
+    return is_loopback(host) or (host != "" and is_wildcard(host))
 
 
 def _ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -20,20 +20,21 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 V1ALPHA_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"
+REFLECTION_SERVICES = (V1_SERVICE, V1ALPHA_SERVICE)
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
 _METHOD = "ServerReflectionInfo"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Serves reflection for these full service names, and for itself."""
-    names = (*service_names, V1_SERVICE, V1ALPHA_SERVICE)
+    names = (*service_names, *REFLECTION_SERVICES)
     servicer = ReflectionServicer(names, pool=ReflectionPool(descriptor_pool.Default()))
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    for service_name in (V1_SERVICE, V1ALPHA_SERVICE):
+    for service_name in REFLECTION_SERVICES:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, {_METHOD: handler}),))
 
 

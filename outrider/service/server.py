@@ -29,13 +29,16 @@ from outrider.config import environment_name
 from outrider.errors import ConfigError, OutriderError
 from outrider.parent_death import die_with_parent
 from outrider.rpc.channels import server_options
-from outrider.rpc.credentials import server_credentials
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.rpc.tls_files import TlsFiles
 from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.message_border import MessageBorder
+from outrider.service.peer_gate import PeerGate
 from outrider.service.reflection import add_reflection
+from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
 
 DRAIN_SLACK_SECONDS = 1.0
@@ -43,6 +46,7 @@ DRAIN_SLACK_SECONDS = 1.0
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
 """The least that a drain takes: others learn from this process's reports that it leaves, and call it until then."""
+ROUTER = "router"
 STOP_SECONDS = 2.0
 """How long the service may take to stop; the process ends then, whatever still hangs in it."""
 
@@ -68,8 +72,18 @@ class Service(Protocol):
     def describe(self) -> Mapping[str, Any]: ...
 
 
-def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryConfig, role: str) -> Never:
+def run_service(
+    service: Service,
+    *,
+    server: ServerConfig,
+    telemetry: TelemetryConfig,
+    role: str,
+    security: PeerSecurity = PLAINTEXT,
+    client_gate: grpc.aio.ServerInterceptor | None = None,
+) -> Never:
     """Runs until a signal comes, then ends the process: status 0 after a drain, 1 when it could not start.
+
+    `security` is between services. `client_gate` asks clients who they are.
 
     What goes wrong is one log line. Call it from the main thread. Nothing is left to do
     after `Service.stop`, so the interpreter's own end is skipped: with torch loaded it takes
@@ -81,7 +95,7 @@ def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryC
     """
     die_with_parent()
     configure_logging(telemetry, role=role)
-    process = _ServiceProcess(service, server, role)
+    process = _ServiceProcess(service, server, role, security, client_gate)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(process.run())
         sys.stdout.flush()
@@ -90,10 +104,19 @@ def run_service(service: Service, *, server: ServerConfig, telemetry: TelemetryC
 
 
 class _ServiceProcess:
-    def __init__(self, service: Service, config: ServerConfig, role: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        config: ServerConfig,
+        role: str,
+        security: PeerSecurity,
+        client_gate: grpc.aio.ServerInterceptor | None,
+    ) -> None:
         self._service = service
         self._config = config
         self._role = role
+        self._security = security
+        self._client_gate = client_gate
         self._log = get_logger("service")
         self._announcer = Announcer.from_environment()
         self._stopping = asyncio.Event()
@@ -103,13 +126,13 @@ class _ServiceProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self._server = make_server(self._config)
+        server = self._server = make_server(self._config, self._security, self._client_gate)
         health = Health(self._service.service_names)
         await health.add_to(server)
         self._service.add_to(server)
         add_reflection(server, (*self._service.service_names, HEALTH_SERVICE))
         try:
-            address = bind(server, self._config, role=self._role)
+            address = bind(server, self._config, self._security, role=self._role)
             await server.start()
             metrics = MetricsEndpoint.open(self._config, role=self._role)
         except (OutriderError, OSError) as error:
@@ -130,10 +153,22 @@ class _ServiceProcess:
             metrics_address=metrics.address,
             version=__version__,
         )
+        self._warn_if_exposed()
         try:
             return await self._serve(health, where, reachable)
         finally:
             await self._close(metrics)
+
+    def _warn_if_exposed(self) -> None:
+        is_mutual = self._config.tls.authority is not None or (
+            self._security.is_enabled and not self._config.tls.is_enabled
+        )
+        warn_if_exposed(
+            self._config.host,
+            what=f"this {self._role}",
+            is_protected=is_mutual or self._client_gate is not None,
+            fix="docs/security.md says how to turn on TLS and authentication",
+        )
 
     async def _serve(self, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
         started_at = time.monotonic()
@@ -183,24 +218,31 @@ class _ServiceProcess:
         self._stopping.set()
 
 
-def make_server(config: ServerConfig) -> grpc.aio.Server:
-    """Without services and ports. What arrives beyond its limits is refused before a servicer hears of it."""
+def make_server(
+    config: ServerConfig,
+    security: PeerSecurity = PLAINTEXT,
+    client_gate: grpc.aio.ServerInterceptor | None = None,
+) -> grpc.aio.Server:
+    """Without services and ports. Strangers, and what is beyond limits, are refused before a servicer hears of it."""
+    gates = (client_gate, PeerGate(security) if security.is_enabled else None)
+    border = MessageBorder(max_request_bytes=config.max_request_bytes)
     return grpc.aio.server(
         options=server_options(max_message_bytes=config.max_message_bytes),
-        interceptors=(MessageBorder(max_request_bytes=config.max_request_bytes),),
+        interceptors=(*(gate for gate in gates if gate is not None), border),
         maximum_concurrent_rpcs=config.max_concurrent_rpcs,
     )
 
 
-def bind(server: grpc.aio.Server, config: ServerConfig, *, role: str) -> str:
+def bind(server: grpc.aio.Server, config: ServerConfig, security: PeerSecurity = PLAINTEXT, *, role: str) -> str:
     """Binds the configured port. Returns "host:port" as bound. Raises: ConfigError, which says what to change."""
+    credentials = _credentials(config, security, role)
     host = f"[{config.host}]" if ":" in config.host else config.host
     advice = f"choose another with --set {role}.server.port=N or {environment_name(role + '.server.port')}"
     if config.port:
         probe_port(config.host, config.port, advice)
     try:
-        if config.tls.certificate is not None:
-            port = server.add_secure_port(f"{host}:{config.port}", server_credentials(config.tls))
+        if credentials is not None:
+            port = server.add_secure_port(f"{host}:{config.port}", credentials)
         else:
             port = server.add_insecure_port(f"{host}:{config.port}")
     except RuntimeError as error:
@@ -208,6 +250,16 @@ def bind(server: grpc.aio.Server, config: ServerConfig, *, role: str) -> str:
     if port == 0:
         raise ConfigError(f"port {config.port} on {config.host} cannot be bound; {advice}")
     return f"{host}:{port}"
+
+
+def _credentials(config: ServerConfig, security: PeerSecurity, role: str) -> grpc.ServerCredentials | None:
+    """A router may show its clients another certificate than its nodes. None: plaintext. Raises: ConfigError."""
+    credentials = security.server_credentials()  # also where another is shown: files that cannot be read are an error
+    if not config.tls.is_enabled:
+        return credentials
+    if role != ROUTER:
+        raise ConfigError(f"{role}.server.tls is for clients, and nodes have none: set security.tls, for every service")
+    return TlsFiles(config.tls, on_refused=log_refused_files).server_credentials()
 
 
 def probe_port(host: str, port: int, advice: str) -> None:

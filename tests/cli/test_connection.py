@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.cli.main import main
-from outrider.rpc.credentials import server_credentials
+from outrider.rpc.tls_files import TlsFiles
 from outrider.v1 import router_pb2_grpc
 
 WAIT_SECONDS = 10.0
@@ -31,15 +31,15 @@ def address(certificate):
     server = grpc.server(futures.ThreadPoolExecutor(4))
     router_pb2_grpc.add_RouterServiceServicer_to_server(GuardedRouter(), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(certificate))
+    port = server.add_secure_port("127.0.0.1:0", TlsFiles(certificate).server_credentials())
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(0).wait(WAIT_SECONDS)
 
 
 @pytest.fixture
-def authority(certificate):
-    return f"--authority={certificate.certificate}"
+def authority(tls_folder):
+    return f"--authority={tls_folder / 'ca.pem'}"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import AsyncClient, Client, TlsConfig
 from outrider.errors import ConfigError, PeerLostError
-from outrider.rpc.credentials import server_credentials
+from outrider.rpc.tls_files import TlsFiles
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 WAIT_SECONDS = 10.0
@@ -27,15 +27,15 @@ class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
 def address(certificate):
     server = grpc.server(futures.ThreadPoolExecutor(4))
     router_pb2_grpc.add_RouterServiceServicer_to_server(GuardedRouter(), server)
-    port = server.add_secure_port("127.0.0.1:0", server_credentials(certificate))
+    port = server.add_secure_port("127.0.0.1:0", TlsFiles(certificate).server_credentials())
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(0).wait(WAIT_SECONDS)
 
 
 @pytest.fixture
-def trusting(certificate):
-    return TlsConfig(authority=certificate.certificate)
+def trusting(tls_folder):
+    return TlsConfig(authority=tls_folder / "ca.pem")
 
 
 async def test_a_token_goes_with_every_call(address, trusting):

@@ -180,13 +180,15 @@ async def test_the_password_comes_from_the_environment_or_the_url_and_is_never_s
             await store.close()
 
 
-async def test_tls_trusts_the_systems_authorities_and_checks_the_name(tmp_path, store_server, certificate, monkeypatch):
+async def test_tls_trusts_the_systems_authorities_and_checks_the_name(
+    tmp_path, store_server, tls_folder, certificate, monkeypatch
+):
     with StoreServer(tmp_path, "--bind", "127.0.0.1", "127.0.0.2", tls=certificate) as guarded:
         store = open_store(guarded.url)
         with pytest.raises(StoreError, match="certificate verify failed"):
             await store.create(STORED)
         await store.close()
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.certificate))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tls_folder / "ca.pem"))
         store = open_store(guarded.url)
         await store.create(STORED)
         await store.close()

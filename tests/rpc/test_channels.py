@@ -1,38 +1,19 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.errors import ConfigError
 from outrider.rpc.channels import channel_options, open_channel, server_options
-from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.server import bind
 
 WAIT_SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    return make_certificate(tmp_path_factory.mktemp("tls"), "subjectAltName=DNS:localhost,IP:127.0.0.1")
-
-
-def make_certificate(directory, names: str) -> TlsConfig:
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificate")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", names,
-         "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=directory, check=True, capture_output=True, timeout=WAIT_SECONDS,
-    )  # fmt: skip
-    return TlsConfig(
-        certificate=directory / "cert.pem", private_key=directory / "key.pem", authority=directory / "cert.pem"
-    )
 
 
 async def serve(config: ServerConfig) -> tuple[grpc.aio.Server, str]:
@@ -50,6 +31,12 @@ async def check(channel: grpc.aio.Channel) -> int:
     return (await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)).status
 
 
+async def refusal(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await check(channel)
+    return refused.value.code()
+
+
 async def test_a_proxy_variable_captures_no_channel(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
@@ -59,28 +46,36 @@ async def test_a_proxy_variable_captures_no_channel(monkeypatch):
     await server.stop(0)
 
 
-async def test_mutual_tls_lets_only_those_in_that_show_a_certificate(certificate):
-    server, address = await serve(ServerConfig(tls=certificate))
-    async with open_channel(address, tls=certificate) as channel:
+async def test_a_router_asks_its_clients_for_certificates_where_it_has_an_authority(tls_folder, certificate):
+    trusting = TlsConfig(authority=tls_folder / "ca.pem")
+    client = replace(trusting, certificate=tls_folder / "client.pem", private_key=tls_folder / "client-key.pem")
+    server, address = await serve(ServerConfig(tls=replace(certificate, authority=trusting.authority)))
+    async with open_channel(address, credentials=client_credentials(client, None)) as channel:
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
-    for stranger in (None, TlsConfig(authority=certificate.authority)):
-        async with open_channel(address, tls=stranger) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await check(channel)
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    for stranger in (None, trusting):
+        async with open_channel(address, credentials=client_credentials(stranger, None)) as channel:
+            assert await refusal(channel) is grpc.StatusCode.UNAVAILABLE
     await server.stop(0)
 
 
-async def test_an_address_that_was_found_by_a_name_shows_a_certificate_for_that_name(tmp_path):
-    certificate = make_certificate(tmp_path, "subjectAltName=DNS:decode.test")
+async def test_another_name_than_the_address_can_be_asked_for(tls_folder, certificate):
     server, address = await serve(ServerConfig(tls=certificate))
-    async with open_channel(address, tls=certificate, server_name="decode.test") as channel:
+    credentials = client_credentials(TlsConfig(authority=tls_folder / "ca.pem"), None)
+    async with open_channel(address, credentials=credentials, server_name="outrider-node") as channel:
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
-    async with open_channel(address, tls=certificate) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await check(channel)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with open_channel(address, credentials=credentials, server_name="elsewhere.test") as channel:
+        assert await refusal(channel) is grpc.StatusCode.UNAVAILABLE
     await server.stop(0)
+
+
+async def test_an_authority_without_a_certificate_is_an_error_and_no_plaintext(tls_folder):
+    with pytest.raises(ConfigError, match="a server needs a certificate and its private key"):
+        await serve(ServerConfig(tls=TlsConfig(authority=tls_folder / "ca.pem")))
+
+
+async def test_a_node_has_no_tls_for_clients(certificate):
+    with pytest.raises(ConfigError, match=r"decode_node\.server\.tls .* set security\.tls"):
+        bind(grpc.aio.server(), ServerConfig(tls=certificate), role="decode_node")
 
 
 def test_bulk_channels_have_connections_of_their_own():

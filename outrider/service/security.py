@@ -1,0 +1,25 @@
+"""A process's side of the security between services, and what it says where there is none."""
+
+from __future__ import annotations
+
+from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
+from outrider.service.address import is_loopback
+from outrider.service.telemetry.logging import get_logger
+
+_log = get_logger("security")
+
+
+def make_security(config: SecurityConfig) -> PeerSecurity:
+    """The one value that a process's diallers and servers share."""
+    return PeerSecurity(config, on_refused=log_refused_files)
+
+
+def warn_if_exposed(host: str, *, what: str, is_protected: bool, fix: str) -> None:
+    """Where a port can be reached from other machines and asks nobody who they are."""
+    if not is_protected and not is_loopback(host):
+        _log.warning(f"ANYBODY who reaches this machine can use {what}; {fix}", host=host)
+
+
+def log_refused_files(message: str) -> None:
+    """For `TlsFiles`."""
+    _log.error("renewed TLS files are not taken; the old ones stay in force", error=message)

@@ -1,0 +1,43 @@
+"""The folder of `outrider up --tls`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import stat
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.rpc.peer_security import SecurityConfig
+
+authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
+
+CONFIG = SecurityConfig()
+
+
+def test_a_folder_is_filled_once_and_its_keys_are_for_its_owner(tmp_path):
+    folder = tmp_path / "new" / "tls"
+    shown = authority.prepare_tls_folder(folder, CONFIG)
+    assert shown.certificate == folder / "node.pem"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(files) == {"ca.pem", "node.pem", "node-key.pem", "client.pem", "client-key.pem"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert authority.prepare_tls_folder(folder, CONFIG) == shown
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_a_folder_that_lacks_something_is_left_as_it_is(tmp_path):
+    authority.prepare_tls_folder(tmp_path, CONFIG)
+    (tmp_path / "node-key.pem").unlink()
+    with pytest.raises(ConfigError, match=r"has ca\.pem, .* but not node-key\.pem"):
+        authority.prepare_tls_folder(tmp_path, CONFIG)
+    assert not (tmp_path / "node-key.pem").exists()
+
+
+def test_expired_files_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(authority, "VALID_DAYS", -1)
+    monkeypatch.setattr(authority, "CLOCK_SKEW", dt.timedelta(days=2))
+    authority.prepare_tls_folder(tmp_path, CONFIG)
+    with pytest.raises(ConfigError, match=r"ca\.pem expired on .*; remove the folder"):
+        authority.prepare_tls_folder(tmp_path, CONFIG)

@@ -1,0 +1,88 @@
+"""One cluster with mutual TLS on every connection, as `outrider up --tls` starts it."""
+
+from __future__ import annotations
+
+import argparse
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.cli.main import main
+from outrider.cli.up import add_arguments, make_cluster
+from outrider.client import Client, TlsConfig
+from outrider.errors import PeerLostError
+from outrider.rpc.channels import open_sync_channel
+from outrider.rpc.credentials import client_credentials
+
+START_SECONDS = 60.0
+WAIT_SECONDS = 10.0
+PROMPT = "A prompt that is long enough to be computed by a prefill node. " * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("secured") / "tls"
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, tiny_model, tmp_path_factory):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    settings = ("model.num_threads=1", "prefill_node.kv_cache.num_blocks=256", "decode_node.kv_cache.num_blocks=256")
+    arguments = parser.parse_args(
+        [
+            *(f"--tls={folder}", f"--model={tiny_model}", "--port=0"),
+            f"--log-dir={tmp_path_factory.mktemp('secured-logs')}",
+            *(f"--set={setting}" for setting in settings),
+        ]
+    )
+    with make_cluster(arguments, tls=arguments.tls) as cluster:
+        cluster.wait_serving(START_SECONDS)
+        yield cluster
+    assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+
+
+@pytest.fixture(scope="module")
+def trusting(folder):
+    return TlsConfig(authority=folder / "ca.pem")
+
+
+@pytest.fixture(scope="module")
+def tls(folder):
+    return TlsConfig(
+        authority=folder / "ca.pem", certificate=folder / "client.pem", private_key=folder / "client-key.pem"
+    )
+
+
+def test_kv_and_drafts_travel_by_tls(cluster, tls):
+    with Client(cluster.router_address, tls=tls) as client:
+        summary = client.complete(PROMPT, temperature=0.0, max_tokens=24).summary
+        statuses = client.watch_cluster()
+        assert {node.state.name for node in next(statuses).nodes} == {"SERVING"}
+        statuses.close()
+    assert summary.metrics.kv_transfer.bytes > 0
+    assert summary.metrics.speculation.num_draft_tokens > 0
+    log = cluster.node("decode-0").log_path.read_text(encoding="utf-8")
+    assert "draft node connected" in log
+
+
+def test_no_port_answers_without_a_certificate(cluster, trusting):
+    for stranger in (None, trusting):
+        with Client(cluster.router_address, tls=stranger) as client, pytest.raises(PeerLostError):
+            client.model()
+        for node in cluster.nodes:
+            credentials = client_credentials(stranger, None)
+            with open_sync_channel(node.address, credentials=credentials) as channel:
+                with pytest.raises(grpc.RpcError) as refused:
+                    health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, node.name
+
+
+def test_operators_probe_and_profile_nodes(cluster, folder, tls, capsys):
+    flags = [f"--authority={tls.authority}", f"--certificate={tls.certificate}", f"--private-key={tls.private_key}"]
+    for node in cluster.nodes:
+        assert main(["probe", f"--target={node.address}", *flags]) == 0
+    # An idle node has no steps, which is status 1; what counts is that it was asked.
+    assert main(["profile", "--role=decode_node", f"--target={cluster.router_address}", "--timeout=0.1", *flags]) == 1
+    assert "0 steps in 0.1" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""Certificates that are renewed while a process runs."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from outrider.cluster.authority import Authority
+from outrider.errors import ConfigError
+from outrider.rpc.credentials import TlsConfig
+from outrider.rpc.tls_files import TlsFiles
+
+
+@pytest.fixture
+def issued(tmp_path):
+    authority = Authority()
+    authority.write(tmp_path)
+    return authority, authority.issue(tmp_path, "node", "localhost")
+
+
+def renew(authority, tls, *, key=True):
+    """A new certificate in the place of the old one; with `key=False` the old key stays."""
+    folder = tls.certificate.parent
+    fresh = authority.issue(folder, f"fresh-{len(list(folder.iterdir()))}", "localhost")
+    fresh.certificate.replace(tls.certificate)
+    if key:
+        fresh.private_key.replace(tls.private_key)
+
+
+def test_renewed_files_are_taken_when_somebody_connects(issued):
+    authority, tls = issued
+    files = TlsFiles(tls)
+    before, version = files.newest(), files.version
+    assert files.newest() is before
+    renew(authority, tls)
+    assert files.newest().certificate == tls.certificate.read_bytes() != before.certificate
+    assert files.version == version + 1
+
+
+def test_files_that_do_not_fit_together_are_refused_and_the_old_ones_stay(issued):
+    authority, tls = issued
+    refused = []
+    files = TlsFiles(tls, on_refused=refused.append)
+    before = files.newest()
+    renew(authority, tls, key=False)
+    assert files.newest() is before
+    assert files.newest() is before  # said once
+    assert len(refused) == 1
+    assert "KEY_VALUES_MISMATCH" in refused[0]
+    tls.authority.unlink()
+    assert files.newest() is before
+    assert "ca.pem" in refused[1]
+
+
+def test_files_that_never_were_usable_are_an_error(issued, tmp_path):
+    _, tls = issued
+    other = Authority().issue(tmp_path, "other", "localhost")
+    for broken in (
+        TlsConfig(certificate=tls.certificate, private_key=other.private_key),
+        TlsConfig(certificate=tls.certificate, private_key=tmp_path / "missing.pem"),
+        TlsConfig(authority=shutil.copy(tls.private_key, tmp_path / "no-authority.pem")),
+    ):
+        with pytest.raises(ConfigError, match=r"tls: .*\.pem: "):
+            TlsFiles(broken).newest()

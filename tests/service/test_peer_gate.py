@@ -1,0 +1,185 @@
+"""Services of one cluster know each other; whoever else the authority vouches for is no service."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.config import load_config
+from outrider.errors import ConfigError
+from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
+from outrider.kv_transfer.receiver import KvReceiver
+from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
+from outrider.service.config import ServerConfig
+from outrider.service.health import Health
+from outrider.service.node_service import NodeServicer
+from outrider.service.server import bind, make_server
+from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+
+authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
+
+WAIT_SECONDS = 10.0
+INCARNATION = os.urandom(16)
+DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
+
+
+class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
+    async def Prefill(self, request, context):
+        return prefill_pb2.PrefillResponse(num_computed_tokens=7)
+
+
+class Sessions(session_pb2_grpc.DecodeServiceServicer):
+    async def Session(self, request_iterator, context):
+        await context.write(session_pb2.SessionReport())
+
+
+@pytest.fixture(scope="module")
+def security(tls_folder):
+    return PeerSecurity(SecurityConfig(tls=tls_of(tls_folder, "node")))
+
+
+def tls_of(folder, name):
+    return TlsConfig(
+        authority=folder / "ca.pem", certificate=folder / f"{name}.pem", private_key=folder / f"{name}-key.pem"
+    )
+
+
+@pytest.fixture
+async def address(security):
+    """Of a node with all services, which asks for certificates."""
+    server = make_server(ServerConfig(), security)
+    info = NodeInfo(
+        incarnation=INCARNATION, name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0", model=None
+    )
+    report = NodeReport(state=NodeState.SERVING, incarnation=INCARNATION)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: info, lambda: report), server)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Prefill(), server)
+    session_pb2_grpc.add_DecodeServiceServicer_to_server(Sessions(), server)
+    await Health(()).add_to(server)
+    address = bind(server, ServerConfig(), security, role="decode_node")
+    await server.start()
+    yield address
+    await server.stop(0)
+
+
+async def health(channel):
+    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
+
+
+async def get_node(channel):
+    await node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest(), timeout=WAIT_SECONDS)
+
+
+async def watch(channel):
+    call = node_pb2_grpc.NodeServiceStub(channel).Watch(node_pb2.WatchNodeRequest(), timeout=WAIT_SECONDS)
+    try:
+        await anext(aiter(call))
+    finally:
+        call.cancel()
+
+
+async def prefill(channel):
+    await prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest(), timeout=WAIT_SECONDS)
+
+
+async def session(channel):
+    await anext(aiter(session_pb2_grpc.DecodeServiceStub(channel).Session(timeout=WAIT_SECONDS)))
+
+
+CALLS = (health, get_node, watch, prefill, session)
+
+
+async def outcome(call, channel):
+    """None: it was answered."""
+    try:
+        await call(channel)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return None
+
+
+async def test_a_service_may_call_everything(address, security):
+    async with security.open_channel(address) as channel:
+        assert [await outcome(call, channel) for call in CALLS] == [None] * len(CALLS)
+
+
+async def test_an_operator_looks_into_nodes_and_opens_no_work(address, tls_folder):
+    async with dial(address, tls_of(tls_folder, "client")) as channel:
+        found = {call: await outcome(call, channel) for call in CALLS}
+    assert found == {health: None, get_node: None, watch: None, prefill: DENIED, session: DENIED}
+
+
+async def test_another_certificate_of_the_authority_sees_health_only(tmp_path):
+    issuing = authority.Authority()
+    issuing.write(tmp_path)
+    config = SecurityConfig(tls=issuing.issue(tmp_path, "node", "outrider-node", "127.0.0.1"))
+    own = PeerSecurity(config)
+    server = make_server(ServerConfig(), own)
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Prefill(), server)
+    await Health(()).add_to(server)
+    address = bind(server, ServerConfig(), own, role="prefill_node")
+    await server.start()
+    async with dial(address, issuing.issue(tmp_path, "client", "somebody")) as channel:
+        assert [await outcome(call, channel) for call in (health, prefill)] == [None, DENIED]
+    # Nor is a server with such a certificate taken for a service.
+    async with PeerSecurity(replace(config, peer_name="somebody")).open_channel(address) as channel:
+        assert await outcome(health, channel) is UNAVAILABLE
+    await server.stop(0)
+
+
+async def test_without_a_certificate_of_the_authority_nothing_is_answered(address, tls_folder, tmp_path):
+    foreign = authority.Authority()
+    foreign.write(tmp_path)
+    for stranger in (
+        None,
+        TlsConfig(authority=tls_folder / "ca.pem"),
+        replace(foreign.issue(tmp_path, "node", "outrider-node"), authority=tls_folder / "ca.pem"),
+    ):
+        async with dial(address, stranger) as channel:
+            assert {await outcome(call, channel) for call in CALLS} == {UNAVAILABLE}, stranger
+
+
+def dial(address, tls):
+    """As a client of ours dials: by the address."""
+    credentials = client_credentials(tls, None)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def test_kv_is_taken_from_services_only(security, tls_folder):
+    receiver = KvReceiver(
+        incarnation=INCARNATION,
+        host="127.0.0.1",
+        on_complete=lambda *_: None,
+        on_failed=lambda *_: None,
+        security=security,
+    )
+    address = f"127.0.0.1:{receiver.start()}"
+    operator = PeerSecurity(SecurityConfig(tls=tls_of(tls_folder, "client")))
+    hello = encode_hello(Hello(transfer_id=os.urandom(16), incarnation=INCARNATION))
+    codes = []
+    for caller in (security, operator, PLAINTEXT):
+        with caller.open_bulk_channel(address, max_message_bytes=MAX_MESSAGE_BYTES) as channel:
+            call = channel.stream_stream(METHOD)(iter([hello]), timeout=WAIT_SECONDS)
+            try:
+                next(call)
+                codes.append(None)
+            except grpc.RpcError as error:
+                codes.append(error.code())
+    assert codes == [None, DENIED, UNAVAILABLE]
+    receiver.stop()
+
+
+@pytest.mark.parametrize("given", [("authority",), ("certificate", "private_key")])
+def test_half_of_mutual_tls_is_an_error_of_the_settings(given):
+    overrides = [f"security.tls.{name}=/some/{name}.pem" for name in given]
+    with pytest.raises(ConfigError, match=r"security: tls: certificate, private_key and authority go together"):
+        load_config({"security": SecurityConfig}, file=None, environ={}, overrides=overrides)
