@@ -1,0 +1,53 @@
+"""Which paths of which sequences the next forward pass of a look-ahead feeds: the likeliest, shared among owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from outrider.speculation.path_tree import DraftPath, Opening, PathTree
+
+LEAST_PROBABILITY = 0.02
+"""A token that the text reaches less often is not worth a row, even of a drafter that has nothing else to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRow:
+    """One token that could be drafted next."""
+
+    owner: int
+    probability: float  # that the text reaches this token
+    tree: PathTree
+    path: DraftPath | Opening
+
+
+def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int, max_length: int) -> list[AheadRow]:
+    """The next token of each path of one sequence that may be asked for by its next update.
+
+    While the target verifies `num_wanted` tokens, the main path grows to them, the token that follows and a whole
+    next draft; an alternative replaces one of those verified, or the one that follows, and grows to a whole draft.
+    """
+    acceptance = tree.estimates.acceptance
+    rows: list[AheadRow] = []
+    for path in tree.paths:
+        num_tokens = len(path.token_ids)
+        if tree.num_missing(path) > 1:
+            continue  # its KV was given to others
+        most = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
+        if num_tokens >= most or tree.is_over(path, max_length=max_length):
+            continue
+        rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path))
+    if len(tree.alternatives) < max_alternatives and len(tree) + 1 < max_length:
+        opening = tree.next_opening(num_wanted + 1)
+        if opening is not None:
+            rows.append(AheadRow(owner, opening.probability * acceptance, tree, opening))
+    return [row for row in rows if row.probability >= LEAST_PROBABILITY]
+
+
+def by_worth(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
+    """The likeliest of each owner first, then the second of each: no owner's sequences crowd out another's."""
+    by_owner: dict[int, list[AheadRow]] = {}
+    for row in sorted(rows, key=lambda row: -row.probability):
+        by_owner.setdefault(row.owner, []).append(row)
+    for place in range(max(map(len, by_owner.values()), default=0)):
+        yield from (owned[place] for owned in by_owner.values() if place < len(owned))

@@ -1,0 +1,231 @@
+"""What a draft model has drafted for one sequence: a main path after the committed tokens, and alternatives to it.
+
+Torch-free: a path knows its tokens and its block table, not how tokens are decided.
+
+The target decides token after token. As long as it decides like the draft model, the text follows the main path;
+at the first token where it does not, the runners-up of the draft model's race are its likeliest choices. An
+alternative assumes one of them, and goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.path_estimates import PathEstimates
+
+
+@dataclass(slots=True, eq=False)
+class DraftPath:
+    """Tokens after the committed ones: assumed ones first, then those that the draft model decided after them."""
+
+    kv: SequenceKV  # of committed and path tokens, as far as computed
+    token_ids: list[int] = field(default_factory=list)
+    runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of each token; none for assumed tokens
+    num_assumed: int = 0  # 0: the main path
+    rank: int = 0  # an alternative's: which runner-up it assumes
+    num_sent: int = 0  # tokens that the decode node has been told of
+
+    @property
+    def num_decided(self) -> int:
+        return len(self.token_ids) - self.num_assumed
+
+    def append(self, token_id: int, runners_up: tuple[int, ...]) -> None:
+        """The draft model's decision after the path."""
+        self.token_ids.append(token_id)
+        self.runners_up.append(runners_up)
+
+    def cut_front(self, num_tokens: int) -> None:
+        """The first tokens have been committed. What was sent of the path is no longer counted as sent."""
+        del self.token_ids[:num_tokens]
+        del self.runners_up[:num_tokens]
+        self.num_assumed = max(0, self.num_assumed - num_tokens)
+        self.num_sent = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """An alternative that could be begun: the runner-up of this rank instead of the main path's token."""
+
+    index: int  # of the token in the main path
+    rank: int
+    probability: float  # that the text goes there
+
+
+class PathTree:
+    """The paths of one sequence, rooted at its committed tokens. Belongs to one thread.
+
+    `kv` of the main path is complete up to the newest token that was fed; alternatives are forks of it
+    (copy-on-write), so equal beginnings are computed and stored once.
+    """
+
+    def __init__(self, kv: SequenceKV, token_ids: Sequence[int], *, stop_token_ids: Sequence[int] = ()) -> None:
+        """`kv` may hold a cached prefix of `token_ids`, but not the last of them: its logits begin the draft."""
+        self.estimates = PathEstimates()
+        self.main = DraftPath(kv)
+        self.alternatives: list[DraftPath] = []
+        self.num_wasted_tokens = 0  # decided, and dropped without having been committed
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._token_ids = list(token_ids)
+        self._source = token_ids
+        self._openings: list[Opening] = []  # most likely last
+        self._num_listed = 0  # of the main path's first tokens, by which `_openings` was made
+
+    def __len__(self) -> int:
+        """Committed tokens."""
+        return len(self._token_ids)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The committed tokens; not to be changed by the reader."""
+        return self._token_ids
+
+    @property
+    def paths(self) -> Iterator[DraftPath]:
+        yield self.main
+        yield from self.alternatives
+
+    # --- the root -------------------------------------------------------------------------
+
+    def is_continued_by(self, token_ids: Sequence[int]) -> bool:
+        """Whether the committed tokens begin `token_ids`. The list of last time only grows, and is not read again."""
+        size = len(self)
+        if len(token_ids) < size:
+            return False
+        return token_ids is self._source or list(token_ids[:size]) == self._token_ids
+
+    def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Moves the root to the end of `token_ids`, which continue the committed tokens; returns those that are new.
+
+        The path that begins with them becomes the main one, with what is left of it; alternatives that begin with them
+        stay; everything else is freed. If no path does, the KV of the longest common beginning is kept.
+        """
+        new = tuple(token_ids[len(self) :])
+        self._source = token_ids
+        if not new:
+            return new
+        self._learn(new)
+        self._token_ids += new
+        self._openings, self._num_listed = [], 0
+        size = len(new)
+        num_agreeing = [(_num_common(path.token_ids, new), path) for path in self.paths]
+        following = [path for num, path in num_agreeing if num == size]
+        for num, path in num_agreeing:
+            if num < size:
+                self.num_wasted_tokens += path.num_decided - max(0, num - path.num_assumed)
+        if not following:
+            num, path = max(num_agreeing, key=lambda each: min(each[0], each[1].kv.num_tokens - len(self) + size))
+            path.kv.truncate(min(path.kv.num_tokens, len(self) - size + num))
+            path.token_ids, path.runners_up = list(new), [()] * size
+            following = [path]
+        for path in self.paths:
+            if path not in following:
+                path.kv.free()
+        for path in following:
+            path.cut_front(size)
+        self.main, *self.alternatives = following  # the main path comes first; without it, one alternative follows
+        self.main.num_assumed = 0
+        return new
+
+    def free(self) -> None:
+        """Gives all KV back."""
+        for path in self.paths:
+            self.num_wasted_tokens += path.num_decided
+            path.kv.free()
+        self.alternatives.clear()
+
+    def free_alternative(self, path: DraftPath) -> None:
+        self.alternatives.remove(path)
+        self.num_wasted_tokens += path.num_decided
+        path.kv.free()
+
+    # --- growth ---------------------------------------------------------------------------
+
+    def missing(self, path: DraftPath) -> Sequence[int]:
+        """The tokens to feed so that the path's next token can be decided: at least one."""
+        num_tokens = len(self) + len(path.token_ids)
+        if path.kv.num_tokens == num_tokens:  # fed when nobody wanted its logits
+            path.kv.truncate(num_tokens - 1)
+        start = path.kv.num_tokens
+        if start >= len(self):
+            return path.token_ids[start - len(self) :]
+        return [*self._token_ids[start:], *path.token_ids]
+
+    def num_missing(self, path: DraftPath) -> int:
+        """How many `missing` would return."""
+        return max(1, len(self) + len(path.token_ids) - path.kv.num_tokens)
+
+    def is_over(self, path: DraftPath, *, max_length: int) -> bool:
+        """Whether nothing can follow: a stop token, or the end of the longest text."""
+        if len(self) + len(path.token_ids) >= max_length:
+            return True
+        return bool(path.token_ids) and path.token_ids[-1] in self._stop_token_ids
+
+    def probability(self, path: DraftPath, num_tokens: int) -> float:
+        """That the text begins with the path's first `num_tokens` tokens; an alternative's assumed ones among them."""
+        acceptance = self.estimates.acceptance
+        if path.num_assumed == 0:
+            return float(acceptance**num_tokens)
+        num_after = num_tokens - path.num_assumed
+        return self._probability_of(path.num_assumed - 1, path.rank) * float(acceptance**num_after)
+
+    def next_opening(self, num_positions: int) -> Opening | None:
+        """The likeliest alternative to one of the main path's first tokens that is not there yet."""
+        main = self.main
+        num_forkable = main.kv.num_tokens - len(self) + 1  # the KV before a replaced token must be there
+        num_positions = min(num_positions, num_forkable, len(main.token_ids))
+        if num_positions > self._num_listed:
+            self._openings, self._num_listed = self._list_openings(num_positions), num_positions
+        return self._openings[-1] if self._openings else None
+
+    def open(self, opening: Opening) -> DraftPath:
+        """Begins an alternative, on a fork of the main path's KV. It needs no forward until it is continued."""
+        assert self._openings
+        assert self._openings[-1] is opening
+        self._openings.pop()
+        main, index = self.main, opening.index
+        kv = main.kv.fork()
+        kv.truncate(len(self) + index)
+        assumed = [*main.token_ids[:index], main.runners_up[index][opening.rank]]
+        path = DraftPath(kv, assumed, [()] * len(assumed), num_assumed=len(assumed), rank=opening.rank)
+        self.alternatives.append(path)
+        return path
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _list_openings(self, num_positions: int) -> list[Opening]:
+        taken = {(path.num_assumed - 1, path.rank) for path in self.alternatives}
+        openings = [
+            Opening(index, rank, self._probability_of(index, rank))
+            for index, runners_up in enumerate(self.main.runners_up[:num_positions])
+            for rank in range(len(runners_up))
+            if (index, rank) not in taken
+        ]
+        return sorted(openings, key=lambda opening: opening.probability)
+
+    def _probability_of(self, index: int, rank: int) -> float:
+        acceptance = self.estimates.acceptance
+        return float(acceptance**index) * (1.0 - acceptance) * self.estimates.runner_up_chance(rank)
+
+    def _learn(self, new: Sequence[int]) -> None:
+        """From the committed tokens that a path had guessed, up to the first that none had."""
+        path = self.main
+        for index, token_id in enumerate(new):
+            if index >= len(path.token_ids):
+                return
+            if path.token_ids[index] == token_id:
+                self.estimates.observe_accepted()
+                continue
+            runners_up = path.runners_up[index]
+            self.estimates.observe_missed(runners_up.index(token_id) if token_id in runners_up else None)
+            following = next((p for p in self.alternatives if p.token_ids[: index + 1] == list(new[: index + 1])), None)
+            if following is None:
+                return
+            path = following
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common prefix of two short texts."""
+    size = min(len(one), len(other))
+    return next((index for index in range(size) if one[index] != other[index]), size)

@@ -1,0 +1,172 @@
+"""The paths of one sequence, their KV forks, and which rows are worth drafting: without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
+from outrider.speculation.path_tree import DraftPath, Opening, PathTree
+
+PROMPT = (1, 2, 3, 4, 5)
+STOP = 99
+
+
+class Sequence:
+    """A tree whose tokens the test decides: each token's runners-up are 100 and 200 above it."""
+
+    def __init__(self, *, num_blocks=64) -> None:
+        self.pool = BlockPool(num_blocks=num_blocks, block_size=4, hash_seed=b"")
+        self.tree = PathTree(SequenceKV(self.pool), PROMPT, stop_token_ids=(STOP,))
+
+    def draft(self, path: DraftPath, *token_ids: int) -> DraftPath:
+        for token_id in token_ids:
+            num_rows = len(self.tree.missing(path))
+            path.kv.reserve(path.kv.num_tokens + num_rows)
+            path.kv.advance(path.kv.num_tokens + num_rows)
+            path.append(token_id, (token_id + 100, token_id + 200))
+        return path
+
+    def open(self) -> DraftPath:
+        opening = self.tree.next_opening(10)
+        assert opening is not None
+        return self.tree.open(opening)
+
+    def check(self) -> None:
+        self.pool.check_integrity([path.kv.block_ids for path in self.tree.paths])
+
+
+@pytest.fixture
+def sequence() -> Sequence:
+    return Sequence()
+
+
+def tokens(sequence) -> list[list[int]]:
+    return [path.token_ids for path in sequence.tree.paths]
+
+
+def test_what_was_committed_as_drafted_stays_drafted_and_needs_no_row(sequence):
+    main = sequence.draft(sequence.tree.main, 10, 11, 12, 13)
+    assert sequence.tree.follow([*PROMPT, 10, 11]) == (10, 11)
+    assert sequence.tree.main is main
+    assert tokens(sequence) == [[12, 13]]
+    assert sequence.tree.missing(main) == [13]
+    sequence.check()
+
+
+def test_an_alternative_assumes_a_runner_up_and_becomes_the_main_path_when_it_is_committed(sequence):
+    sequence.draft(sequence.tree.main, 10, 11, 12)
+    first = sequence.open()
+    assert first.token_ids == [110]
+    assert list(sequence.tree.missing(first)) == [110]
+    sequence.draft(first, 31, 32)
+    second = sequence.draft(sequence.open(), 41)
+    assert second.token_ids == [10, 111, 41]
+    sequence.check()
+    sequence.tree.follow([*PROMPT, 110, 31])
+    assert tokens(sequence) == [[32]]
+    assert sequence.tree.main is first
+    assert sequence.tree.num_wasted_tokens == 3 + 1
+    sequence.check()
+
+
+def test_alternatives_further_on_outlive_a_commit_that_has_not_come_to_them(sequence):
+    sequence.draft(sequence.tree.main, 10, 11, 12)
+    sequence.draft(sequence.open(), 31)
+    further = sequence.draft(sequence.open(), 41)
+    sequence.tree.follow([*PROMPT, 10])
+    assert tokens(sequence) == [[11, 12], [111, 41]]
+    assert (further.num_assumed, further.num_sent) == (1, 0)
+    sequence.tree.follow([*PROMPT, 10, 111, 41])
+    assert tokens(sequence) == [[]]
+    assert list(sequence.tree.missing(further)) == [41]
+    sequence.check()
+
+
+@pytest.mark.parametrize("num_agreeing", [0, 1, 3])
+def test_where_no_path_was_right_the_kv_of_the_common_beginning_stays(sequence, num_agreeing):
+    drafted = (10, 11, 12, 13)
+    sequence.draft(sequence.tree.main, *drafted)
+    sequence.draft(sequence.open(), 31, 32)
+    sequence.tree.follow([*PROMPT, *drafted[:num_agreeing], 77])
+    assert tokens(sequence) == [[]]
+    assert list(sequence.tree.missing(sequence.tree.main)) == [77]
+    assert sequence.tree.num_wasted_tokens == 4 - num_agreeing + 2
+    sequence.check()
+
+
+def test_a_text_that_goes_on_past_every_path_is_computed_from_where_they_end(sequence):
+    sequence.draft(sequence.tree.main, 10)
+    sequence.tree.follow([*PROMPT, 10, 11, 12])
+    assert list(sequence.tree.missing(sequence.tree.main)) == [10, 11, 12]
+    sequence.check()
+
+
+def test_another_text_is_noticed(sequence):
+    assert sequence.tree.is_continued_by([*PROMPT, 6])
+    assert not sequence.tree.is_continued_by(PROMPT[:-1])
+    assert not sequence.tree.is_continued_by([9, *PROMPT[1:], 6])
+
+
+def test_the_pool_is_whole_when_a_tree_is_freed(sequence):
+    sequence.draft(sequence.tree.main, 10, 11, 12)
+    for _ in range(4):
+        sequence.draft(sequence.open(), 31, 32)
+    sequence.check()
+    sequence.tree.free()
+    assert sequence.pool.num_free_blocks == 64
+
+
+def test_it_learns_from_what_was_committed(sequence):
+    estimates = sequence.tree.estimates
+    text = list(PROMPT)
+    before = estimates.acceptance, estimates.runner_up_chance(0)
+    for _ in range(20):
+        sequence.draft(sequence.tree.main, 10)
+        text.append(110)
+        sequence.tree.follow(text)
+    assert estimates.acceptance < 0.25 < before[0]
+    assert estimates.runner_up_chance(0) > 0.8 > before[1]
+
+
+def rows(sequence, **changes) -> list[AheadRow]:
+    values = {"owner": 0, "num_wanted": 2, "max_alternatives": 7, "max_length": 1000, **changes}
+    return rows_of(sequence.tree, **values)
+
+
+def test_the_main_path_grows_to_a_whole_next_draft_and_alternatives_replace_what_is_verified_or_follows(sequence):
+    sequence.draft(sequence.tree.main, 10, 11)
+    drafted = set()
+    while found := rows(sequence):
+        path = found[-1].path
+        path = sequence.tree.open(path) if isinstance(path, Opening) else path
+        sequence.draft(path, 50)
+        drafted.add(id(path))
+        sequence.check()
+    assert len(sequence.tree.main.token_ids) == 2 + 1 + 2
+    alternatives = [(path.num_assumed, path.num_decided) for path in sequence.tree.alternatives]
+    assert {num_assumed for num_assumed, _ in alternatives} == {1, 2, 3}
+    assert max(num_decided for _, num_decided in alternatives) == 2
+
+
+def test_no_more_alternatives_than_allowed_and_none_of_what_ends_the_text(sequence):
+    sequence.draft(sequence.tree.main, 10, STOP)
+    assert [isinstance(row.path, Opening) for row in rows(sequence)] == [True]
+    sequence.open()
+    assert [isinstance(row.path, Opening) for row in rows(sequence, max_alternatives=1)] == [False]
+    assert rows(sequence, max_length=len(PROMPT) + 1) == []
+
+
+def test_what_lost_its_kv_to_others_is_left_alone(sequence):
+    sequence.draft(sequence.tree.main, 10, 11)
+    sequence.tree.main.kv.free()
+    assert rows(sequence) == []
+
+
+def test_a_likely_text_is_drafted_first_and_owners_take_turns():
+    def row(owner, probability):
+        return AheadRow(owner, probability, None, None)
+
+    found = by_worth([row(0, 0.9), row(0, 0.8), row(0, 0.7), row(1, 0.1), row(2, 0.2)])
+    assert [(each.owner, each.probability) for each in found] == [(0, 0.9), (2, 0.2), (1, 0.1), (0, 0.8), (0, 0.7)]
