@@ -43,6 +43,8 @@ class DraftCounters:
     num_updates_sent: int = 0
     num_messages_sent: int = 0
     num_branches: int = 0
+    num_ahead_branches: int = 0  # of them, those that came before they were asked for
+    lead_seconds: float = 0.0  # of all drafts found: how long each had been here
     num_syncs: int = 0
     num_stale_answers: int = 0  # unasked: for sequences that ended, moved, never were or are answered
     num_quarantined: int = 0
@@ -96,17 +98,20 @@ class DraftBook:
         now = self._clock()
         found: dict[int, DraftTree] = {}
         missing: list[DraftWant] = []
+        lead_seconds = 0.0
         for want in wants:
             drafted = self._sequences.get(want.sequence_id)
             if drafted is None or want.num_wanted <= 0:
                 continue
             drafted.follow(want.token_ids, num_wanted=want.num_wanted)
             self._note_news(drafted)
-            tree = drafted.trees.take(drafted.committed, want.num_wanted)
-            if tree:
-                found[want.sequence_id] = tree
+            kept = drafted.trees.take(drafted.committed, want.num_wanted)
+            if kept is not None:
+                found[want.sequence_id] = kept.tree
+                lead_seconds += now - kept.arrived_at
             elif self._may_be_answered(drafted, now, wait_seconds):
                 missing.append(want)
+        self._count(lead_seconds=lead_seconds)
         return found, missing
 
     def judge(
@@ -205,7 +210,11 @@ class DraftBook:
         state.answered(now, step_seconds=self._targets.step_seconds)
         for answer in answers:
             drafted = self._sequences.get(answer.sequence_id)
-            if drafted is None or drafted.target != target or not drafted.is_awaited:
+            if drafted is not None and drafted.target != target:
+                drafted = None
+            if answer.status is DraftStatus.AHEAD:
+                self._take_ahead(drafted, state, answer, now)
+            elif drafted is None or not drafted.is_awaited:
                 state.was_unasked()
                 self._count(num_stale_answers=1)  # it ended, moved, or was answered already
             elif not drafted.is_plausible(answer, vocab_size=self._vocab_size):
@@ -220,7 +229,29 @@ class DraftBook:
                 )
                 self._note_news(drafted)
 
+    def _take_ahead(
+        self, drafted: DraftedSequence | None, target: DraftTarget, answer: SequenceProposals, now: float
+    ) -> None:
+        """Branches besides answers: as many as updates have allowed. What exceeds that is stale."""
+        num_allowed = 0 if drafted is None else drafted.num_ahead_allowed(len(answer.branches))
+        if num_allowed < max(1, len(answer.branches)):  # a message without any is one too many
+            target.was_unasked()
+            self._count(num_stale_answers=1)
+        if drafted is None or not num_allowed:
+            return
+        if not drafted.is_plausible(answer, vocab_size=self._vocab_size):
+            self._quarantine(drafted, target)
+            return
+        trees = answer.branches[:num_allowed]
+        drafted.take_ahead(trees, now)
+        self._count(num_branches=len(trees), num_ahead_branches=len(trees))
+
     # Views.
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step of the engine takes at present; 0: none was done."""
+        return self._targets.measured_step_seconds
 
     def is_stuck(self, target: int) -> bool:
         """Whether an update has been unanswered for very long."""
@@ -300,6 +331,6 @@ class DraftBook:
             self._unassign(drafted)
             self._assign(drafted)
 
-    def _count(self, **increments: int) -> None:
+    def _count(self, **increments: float) -> None:
         changes = {name: getattr(self._counters, name) + by for name, by in increments.items()}
         self._counters = replace(self._counters, **changes)

@@ -18,7 +18,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.draft import hello_to_proto, proposals_from_proto, update_to_proto
+from outrider.wire.draft import hello_to_proto, proposals_from_proto, step_to_proto, update_to_proto
 from outrider.wire.node import info_from_proto
 
 FIRST_BACKOFF_SECONDS = 0.1
@@ -180,11 +180,12 @@ class DraftLink:
             with self._changed:
                 updates = self._book.take_updates(self.index)
                 is_stuck = self._book.is_stuck(self.index)
+                step_microseconds = step_to_proto(self._book.step_seconds)
             if is_stuck:
                 raise PeerLostError(f"{self.target} does not answer", node=self.target)
             if updates:
-                message = draft_pb2.DraftUpdate(sequences=[update_to_proto(update) for update in updates])
-                await call.write(message)
+                sequences = [update_to_proto(update) for update in updates]
+                await call.write(draft_pb2.DraftUpdate(sequences=sequences, step_microseconds=step_microseconds))
 
     async def _read(self, call: DraftCall) -> None:
         """Takes proposals in until the stream ends. Raises: PeerLostError, grpc.RpcError."""

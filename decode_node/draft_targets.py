@@ -103,7 +103,8 @@ class DraftTargets:
         self._clock = clock
         self._targets: dict[int, DraftTarget] = {}
         self._num_ever = 0
-        self.step_seconds = LEAST_STEP_SECONDS  # running mean of how long a step of the engine lasts
+        self.step_seconds = LEAST_STEP_SECONDS  # running mean of how long a step of the engine lasts, at least
+        self.measured_step_seconds = 0.0  # the same, as it is
         self._num_past_openings = 0  # of the breakers of targets that are gone
 
     def __getitem__(self, index: int) -> DraftTarget:
@@ -118,6 +119,8 @@ class DraftTargets:
         return self._num_past_openings + sum(target.breaker.num_openings for target in self)
 
     def observe_step(self, seconds: float) -> None:
+        weight = LATENCY_SMOOTHING if self.measured_step_seconds > 0.0 else 1.0
+        self.measured_step_seconds += weight * (seconds - self.measured_step_seconds)
         self.step_seconds += LATENCY_SMOOTHING * (max(seconds, LEAST_STEP_SECONDS) - self.step_seconds)
 
     def add(self, *, rank: int) -> int:

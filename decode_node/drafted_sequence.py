@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.speculation.draft_stream import (
+    MAX_AHEAD_BRANCHES,
     MAX_BRANCHES_PER_SEQUENCE,
     DraftStatus,
     SequenceProposals,
@@ -61,6 +62,7 @@ class _Service:
     last_was_empty: bool = False
     synced_at: float = float("-inf")
     retry_at: float = 0.0
+    num_ahead_allowed: int = 0  # branches that may come besides answers
 
 
 @dataclass(slots=True)
@@ -156,6 +158,8 @@ class DraftedSequence:
         self.has_news = not is_whole
         asked = service.asked = _Asked(length, self.num_wanted if is_whole else 0, now)
         service.sent_length = max(service.sent_length, length)
+        # What the update before allowed may still be under way.
+        service.num_ahead_allowed = min(service.num_ahead_allowed, MAX_AHEAD_BRANCHES) + MAX_AHEAD_BRANCHES
         service.most_wanted = max(service.most_wanted, asked.num_wanted)
         return SequenceUpdate(
             sequence_id=self.sequence_id,
@@ -172,7 +176,27 @@ class DraftedSequence:
         assert self._service is not None
         if answer.acked_length > self._service.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
             return False
-        return all(self._is_plausible_tree(tree, self._service.most_wanted, vocab_size) for tree in answer.branches)
+        return all(
+            self._is_plausible_tree(
+                tree,
+                self._service.most_wanted,
+                vocab_size,
+                # An assumption may have turned out wrong by the time it comes: that is no lie.
+                is_assumption=answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length,
+            )
+            for tree in answer.branches
+        )
+
+    def num_ahead_allowed(self, num_branches: int) -> int:
+        """How many of so many branches may come besides answers."""
+        return 0 if self._service is None else min(num_branches, self._service.num_ahead_allowed)
+
+    def take_ahead(self, trees: Sequence[DraftTree], now: float) -> None:
+        """Plausible and allowed ones."""
+        assert self._service is not None
+        self._service.num_ahead_allowed -= len(trees)
+        for tree in trees:
+            self._keep(tree, now)
 
     def take_answer(self, answer: SequenceProposals, now: float) -> float | None:
         """A plausible one. Returns how long it took, in seconds, where it answers a wish."""
@@ -190,8 +214,7 @@ class DraftedSequence:
                 service.asked = None
             return None
         for tree in answer.branches:
-            if not self._is_spent(tree):
-                self.trees.add(tree)
+            self._keep(tree, now)
         if asked is None:  # the end of catching up
             service.is_catching_up = False
             service.answered_length = max(service.answered_length, answer.acked_length)
@@ -219,7 +242,11 @@ class DraftedSequence:
         service.is_catching_up = False
         self.has_news = True
 
-    def _is_plausible_tree(self, tree: DraftTree, most_wanted: int, vocab_size: int) -> bool:
+    def _keep(self, tree: DraftTree, now: float) -> None:
+        if not self._is_spent(tree):
+            self.trees.add(tree, self.committed, now=now)
+
+    def _is_plausible_tree(self, tree: DraftTree, most_wanted: int, vocab_size: int, *, is_assumption: bool) -> bool:
         """What serves no more is not hashed: the hash of a prefix far back costs its whole length."""
         if len(tree) > most_tokens_offered(most_wanted):
             return False
@@ -228,7 +255,7 @@ class DraftedSequence:
         num_committed = len(self.committed)
         if tree.length > num_committed:
             return tree.length <= num_committed + MAX_TOKENS_AHEAD
-        return self._is_spent(tree) or tree.prefix_hash == self.committed.hash_at(tree.length)
+        return is_assumption or self._is_spent(tree) or tree.prefix_hash == self.committed.hash_at(tree.length)
 
     def _is_spent(self, tree: DraftTree) -> bool:
         """Whether as much has been committed since as it proposes."""

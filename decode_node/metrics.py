@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from decode_node.commands import AddressedEvent
+from decode_node.draft_book import DraftCounters
 from decode_node.drafts import DraftClientStatus
 from decode_node.statistics import PrefixLookups, StepStats
 from outrider.kv_transfer.inbox import ReceiverCounters
@@ -30,8 +31,7 @@ class DecodeMetrics:
         self._engine = EngineMetrics(model_name=model_name)
         self._counters = ReceiverCounters()
         self._prefix_lookups = PrefixLookups()
-        self._num_quarantined = 0
-        self._num_stale_answers = 0
+        self._drafts = DraftCounters()
 
     def observe(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
         """One turn of the engine thread."""
@@ -74,7 +74,8 @@ class DecodeMetrics:
         )
         self._prefix_lookups = prefix_lookups
         self._engine.set_breakers({target.target: target.is_breaker_open for target in drafts.targets})
-        self._engine.add_refused_proposals("quarantined", drafts.counters.num_quarantined - self._num_quarantined)
-        self._engine.add_refused_proposals("stale", drafts.counters.num_stale_answers - self._num_stale_answers)
-        self._num_quarantined = drafts.counters.num_quarantined
-        self._num_stale_answers = drafts.counters.num_stale_answers
+        now, before = drafts.counters, self._drafts
+        self._engine.add_refused_proposals("quarantined", now.num_quarantined - before.num_quarantined)
+        self._engine.add_refused_proposals("stale", now.num_stale_answers - before.num_stale_answers)
+        self._engine.add_look_ahead(lead_seconds=now.lead_seconds - before.lead_seconds)
+        self._drafts = now

@@ -18,6 +18,9 @@ from outrider.speculation.draft_tree import DraftTree
 MAX_BRANCHES_PER_SEQUENCE = 8
 """Branches of one sequence in one message; more is taken for a broken peer."""
 
+MAX_AHEAD_BRANCHES = 16
+"""Branches that one update allows besides its answer; what is sent beyond that is stale."""
+
 MAX_ANSWERS_PER_MESSAGE = 1024
 """More is taken for a broken peer."""
 
@@ -77,11 +80,12 @@ class DraftStatus(enum.Enum):
     NO_ROOM = "no_room"  # nothing is held of the sequence
     NOTHING = "nothing"
     UNKNOWN_PREFIX = "unknown_prefix"
+    AHEAD = "ahead"  # more branches, after the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceProposals:
-    """Answer to one sequence's newest update (draft node → decode node)."""
+    """Answer to one sequence's newest update, or more branches after it (draft node → decode node)."""
 
     sequence_id: int
     status: DraftStatus

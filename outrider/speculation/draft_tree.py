@@ -22,6 +22,7 @@ class DraftTree:
     prefix_hash: int | None = None  # of those first tokens; None: the draft has not left its proposer's process
     token_ids: tuple[int, ...] = ()
     source: DraftSource = DraftSource.DRAFT_NODE
+    probability: float = 1.0  # the proposer's estimate that the text begins with those first tokens
 
     def __len__(self) -> int:
         """Tokens proposed."""

@@ -69,6 +69,12 @@ class HashedTokens:
             self._hashes.append(self._hasher.intdigest())
         self._token_ids.extend(token_ids)
 
+    def hash_after(self, token_ids: Sequence[int]) -> int:
+        """Hash of all tokens and these after them. Raises OverflowError for an id outside uint32."""
+        hasher = self._hasher.copy()
+        hasher.update(token_bytes(token_ids))
+        return hasher.intdigest()
+
     def hash_at(self, length: int) -> int:
         """Hash of the first `length` tokens; cheap for the last `history` lengths.
 

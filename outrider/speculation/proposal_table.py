@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDraft:
+    """A draft and when it came: clock seconds of the table's owner."""
+
+    tree: DraftTree
+    arrived_at: float
 
 
 class ProposalTable:
     """Drafts of one sequence, keyed by content: (length, prefix hash).
 
-    Late, early, re-based and merged proposals are one case: a draft of an older prefix
-    still serves if its first tokens equal what was committed since. Bounded: the oldest
-    draft gives way to the newest. Not thread-safe: confined to its owner's thread or lock.
+    Late, early, re-based and merged proposals are one case: a draft of an older prefix still serves if its first
+    tokens equal what was committed since, one of a prefix that is not committed yet may serve later. Bounded: stale
+    drafts give way first, then the least likely one. Not thread-safe: confined to its owner's thread or lock.
     """
 
-    __slots__ = ("_max_trees", "_trees")
+    __slots__ = ("_kept", "_max_trees")
 
-    def __init__(self, *, max_trees: int = 8) -> None:
+    def __init__(self, *, max_trees: int = 2 * MAX_BRANCHES_PER_SEQUENCE) -> None:
         self._max_trees = max_trees
-        self._trees: dict[tuple[int, int | None], DraftTree] = {}
+        self._kept: dict[tuple[int, int | None], KeptDraft] = {}
 
     def __len__(self) -> int:
-        return len(self._trees)
+        return len(self._kept)
 
-    def add(self, tree: DraftTree) -> None:
+    def add(self, tree: DraftTree, committed: HashedTokens, *, now: float) -> None:
         """Keeps a draft that came with its prefix hash; a newer one of the same prefix replaces it."""
         if not tree:
             return
         key = (tree.length, tree.prefix_hash)
-        self._trees.pop(key, None)
-        self._trees[key] = tree
-        while len(self._trees) > self._max_trees:
-            del self._trees[next(iter(self._trees))]
+        before = self._kept.pop(key, None)
+        is_known = before is not None and before.tree.token_ids == tree.token_ids
+        self._kept[key] = KeptDraft(tree, before.arrived_at if before is not None and is_known else now)
+        if len(self._kept) > self._max_trees:
+            self._drop_stale(committed)
+        while len(self._kept) > self._max_trees:
+            del self._kept[min(self._kept, key=lambda key: self._kept[key].tree.probability)]
 
-    def take(self, committed: HashedTokens, num_wanted: int) -> DraftTree | None:
+    def take(self, committed: HashedTokens, num_wanted: int) -> KeptDraft | None:
         """At most `num_wanted` tokens proposed after `committed`; None when there are none.
 
         Of several drafts that fit, the one made from the longest prefix wins, since it
-        saw most. Drafts that can serve no more are dropped; the one used stays, because
-        what is left of it may fit the next commit as well.
+        saw most. Stale drafts are dropped; the one used stays, because what is left of it
+        may fit the next commit as well.
         """
-        best: DraftTree | None = None
-        best_length = -1
-        for key, tree in list(self._trees.items()):
-            if tree.length > len(committed):
-                continue  # its prefix is still ahead of us
-            rest = tree.after(committed.token_ids)
-            if rest is None or committed.hash_at(tree.length) != tree.prefix_hash:
-                del self._trees[key]
-            elif tree.length > best_length:
-                best, best_length = rest, tree.length
-        return None if best is None else best.cut(num_wanted)
+        self._drop_stale(committed)
+        fitting = [kept for kept in self._kept.values() if kept.tree.length <= len(committed)]
+        if not fitting:
+            return None
+        best = max(fitting, key=lambda kept: kept.tree.length)
+        rest = best.tree.after(committed.token_ids)
+        assert rest is not None, "stale drafts are gone"
+        return replace(best, tree=rest.cut(num_wanted))
 
     def clear(self) -> None:
-        self._trees.clear()
+        self._kept.clear()
+
+    def _drop_stale(self, committed: HashedTokens) -> None:
+        """Drafts that the text has left or outgrown."""
+        for key, kept in list(self._kept.items()):
+            tree = kept.tree
+            if tree.length <= len(committed) and (
+                tree.after(committed.token_ids) is None or committed.hash_at(tree.length) != tree.prefix_hash
+            ):
+                del self._kept[key]

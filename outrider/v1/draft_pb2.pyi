@@ -17,20 +17,24 @@ class DraftStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DRAFT_STATUS_NO_ROOM: _ClassVar[DraftStatus]
     DRAFT_STATUS_NOTHING: _ClassVar[DraftStatus]
     DRAFT_STATUS_UNKNOWN_PREFIX: _ClassVar[DraftStatus]
+    DRAFT_STATUS_AHEAD: _ClassVar[DraftStatus]
 DRAFT_STATUS_UNSPECIFIED: DraftStatus
 DRAFT_STATUS_PROPOSED: DraftStatus
 DRAFT_STATUS_CATCHING_UP: DraftStatus
 DRAFT_STATUS_NO_ROOM: DraftStatus
 DRAFT_STATUS_NOTHING: DraftStatus
 DRAFT_STATUS_UNKNOWN_PREFIX: DraftStatus
+DRAFT_STATUS_AHEAD: DraftStatus
 
 class DraftUpdate(_message.Message):
-    __slots__ = ("hello", "sequences")
+    __slots__ = ("hello", "sequences", "step_microseconds")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     hello: DraftHello
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
-    def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ...) -> None: ...
+    step_microseconds: int
+    def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., step_microseconds: _Optional[int] = ...) -> None: ...
 
 class DraftHello(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len", "oldest_protocol_version")
@@ -105,11 +109,13 @@ class SequenceProposals(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ..., num_computed: _Optional[int] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("length", "prefix_hash", "token_ids")
+    __slots__ = ("length", "prefix_hash", "token_ids", "probability")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     length: int
     prefix_hash: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    probability: float
+    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., probability: _Optional[float] = ...) -> None: ...

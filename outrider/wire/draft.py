@@ -21,6 +21,9 @@ DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 TOO_MANY_TOKENS = 256
 """More than any branch may have; the decode node looks at no more to see that."""
 
+MAX_STEP_MICROSECONDS = 10_000_000
+"""No step takes longer, and no draft node looks ahead for longer."""
+
 
 def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:
     return draft_pb2.DraftHello(
@@ -83,6 +86,7 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
                 length=branch.length,
                 prefix_hash=branch.prefix_hash,
                 token_ids=branch.token_ids,
+                probability=branch.probability,
             )
             for branch in proposals.branches
         ],
@@ -101,11 +105,31 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
         status=DRAFT_STATUSES.from_proto(proto.status),
         acked_length=proto.acked_length,
         branches=tuple(
-            DraftTree(branch.length, branch.prefix_hash, tuple(branch.token_ids[:TOO_MANY_TOKENS]))
+            DraftTree(
+                branch.length,
+                branch.prefix_hash,
+                tuple(branch.token_ids[:TOO_MANY_TOKENS]),
+                probability=_probability_from(branch.probability),
+            )
             for branch in proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1]
         ),
         num_computed=proto.num_computed,
     )
+
+
+def _probability_from(value: float) -> float:
+    """0 to 1; 0 for what is no number."""
+    return min(value, 1.0) if value > 0.0 else 0.0
+
+
+def step_to_proto(step_seconds: float) -> int:
+    """Microseconds, as much as the field holds."""
+    return min(round(step_seconds * 1e6), MAX_STEP_MICROSECONDS)
+
+
+def step_from_proto(step_microseconds: int) -> float:
+    """Seconds."""
+    return min(step_microseconds, MAX_STEP_MICROSECONDS) / 1e6
 
 
 def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:

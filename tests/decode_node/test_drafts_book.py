@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from decode_node import draft_book
 from decode_node.draft_book import DraftBook, DraftWant
 from decode_node.draft_targets import MAX_UNASKED_IN_A_ROW
 from outrider.request import SamplingParams
 from outrider.speculation import prefix_hash as prefix_hash_module
-from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart
+from outrider.speculation.draft_stream import (
+    MAX_AHEAD_BRANCHES,
+    DraftStatus,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+)
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 
@@ -457,3 +467,128 @@ def test_what_is_late_is_a_share_of_a_step(book, clock):
     clock.now += 0.15
     book.take_proposals(0, [answer_to(probe)])
     assert not book.is_breaker_open(0)
+
+
+def ahead_of(update, *assumed_and_proposed, probability=0.5, **changes) -> SequenceProposals:
+    """Each (assumed tokens, proposed tokens) after the update's own tokens."""
+    branches = tuple(
+        DraftTree(
+            update.length + len(assumed),
+            prefix_hash([*update.token_ids, *assumed]),
+            tuple(proposed),
+            probability=probability,
+        )
+        for assumed, proposed in assumed_and_proposed
+    )
+    return answer_to(update, **{"branches": branches, "status": DraftStatus.AHEAD, **changes})
+
+
+def opened(book) -> SequenceUpdate:
+    """The text is 5 6; the draft 7 8 has been answered."""
+    book.open(1, *start_of(5, 6), num_wanted=2)
+    (update,) = book.take_updates(0)
+    book.take_proposals(0, [answer_to(update, 7, 8)])
+    return update
+
+
+def found(book, *text) -> tuple[int, ...]:
+    return tokens(book.find([DraftWant(1, text, 2)], wait_seconds=0.0)[0]).get(1, ())
+
+
+def test_a_branch_ahead_is_found_when_its_assumption_was_committed(book, clock):
+    update = opened(book)
+    book.take_proposals(0, [ahead_of(update, ((7, 8, 9), (1, 2)), ((7, 3), (4, 4)))])
+    clock.now += 0.01
+    assert found(book, 5, 6, 7, 8, 9) == (1, 2)
+    assert book.counters().lead_seconds == pytest.approx(0.01)
+    assert (book.counters().num_ahead_branches, book.counters().num_stale_answers) == (2, 0)
+
+
+def test_a_branch_ahead_of_the_last_state_still_counts_when_it_crosses_the_next_update(book):
+    update = opened(book)
+    book.update(1, [7, 3], num_wanted=2)
+    (newer,) = book.take_updates(0)
+    book.take_proposals(0, [ahead_of(update, ((7, 3), (4, 4)))])
+    assert found(book, 5, 6, 7, 3) == (4, 4)
+    book.take_proposals(0, [answer_to(newer, 1)])
+    assert book.counters().num_stale_answers == 0
+
+
+def test_an_assumption_that_did_not_come_true_is_no_lie(book):
+    update = opened(book)
+    book.update(1, [7, 3], num_wanted=2)
+    book.take_proposals(0, [ahead_of(update, ((7, 8), (9, 9)))])
+    assert (book.counters().num_quarantined, book.num_sequences(0)) == (0, 1)
+    assert found(book, 5, 6, 7, 3) == ()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"branches": (DraftTree(2, 12345, (7,)),)},  # of a prefix that was committed when it was made
+        {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than anybody drafts
+        {"branches": (DraftTree(4, 0, (1000,)),)},  # no such id
+        {"branches": (DraftTree(4, 0, (1,) * 11),)},  # longer than anybody asked for
+        {"branches": (DraftTree(4, 0, (1,)),) * 9},
+        {"acked_length": 3},  # of what it was never sent
+    ],
+)
+def test_what_no_honest_node_could_say_ahead_costs_it_the_sequence(book, lie):
+    update = opened(book)
+    book.take_proposals(0, [ahead_of(update, ((9,), (1,)), **lie)])
+    assert book.counters().num_quarantined == 1
+
+
+def test_what_exceeds_the_allowance_is_stale_and_counts_as_flooding(book):
+    update = opened(book)
+    for _ in range(4):
+        book.take_proposals(0, [ahead_of(update, *(((9, index), (1,)) for index in range(4)))])
+    assert (book.counters().num_ahead_branches, book.counters().num_stale_answers) == (MAX_AHEAD_BRANCHES, 0)
+    book.take_proposals(0, [ahead_of(update, ((7, 8, 9), (1, 2)))] * (MAX_UNASKED_IN_A_ROW + 1))
+    assert book.counters().num_ahead_branches == MAX_AHEAD_BRANCHES
+    assert book.is_flooding(0)
+    assert found(book, 5, 6, 7, 8, 9) == ()
+
+
+def test_branches_ahead_of_a_sequence_that_is_not_there_or_without_any_branch_are_stale(book):
+    update = opened(book)
+    book.take_proposals(0, [ahead_of(update), ahead_of(update, ((9,), (1,)), sequence_id=77)])
+    assert book.counters().num_stale_answers == 2
+    book.close(1)
+    book.take_proposals(0, [ahead_of(update, ((9,), (1,)))])
+    assert book.counters().num_stale_answers == 3
+
+
+def test_the_newest_step_time_is_told(book):
+    assert book.step_seconds == 0.0
+    book.observe_step(0.004)
+    assert book.step_seconds == pytest.approx(0.004)
+
+
+@given(data=st.data())
+def test_whatever_order_messages_come_in_a_draft_continues_what_was_committed(data):
+    """Lost, repeated, late and reordered answers: no draft of another text, and nobody is accused."""
+    clock = Clock()
+    book = make_book(1, vocab_size=1000, clock=clock)
+    book.connected(0)
+    book.open(1, *start_of(5, 6), num_wanted=2)
+    text, sent, under_way = [5, 6], [], []
+    for _ in range(data.draw(st.integers(1, 12))):
+        sent += book.take_updates(0)
+        if sent:
+            state = data.draw(st.sampled_from(sent[-3:]))
+            prefix = text[: state.length]
+            whole = dataclasses.replace(state, token_ids=tuple(prefix))
+            assumed = data.draw(st.lists(st.integers(7, 8), min_size=1, max_size=3))
+            under_way += [ahead_of(whole, (assumed, (*assumed, 9)))]
+            if state is sent[-1]:
+                under_way += [answer_to(whole, 7, 8)]
+        for _ in range(data.draw(st.integers(0, 2))):
+            if under_way:
+                book.take_proposals(0, [data.draw(st.sampled_from(under_way))])
+        new = data.draw(st.lists(st.integers(7, 8), max_size=2))
+        text += new
+        book.update(1, new, num_wanted=2)
+        proposed = found(book, *text)
+        assert not proposed or set(proposed) <= {7, 8, 9}
+    assert book.counters().num_quarantined == 0

@@ -7,68 +7,89 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens, prefix_hash
 from outrider.speculation.proposal_table import ProposalTable
 
+EMPTY = HashedTokens()
 
-def branch_after(token_ids, *proposed):
-    return DraftTree(len(token_ids), prefix_hash(token_ids), tuple(proposed))
+
+def branch_after(token_ids, *proposed, probability=1.0):
+    return DraftTree(len(token_ids), prefix_hash(token_ids), tuple(proposed), probability=probability)
 
 
 def taken(table, committed, num_wanted):
-    tree = table.take(committed, num_wanted)
-    if tree is None:
+    kept = table.take(committed, num_wanted)
+    if kept is None:
         return ()
+    tree = kept.tree
     assert tree.length == len(committed)
     return tree.token_ids
 
 
 def test_a_branch_of_exactly_this_prefix_is_found():
     table = ProposalTable()
-    table.add(branch_after([5, 6], 7, 8, 9))
+    table.add(branch_after([5, 6], 7, 8, 9), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6]), 2) == (7, 8)
 
 
 def test_an_older_branch_serves_if_its_first_tokens_were_committed_since():
     table = ProposalTable()
-    table.add(branch_after([5, 6], 7, 8, 9))
+    table.add(branch_after([5, 6], 7, 8, 9), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6, 7]), 4) == (8, 9)
     assert taken(table, HashedTokens([5, 6, 7, 8]), 4) == (9,)
 
 
 def test_a_branch_that_was_wrong_or_is_spent_is_dropped():
     table = ProposalTable()
-    table.add(branch_after([5, 6], 7, 8))
+    table.add(branch_after([5, 6], 7, 8), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6, 9]), 4) == ()
     assert len(table) == 0
-    table.add(branch_after([5, 6], 7, 8))
+    table.add(branch_after([5, 6], 7, 8), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6, 7, 8]), 4) == ()
     assert len(table) == 0
 
 
 def test_a_branch_of_another_text_of_the_same_length_is_not_used():
     table = ProposalTable()
-    table.add(branch_after([5, 1], 7, 8))
+    table.add(branch_after([5, 1], 7, 8), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6]), 2) == ()
 
 
 def test_a_branch_ahead_of_what_is_committed_waits_for_its_turn():
     table = ProposalTable()
-    table.add(branch_after([5, 6, 7], 8))
+    table.add(branch_after([5, 6, 7], 8), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6]), 1) == ()
     assert taken(table, HashedTokens([5, 6, 7]), 1) == (8,)
 
 
 def test_the_branch_that_saw_most_wins():
     table = ProposalTable()
-    table.add(branch_after([5], 6, 7, 1))
-    table.add(branch_after([5, 6], 7, 2))
+    table.add(branch_after([5], 6, 7, 1), EMPTY, now=0.0)
+    table.add(branch_after([5, 6], 7, 2), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6, 7]), 1) == (2,)
 
 
-def test_the_oldest_branch_gives_way_when_there_are_too_many():
+def test_the_least_likely_branch_gives_way_when_there_are_too_many_and_the_oldest_of_those():
     table = ProposalTable(max_trees=2)
-    for last in range(3):
-        table.add(branch_after([5, last], 7))
+    for last, probability in enumerate((0.5, 0.1, 0.1, 0.4)):
+        table.add(branch_after([5, last], 7, probability=probability), HashedTokens([5]), now=0.0)
     assert len(table) == 2
-    assert taken(table, HashedTokens([5, 0]), 1) == ()
+    assert [taken(table, HashedTokens([5, last]), 1) for last in (1, 2)] == [(), ()]
+
+
+def test_what_is_likely_stays_as_long_as_something_is_stale():
+    table = ProposalTable(max_trees=2)
+    table.add(branch_after([5, 6], 7), HashedTokens([5, 6]), now=0.0)
+    table.add(branch_after([5, 6, 8], 9, probability=0.1), HashedTokens([5, 6]), now=0.0)
+    table.add(branch_after([5, 6, 8, 9], 1, probability=0.1), HashedTokens([5, 6, 8]), now=0.0)
+    assert taken(table, HashedTokens([5, 6, 8]), 1) == (9,)
+    assert len(table) == 2
+
+
+def test_it_knows_how_long_a_draft_has_been_here():
+    table = ProposalTable()
+    for now, proposed in ((1.0, (7, 8)), (2.0, (7, 8)), (3.0, (7, 8, 9))):
+        table.add(branch_after([5], *proposed), EMPTY, now=now)
+        kept = table.take(HashedTokens([5]), 8)
+        assert kept is not None
+        assert kept.arrived_at == (3.0 if now == 3.0 else 1.0)
 
 
 @given(
@@ -78,7 +99,7 @@ def test_the_oldest_branch_gives_way_when_there_are_too_many():
 def test_what_is_taken_always_continues_some_branch_that_agrees_with_the_text(text, branches):
     table = ProposalTable()
     for length, proposed in branches:
-        table.add(branch_after(text[:length], *proposed))
+        table.add(branch_after(text[:length], *proposed), EMPTY, now=0.0)
     found = taken(table, HashedTokens(text), 3)
     fitting = [
         tuple(proposed[len(text) - min(length, len(text)) :][:3])

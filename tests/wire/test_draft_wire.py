@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from outrider.request import SamplingParams
@@ -11,6 +13,8 @@ from outrider.wire.draft import (
     hello_to_proto,
     proposals_from_proto,
     proposals_to_proto,
+    step_from_proto,
+    step_to_proto,
     update_from_proto,
     update_to_proto,
 )
@@ -80,3 +84,19 @@ def test_a_hello_survives_the_wire():
         max_model_len=8192,
     )
     assert hello_from_proto(draft_pb2.DraftHello.FromString(hello_to_proto(hello).SerializeToString())) == hello
+
+
+def test_a_step_survives_the_wire_to_the_microsecond_and_none_is_endless():
+    assert step_from_proto(step_to_proto(0.0301234567)) == 0.030123
+    assert step_from_proto(step_to_proto(1e9)) == 10.0
+    assert step_from_proto(2**32 - 1) == 10.0
+
+
+@pytest.mark.parametrize(("sent", "taken"), [(0.25, 0.25), (7.0, 1.0), (-1.0, 0.0), (math.nan, 0.0)])
+def test_a_probability_is_one_whatever_was_sent(sent, taken):
+    proto = draft_pb2.SequenceProposals(
+        sequence_id=1,
+        status=draft_pb2.DRAFT_STATUS_AHEAD,
+        branches=[draft_pb2.Branch(length=1, token_ids=[2], probability=sent)],
+    )
+    assert proposals_from_proto(proto).branches[0].probability == taken

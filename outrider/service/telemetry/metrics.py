@@ -104,6 +104,9 @@ class EngineMetrics:
         )
         self._wanting = family.counter("outrider:draft_wanting_steps", "Steps that wanted proposals.")
         self._hits = family.counter("outrider:draft_hit_steps", "Steps that found proposals waiting.")
+        self._lead = family.counter("outrider:draft_lead_seconds", "How long proposals had waited when found.")
+        self._ahead = family.counter("outrider:draft_ahead_tokens", "Draft tokens sent before they were asked for.")
+        self._wasted = family.counter("outrider:draft_wasted_tokens", "Draft tokens made that were never committed.")
         self._steps = family.histogram("outrider:step_seconds", "One engine iteration.", STEP_BUCKETS)
         self._parts = family.labelled_counter(
             "outrider:step_part_seconds", "What the engine's thread did with its time.", "part"
@@ -158,6 +161,12 @@ class EngineMetrics:
                 self._accepted_at(str(position)).inc(reached)
         self._wanting.inc(counts.num_wanting_steps)
         self._hits.inc(counts.num_hit_steps)
+
+    def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
+        """The first two are known on draft nodes, the last on decode nodes."""
+        self._ahead.inc(num_tokens)
+        self._wasted.inc(num_wasted_tokens)
+        self._lead.inc(lead_seconds)
 
     def observe_transfer(
         self, *, connector: str, num_bytes: int, seconds: float, exposed_seconds: float | None = None
