@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 
 from outrider.config import setting
 from outrider.service.config import ServerConfig
+from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.proposers.factory import PROPOSERS, ProposerSettings
+
+MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
+"""All of them and the main path fit one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,4 +22,18 @@ class DraftNodeConfig(ProposerSettings):
     num_speculative_tokens: int = setting(
         5, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
     )
+    look_ahead: str = setting(
+        "auto",
+        choices=("off", "auto", *map(str, range(1, MAX_ALTERNATIVES + 1))),
+        help="Alternatives of a sequence that a draft model follows while the target verifies. "
+        "auto: as many as its time allows; off where processors are shared with the target.",
+    )
+    shares_processors: bool = setting(False, help="Whether target models compute on this node's processors.")
     max_sequences: int = setting(512, at_least=1, at_most=65_536, help="Sequences held, of all decode nodes together.")
+
+    @property
+    def max_alternatives(self) -> int:
+        """Paths beside the main one that a look-ahead follows for a sequence; 0: there is no look-ahead."""
+        if self.look_ahead == "off" or (self.look_ahead == "auto" and self.shares_processors):
+            return 0
+        return MAX_ALTERNATIVES if self.look_ahead == "auto" else int(self.look_ahead)

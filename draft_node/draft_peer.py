@@ -1,16 +1,66 @@
-"""One decode node on its stream: newest states in, newest answers out."""
+"""One decode node on its stream: newest states in, newest answers and branches out."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from outrider.errors import CapacityError
-from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftHello, SequenceProposals, SequenceUpdate
+from outrider.speculation.draft_stream import (
+    MAX_ANSWERS_PER_MESSAGE,
+    MAX_BRANCHES_PER_SEQUENCE,
+    DraftHello,
+    DraftStatus,
+    SequenceProposals,
+    SequenceUpdate,
+)
+from outrider.speculation.draft_tree import DraftTree
 
 MAX_WAITING = 65_536
 """Sequences of which an update or an answer waits in a box; a peer that never reads its answers comes to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedUpdate:
+    """The newest state of one sequence, and until when its target is expected to verify: clock seconds."""
+
+    update: SequenceUpdate
+    verified_by: float
+
+
+@dataclass(slots=True)
+class _Unsent:
+    """What the decode node has not been told of one sequence."""
+
+    answer: SequenceProposals | None = None
+    acked_length: int = 0  # of the state that `ahead` was made from
+    ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash
+
+    def put(self, answer: SequenceProposals) -> None:
+        """An answer voids what waits of older states; branches ahead join those that wait, the longer of a prefix."""
+        if answer.status is not DraftStatus.AHEAD:
+            self.answer = answer
+            self.ahead.clear()
+            return
+        self.acked_length = answer.acked_length
+        for tree in answer.branches:
+            self.ahead[tree.length, tree.prefix_hash] = tree
+        while len(self.ahead) > MAX_BRANCHES_PER_SEQUENCE:
+            del self.ahead[min(self.ahead, key=lambda key: self.ahead[key].probability)]
+
+    def answers(self, sequence_id: int) -> list[SequenceProposals]:
+        found = [] if self.answer is None else [self.answer]
+        if self.ahead:
+            found.append(
+                SequenceProposals(
+                    sequence_id=sequence_id,
+                    status=DraftStatus.AHEAD,
+                    acked_length=self.acked_length,
+                    branches=tuple(self.ahead.values()),
+                )
+            )
+        return found
 
 
 class DraftPeer:
@@ -25,36 +75,43 @@ class DraftPeer:
         self.hello = hello
         self._notify = notify
         self._lock = threading.Lock()
-        self._updates: dict[int, SequenceUpdate] = {}
-        self._answers: dict[int, SequenceProposals] = {}
+        self._updates: dict[int, ReceivedUpdate] = {}
+        self._unsent: dict[int, _Unsent] = {}
 
-    def submit(self, updates: Sequence[SequenceUpdate]) -> None:
+    def submit(self, updates: Sequence[SequenceUpdate], *, verified_by: float) -> None:
         """Newer states of a sequence replace older ones that nobody has looked at.
 
         Raises: CapacityError for a peer that sends, and does not read.
         """
         with self._lock:
-            if len(self._updates) + len(self._answers) + len(updates) > MAX_WAITING:
+            if len(self._updates) + len(self._unsent) + len(updates) > MAX_WAITING:
                 raise CapacityError(f"{self.hello.name} does not read the answers to its updates")
             for update in updates:
-                self._updates[update.sequence_id] = update
+                self._updates[update.sequence_id] = ReceivedUpdate(update, verified_by)
 
-    def take_updates(self) -> list[SequenceUpdate]:
+    def take_updates(self) -> list[ReceivedUpdate]:
         with self._lock:
             updates, self._updates = self._updates, {}
         return list(updates.values())
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
-        """Newer answers replace older ones that could not be sent yet."""
+        """Joins what could not be sent yet; an answer replaces an older one."""
         if not answers:
             return
         with self._lock:
             for answer in answers:
-                self._answers[answer.sequence_id] = answer
+                self._unsent.setdefault(answer.sequence_id, _Unsent()).put(answer)
         self._notify()
 
     def take_answers(self) -> list[SequenceProposals]:
         """As many as one message may carry, oldest first; empty when none wait."""
+        taken: list[SequenceProposals] = []
         with self._lock:
-            taken = list(itertools.islice(self._answers, MAX_ANSWERS_PER_MESSAGE))
-            return [self._answers.pop(sequence_id) for sequence_id in taken]
+            while self._unsent:
+                sequence_id = next(iter(self._unsent))
+                answers = self._unsent[sequence_id].answers(sequence_id)
+                if len(taken) + len(answers) > MAX_ANSWERS_PER_MESSAGE:
+                    break
+                del self._unsent[sequence_id]
+                taken += answers
+        return taken

@@ -20,6 +20,8 @@ class HeldSequence:
     start: SequenceStart
     tokens: HashedTokens
     num_wanted: int = 0
+    verified_by: float = 0.0  # clock seconds: until then its target verifies what was answered
+    num_branches_left: int = 0  # ahead, until the next update
 
 
 class HeldSequences:

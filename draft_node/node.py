@@ -94,7 +94,9 @@ class DraftNode:
             proposer = make_proposer(self._config.proposer, self._config, progress=announce_progress)
             self._proposer = proposer
         limits = DraftLimits(
-            num_speculative_tokens=self._config.num_speculative_tokens, max_sequences=self._config.max_sequences
+            num_speculative_tokens=self._config.num_speculative_tokens,
+            max_sequences=self._config.max_sequences,
+            max_alternatives=self._config.max_alternatives,
         )
         metrics = EngineMetrics(model_name=proposer.name, registry=self._registry)
         return DraftLoop(proposer, limits, on_step=partial(_count_step, metrics))
@@ -109,8 +111,13 @@ class DraftNode:
             "proposer": self._proposer.name if self._proposer is not None else self._config.proposer,
             "vocabulary_fingerprint": self._proposer.vocabulary_fingerprint if self._proposer is not None else "",
             "num_speculative_tokens": self._config.num_speculative_tokens,
+            "look_ahead": self._config.max_alternatives if self._can_look_ahead else 0,
             **(self._proposer.description if self._proposer is not None else {}),
         }
+
+    @property
+    def _can_look_ahead(self) -> bool:
+        return self._proposer is not None and self._proposer.can_look_ahead
 
     def draft_loop(self) -> DraftLoop:
         """Raises: PeerLostError while starting and when draining: come again, or go elsewhere."""
@@ -160,4 +167,5 @@ def _count_step(metrics: EngineMetrics, stats: DraftStepStats) -> None:
     """On the draft loop's thread."""
     metrics.set_load(NodeLoad(num_running=stats.num_held, num_waiting=stats.num_waiting))
     metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_requests)
-    metrics.add_tokens(num_generated_tokens=stats.num_proposed_tokens)
+    metrics.add_tokens(num_generated_tokens=stats.num_proposed_tokens + stats.num_ahead_tokens)
+    metrics.add_look_ahead(num_tokens=stats.num_ahead_tokens, num_wasted_tokens=stats.num_wasted_tokens)

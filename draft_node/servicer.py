@@ -16,7 +16,7 @@ from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.draft import hello_from_proto, proposals_to_proto, update_from_proto
+from outrider.wire.draft import hello_from_proto, proposals_to_proto, step_from_proto, update_from_proto
 from outrider.wire.node import info_to_proto
 
 if TYPE_CHECKING:
@@ -119,5 +119,6 @@ async def _read_updates(
     while message is not None:
         if message.sequences:
             fault_point("draft.update")
-            loop.submit(peer, [update_from_proto(update) for update in message.sequences])
+            updates = [update_from_proto(update) for update in message.sequences]
+            loop.submit(peer, updates, step_seconds=step_from_proto(message.step_microseconds))
         message = await anext(request_iterator, None)

@@ -125,6 +125,8 @@ def _chosen(
         chosen[f"{section}.num_threads"] = share.num_threads
         if share.is_shared and role in (PREFILL, DECODE):
             chosen[f"{role}.turns_file"] = turns_file
+        if role == DRAFT:
+            chosen["draft_node.shares_processors"] = share.is_shared
     if config.metrics:
         chosen[f"{role}.server.metrics_port"] = 0
     if role == ROUTER:

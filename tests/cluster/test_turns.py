@@ -12,15 +12,19 @@ from outrider.cluster.plan import child_command, plan_children
 TURNS_FILE = Path("/run/turns")
 
 
-def roles_in_turns(config, *overrides):
-    """By name, the file of everyone whose command line names one."""
+def settings_of(config, name, *overrides):
+    """By name, the setting of everyone whose command line has it."""
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):
         command = child_command(spec, config, launch, targets={}, bound={}, turns_file=TURNS_FILE)
-        key = f"{spec.role}.turns_file="
+        key = f"{spec.role}.{name}="
         found.update((spec.name, part.removeprefix(key)) for part in command if part.startswith(key))
     return found
+
+
+def roles_in_turns(config, *overrides):
+    return settings_of(config, "turns_file", *overrides)
 
 
 @pytest.fixture
@@ -44,3 +48,11 @@ def test_the_users_own_file_wins(on_processors):
     found = roles_in_turns(ClusterConfig(), "prefill_node.turns_file=", "decode_node.turns_file=/elsewhere")
     assert found["decode-0"] == "/elsewhere"
     assert str(TURNS_FILE) not in found.values()
+
+
+@pytest.mark.parametrize(("num_processors", "is_shared"), [(2, "True"), (16, "False")])
+def test_a_draft_model_is_told_whether_target_models_compute_beside_it(on_processors, num_processors, is_shared):
+    on_processors(num_processors)
+    config = ClusterConfig(draft="draft_model:x")
+    assert settings_of(config, "shares_processors") == {"draft-0": is_shared}
+    assert settings_of(ClusterConfig(), "shares_processors") == {}

@@ -8,7 +8,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from outrider.speculation.proposers.scripted import ScriptedProposer
 
@@ -42,7 +42,7 @@ def proposer(request):
     return make_proposer(request.param, settings)
 
 
-def propose_until_caught_up(proposer, *requests):
+def propose_until_done(proposer, *requests):
     """Asks again as the draft loop does; returns each sequence's proposal."""
     found = {}
     for _ in range(100):
@@ -51,14 +51,14 @@ def propose_until_caught_up(proposer, *requests):
             return found
         for request, proposal in zip(asked, proposer.propose(asked), strict=True):
             assert proposal.sequence_id == request.sequence_id
-            if proposal.caught_up:
+            if proposal.progress is Progress.DONE:
                 found[proposal.sequence_id] = proposal
-    raise AssertionError("never caught up")
+    raise AssertionError("never done")
 
 
 def test_it_proposes_at_most_what_is_wanted_from_the_prefix_it_was_given(proposer):
     for num_wanted in (1, 4):
-        found = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], num_wanted, START))
+        found = propose_until_done(proposer, ProposalRequest(1, TEXT[:50], num_wanted, START))
         assert found[1].tree.length == 50
         assert 0 < len(found[1].tree.token_ids) <= num_wanted
         assert all(0 <= token_id < VOCAB_SIZE for token_id in found[1].tree.token_ids)
@@ -67,51 +67,51 @@ def test_it_proposes_at_most_what_is_wanted_from_the_prefix_it_was_given(propose
 def test_it_answers_every_request_of_a_ragged_batch_in_order(proposer):
     requests = [ProposalRequest(key, TEXT[: 20 + 13 * key], 1 + key % 3, START) for key in range(6)]
     assert [proposal.sequence_id for proposal in proposer.propose(requests)] == list(range(6))
-    found = propose_until_caught_up(proposer, *requests)
+    found = propose_until_done(proposer, *requests)
     assert all(len(found[request.sequence_id].tree.token_ids) <= request.num_wanted for request in requests)
 
 
 def test_what_is_proposed_for_a_sequence_does_not_depend_on_the_batch(proposer):
     requests = [ProposalRequest(key, TEXT[: 24 + 7 * key], 4, START) for key in range(5)]
-    together = propose_until_caught_up(proposer, *requests)
+    together = propose_until_done(proposer, *requests)
     for request in requests:
         alone = ProposalRequest(100 + request.sequence_id, request.token_ids, 4, START)
-        assert propose_until_caught_up(proposer, alone)[100 + request.sequence_id].tree.token_ids == (
+        assert propose_until_done(proposer, alone)[100 + request.sequence_id].tree.token_ids == (
             together[request.sequence_id].tree.token_ids
         )
 
 
 def test_a_sequence_that_grew_gives_what_a_new_one_would(proposer):
     for length in (30, 31, 36, 60):
-        grown = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:length], 4, START))[1]
-    fresh = propose_until_caught_up(proposer, ProposalRequest(2, TEXT[:60], 4, START))[2]
+        grown = propose_until_done(proposer, ProposalRequest(1, TEXT[:length], 4, START))[1]
+    fresh = propose_until_done(proposer, ProposalRequest(2, TEXT[:60], 4, START))[2]
     assert grown.tree.token_ids == fresh.tree.token_ids
 
 
 def test_a_sequence_that_turned_out_otherwise_than_proposed_gives_what_a_new_one_would(proposer):
-    propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:30], 5, START))
+    propose_until_done(proposer, ProposalRequest(1, TEXT[:30], 5, START))
     other = [*TEXT[:30], 7, 7, *TEXT[:12]]
-    grown = propose_until_caught_up(proposer, ProposalRequest(1, other, 4, START))[1]
-    fresh = propose_until_caught_up(proposer, ProposalRequest(2, other, 4, START))[2]
+    grown = propose_until_done(proposer, ProposalRequest(1, other, 4, START))[1]
+    fresh = propose_until_done(proposer, ProposalRequest(2, other, 4, START))[2]
     assert grown.tree.token_ids == fresh.tree.token_ids
 
 
 def test_keeping_up_proposes_nothing(proposer):
-    found = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 0, START))
+    found = propose_until_done(proposer, ProposalRequest(1, TEXT[:50], 0, START))
     assert found[1].tree.token_ids == ()
 
 
 def test_a_request_is_never_changed(proposer):
     token_ids = list(TEXT[:50])
-    propose_until_caught_up(proposer, ProposalRequest(1, token_ids, 4, START))
+    propose_until_done(proposer, ProposalRequest(1, token_ids, 4, START))
     assert token_ids == TEXT[:50]
 
 
 def test_a_forgotten_sequence_may_be_begun_again_and_an_unknown_one_forgotten(proposer):
-    first = propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 4, START))[1]
+    first = propose_until_done(proposer, ProposalRequest(1, TEXT[:50], 4, START))[1]
     proposer.forget(1)
     proposer.forget(999)
-    assert propose_until_caught_up(proposer, ProposalRequest(1, TEXT[:50], 4, START))[1] == first
+    assert propose_until_done(proposer, ProposalRequest(1, TEXT[:50], 4, START))[1] == first
 
 
 def test_no_requests_are_no_proposals(proposer):

@@ -9,7 +9,7 @@ from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
-from outrider.speculation.proposers.base import Proposal
+from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import BENCH_SECONDS
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.speculation.proposers.scripted import ScriptedProposer
@@ -129,7 +129,10 @@ class SlowProposer(ScriptedProposer):
         proposals = super().propose(requests)
         return [
             Proposal(
-                sequence_id=proposal.sequence_id, tree=DraftTree(proposal.tree.length), caught_up=False, num_computed=4
+                sequence_id=proposal.sequence_id,
+                tree=DraftTree(proposal.tree.length),
+                progress=Progress.CATCHING_UP,
+                num_computed=4,
             )
             if proposal.sequence_id in first_time
             else proposal

@@ -254,13 +254,13 @@ def test_answers_that_are_not_read_count_against_what_may_wait(monkeypatch):
     monkeypatch.setattr("draft_node.draft_peer.MAX_WAITING", 10)
     peer = DraftPeer(0, hello_from_proto(HELLO), lambda: None)
     for sequence_id in range(10):
-        peer.submit([SequenceUpdate(sequence_id=sequence_id)])
+        peer.submit([SequenceUpdate(sequence_id=sequence_id)], verified_by=0.0)
         peer.take_updates()
         peer.answer([SequenceProposals(sequence_id=sequence_id, status=DraftStatus.NOTHING)])
     with pytest.raises(CapacityError):
-        peer.submit([SequenceUpdate(sequence_id=10)])
+        peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
     peer.take_answers()
-    peer.submit([SequenceUpdate(sequence_id=10)])
+    peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
 
 
 async def test_answers_are_split_into_messages_that_a_decode_node_takes():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.isolated import BENCH_SECONDS, MAX_FAILED_CALLS, IsolatedProposer
 from outrider.speculation.proposers.scripted import ScriptedProposer
 
@@ -43,7 +43,7 @@ class Isolated:
         requests = [ProposalRequest(index, TEXT[:10], 3) for index in range(num_sequences)]
         proposals = self.proposer.propose(requests)
         assert [proposal.sequence_id for proposal in proposals] == list(range(num_sequences))
-        assert all(proposal.tree.length == 10 and proposal.caught_up for proposal in proposals)
+        assert all(proposal.tree.length == 10 and proposal.progress is Progress.DONE for proposal in proposals)
         return {proposal.sequence_id for proposal in proposals if proposal.tree.token_ids}
 
 

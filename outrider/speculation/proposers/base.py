@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,23 +15,45 @@ from outrider.speculation.draft_tree import DraftTree
 class ProposalRequest:
     """One sequence that wants draft tokens. Never changed by a proposer.
 
-    `token_ids` may be the caller's own growing list: read during `propose`, never kept.
+    `token_ids` may be the caller's own list, if nothing but appending ever happens to it.
     """
 
     sequence_id: int
     token_ids: Sequence[int]  # committed: prompt and generated
     num_wanted: int  # 0: only keep up
     start: SequenceStart | None = None  # how it samples; None where the proposer needs no sampling
+    max_alternatives: int = 0  # paths beside the main one that a look-ahead may follow; 0: no look-ahead
+    looks_ahead: bool = False  # the draft has been given; branches ahead of the next one are wanted
+    owner: int = 0  # whose sequence it is: owners share the look-ahead equally
+
+
+class Progress(enum.Enum):
+    """How far the draft of a request is."""
+
+    DONE = "done"
+    DRAFTING = "drafting"  # ask again: further tokens come in the next calls
+    CATCHING_UP = "catching_up"  # still computing the prefix, ask again with the newest state
+
+
+@dataclass(frozen=True, slots=True)
+class AheadBranch:
+    """What follows if the text goes on with `assumed_token_ids`."""
+
+    assumed_token_ids: tuple[int, ...]  # after the request's committed tokens
+    token_ids: tuple[int, ...]
+    probability: float  # the proposer's estimate that the text does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A draft after the request's committed tokens; empty when there is no guess."""
+    """A draft after the request's committed tokens; empty when there is no guess, or none yet."""
 
     sequence_id: int
     tree: DraftTree
-    caught_up: bool = True  # False: still computing the prefix, ask again with the newest state
-    num_computed: int = 0  # while not caught up: tokens of the prefix
+    progress: Progress = Progress.DONE
+    num_computed: int = 0  # while catching up: tokens of the prefix
+    ahead: tuple[AheadBranch, ...] = ()  # where the request looks ahead: what has become worth telling
+    may_go_on: bool = False  # where it looks ahead: another call may find more
 
 
 class Proposer(Protocol):
@@ -57,12 +80,21 @@ class Proposer(Protocol):
     def num_extra_tokens(self) -> int:
         """Worth proposing beyond what is wanted now, so that what is left over serves the next step."""
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether drafting on while the target verifies gains anything. False: it is never asked to."""
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        """Tokens drafted by a model that were never committed, since start."""
+
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, in their order.
 
-        At most `num_wanted` tokens each. Work in one call is bounded: a sequence whose
-        prefix is not computed yet comes back with caught_up False. A call that raises
-        leaves what is remembered of each sequence as good as it was: it may be made again.
+        At most `num_wanted` tokens each. Work in one call is bounded: a model makes at most
+        one forward pass, and a request that needs more comes back as DRAFTING or CATCHING_UP.
+        A call that raises leaves what is remembered of each sequence as good as it was: it
+        may be made again.
         """
 
     def forget(self, sequence_id: int) -> None:

@@ -2,120 +2,79 @@
 
 Source: Leviathan et al. 2022; coupled by Daliri, Musco, Suresh 2024 (arXiv 2408.07978):
 the same luck on both sides makes draft and target agree far more often than independent
-draws would.
+draws would. Drafting on while the target verifies: SSD (2026), PEARL (arXiv 2408.11850).
+
+Torch-free: what needs the model is behind `DraftForward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
-from outrider.engine.attention import make_attention_backend
-from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
-from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.model_runner import ModelRunner
-from outrider.engine.sampler import SampledRows, Sampler, SampleRows, SequenceSampling
-from outrider.model_hub.loaded_model import LoadedModel
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_stream import SequenceStart, most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import Proposal, ProposalRequest
+from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
+from outrider.speculation.path_estimates import NUM_RUNNERS_UP
+from outrider.speculation.path_tree import DraftPath, Opening, PathTree
+from outrider.speculation.proposers.base import AheadBranch, Progress, Proposal, ProposalRequest
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
+from outrider.speculation.step_cost import StepCostModel
 
 NUM_EXTRA_TOKENS = 2
 """A draft forward costs time, so few are spent on tokens that only a later step can use."""
 
+MAX_AHEAD_ROWS = 64
+"""Of one forward."""
 
-class DraftForward(Protocol):
-    """The forward passes of the draft model; `ModelForward` is the real one."""
-
-    @property
-    def pool(self) -> BlockPool: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def forward(self, rows: Sequence[SequenceRows], block_copies: Sequence[tuple[int, int]]) -> Tensor:
-        """Returns the logits of the rows that need them.  # [num_logits, vocab_size] float32"""
-
-    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
-        """The sampling state of a sequence with these committed tokens."""
-
-    def commit(self, state: SequenceSampling, token_ids: Sequence[int]) -> None: ...
-
-    def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelForward:
-    """Runner, cache and sampler of one loaded draft model."""
-
-    pool: BlockPool
-    kv_cache: PagedKVCache
-    runner: ModelRunner
-    sampler: Sampler
-    max_model_len: int
-    vocab_size: int
-
-    def forward(self, rows: Sequence[SequenceRows], block_copies: Sequence[tuple[int, int]]) -> Tensor:
-        if block_copies:
-            self.kv_cache.copy_blocks(block_copies)
-        return self.runner.forward(build_input_batch(rows, self.pool.block_size))
-
-    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
-        return self.sampler.start(
-            start.params,
-            sample=start.sample,
-            prompt_token_ids=token_ids[: start.prompt_length],
-            generated_token_ids=token_ids[start.prompt_length :],
-            stop_token_ids=start.stop_token_ids,
-        )
-
-    def commit(self, state: SequenceSampling, token_ids: Sequence[int]) -> None:
-        self.sampler.commit(state, token_ids)
-
-    def sample(self, logits: Tensor, rows: Sequence[SampleRows]) -> SampledRows:
-        return self.sampler.sample(logits, rows)
+AHEAD_SHARE_BESIDE_ANSWERS = 0.25
+"""A forward that somebody waits for may take longer by this share for what nobody has asked for yet."""
 
 
 @dataclass(slots=True)
 class _Drafted:
     """What is remembered of one sequence: a cache keyed by tokens."""
 
-    kv: SequenceKV
-    cached_token_ids: list[int]  # whose KV is in the cache; committed ones, then drafts
-    sampling: SequenceSampling
-    sampled_token_ids: list[int]  # that `sampling` has counted
+    tree: PathTree
+    start: SequenceStart
+    sampling: object  # counts the committed tokens
+
+    def max_length(self, max_model_len: int) -> int:
+        return min(max_model_len, self.start.prompt_length + self.start.params.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One path's share of the forward that is being put together."""
+
+    drafted: _Drafted
+    path: DraftPath
+    rows: PathRows
 
 
 @dataclass(slots=True)
-class _Draft:
-    """One sequence's draft in the making."""
+class _Round:
+    """One call of `propose`: at most one forward."""
 
-    request: ProposalRequest
-    drafted: _Drafted
-    start: SequenceStart
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def is_done(self) -> bool:
-        size = len(self.token_ids)
-        return size >= self.request.num_wanted or (size > 0 and self.token_ids[-1] in self.start.stop_token_ids)
+    drafted: list[_Drafted | None]  # of each request; None: the model cannot serve it
+    rows: list[_Row]
+    copies: list[tuple[int, int]]
+    behind: set[int]  # sequences whose prefix needs another call
+    no_room: set[int]  # sequences whose draft ends here, for want of a block
+    looking_ahead: set[int]  # sequences for which there was something worth drafting
 
 
 class DraftModelProposer:
     """Ragged batches over the draft model's own paged KV cache. One owner thread.
 
-    One call computes at most `catch_up_tokens_per_step` rows of prefixes, the shortest
-    remainders first, then drafts for every sequence whose prefix is complete. KV of an
-    accepted draft is kept; from the first token that differs it is cut away.
+    A call makes one forward. Its rows are, first, those of drafts that somebody waits for: what their prefix lacks,
+    at most `catch_up_tokens_per_step` rows of all, the shortest remainders first, then one token a draft. What is
+    left of the forward's time goes to the look-ahead. A draft that is here already, because the committed tokens
+    followed a path, is returned before any forward.
     """
 
     def __init__(
@@ -126,6 +85,7 @@ class DraftModelProposer:
         vocabulary_fingerprint: str,
         catch_up_tokens_per_step: int = 512,
         description: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert catch_up_tokens_per_step >= 1
         self._forward = forward
@@ -133,49 +93,10 @@ class DraftModelProposer:
         self._vocabulary_fingerprint = vocabulary_fingerprint
         self._description = dict(description or {})
         self._catch_up_tokens = catch_up_tokens_per_step
+        self._clock = clock
+        self._cost = StepCostModel()  # of forwards of one row a path
         self._sequences: dict[int, _Drafted] = {}  # least recently used first
-
-    @classmethod
-    def of(
-        cls,
-        model: LoadedModel,
-        *,
-        kv_cache: KVCacheConfig,
-        attention: str = "auto",
-        catch_up_tokens_per_step: int = 512,
-    ) -> DraftModelProposer:
-        """Over a loaded model, with a cache of its own. Raises ConfigError when the cache does not fit."""
-        backend = make_attention_backend(attention, model.device, model.spec.dtype)
-        cache = PagedKVCache.sized_for(
-            model.spec, kv_cache, block_size=backend.block_size(kv_cache.block_size), device=model.device
-        )
-        runner = ModelRunner(model, cache, backend)
-        runner.warm_up()
-        pool = BlockPool(
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
-            hash_seed=model.info.fingerprint.encode(),
-            enable_prefix_cache=kv_cache.prefix_cache,
-        )
-        sampler = Sampler(
-            vocab_size=model.spec.vocab_size,
-            known_token_ids=model.known_token_ids,
-            device=model.device,
-            kernels=model.cpu_kernels,
-        )
-        return cls(
-            ModelForward(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size),
-            model_name=model.info.name,
-            vocabulary_fingerprint=model.info.vocabulary_fingerprint,
-            catch_up_tokens_per_step=catch_up_tokens_per_step,
-            description={
-                "dtype": model.info.dtype,
-                "numerics": model.info.numerics,
-                "kernels": str(model.kernels),
-                "weights": model.weights_from,
-                "threads": model.num_threads,
-            },
-        )
+        self._num_wasted_tokens = 0  # of sequences that are gone
 
     @property
     def name(self) -> str:
@@ -193,178 +114,249 @@ class DraftModelProposer:
     def num_extra_tokens(self) -> int:
         return NUM_EXTRA_TOKENS
 
+    @property
+    def can_look_ahead(self) -> bool:
+        return True
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        return self._num_wasted_tokens
+
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request; empty and not caught up where the prefix needs another call."""
-        drafts = [draft for request in requests if (draft := self._begin(request)) is not None]
-        behind = self._catch_up(drafts)
-        wanting = [draft for draft in drafts if draft.token_ids and not draft.is_done]
-        while wanting:
-            wanting = self._draft_one_token(wanting)
-        proposed = {draft.request.sequence_id: tuple(draft.token_ids) for draft in drafts}
-        return [
-            Proposal(
-                sequence_id=request.sequence_id,
-                tree=DraftTree(len(request.token_ids), token_ids=proposed.get(request.sequence_id, ())),
-                caught_up=request.sequence_id not in behind,
-                num_computed=behind.get(request.sequence_id, 0),
-            )
-            for request in requests
-        ]
+        """One proposal for each request, after at most one forward."""
+        now = _Round([self._find(request) for request in requests], [], [], set(), set(), set())
+        served = [(request, drafted) for request, drafted in zip(requests, now.drafted, strict=True) if drafted]
+        waiting = [(request, drafted) for request, drafted in served if not request.looks_ahead]
+        if not any(self._is_drafted(request, drafted) for request, drafted in waiting):
+            self._plan_answers(now, waiting)
+            self._plan_look_ahead(now, [(request, drafted) for request, drafted in served if request.looks_ahead])
+            self._run(now)
+        return [self._proposal(now, request, drafted) for request, drafted in zip(requests, now.drafted, strict=True)]
 
     def forget(self, sequence_id: int) -> None:
         """Frees KV and state of a sequence; an unknown one is fine."""
         drafted = self._sequences.pop(sequence_id, None)
         if drafted is not None:
-            drafted.kv.free()
+            drafted.tree.free()
+            self._count_waste(drafted)
 
     def check_integrity(self) -> None:
-        """Raises InternalError unless the pool's blocks are exactly those of the sequences."""
-        self._forward.pool.check_integrity([drafted.kv.block_ids for drafted in self._sequences.values()])
+        """Raises InternalError unless the pool's blocks are exactly those of the paths."""
+        self._forward.pool.check_integrity(
+            [path.kv.block_ids for drafted in self._sequences.values() for path in drafted.tree.paths]
+        )
 
-    def _begin(self, request: ProposalRequest) -> _Draft | None:
+    # --- sequences ------------------------------------------------------------------------
+
+    def _find(self, request: ProposalRequest) -> _Drafted | None:
         """Fits what is remembered to the request's tokens. None: this model cannot serve it."""
         token_ids = request.token_ids
-        too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
-        if request.start is None or not token_ids or too_long or max(token_ids) >= self._forward.vocab_size:
-            return None
         drafted = self._sequences.get(request.sequence_id)
+        if drafted is not None and not drafted.tree.is_continued_by(token_ids):
+            self.forget(request.sequence_id)
+            drafted = None
+        new = token_ids if drafted is None else token_ids[len(drafted.tree) :]
+        too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
+        if request.start is None or not token_ids or too_long or max(new, default=0) >= self._forward.vocab_size:
+            return None
         if drafted is None:
-            sampling = self._forward.start(request.start, token_ids)
             # The last token is always computed: its logits begin the draft.
             kv = SequenceKV.create(self._forward.pool, token_ids, max_cached_tokens=len(token_ids) - 1)
-            drafted = _Drafted(kv, list(token_ids[: kv.num_tokens]), sampling, list(token_ids))
+            tree = PathTree(kv, token_ids, stop_token_ids=request.start.stop_token_ids)
+            drafted = _Drafted(tree, request.start, self._forward.start(request.start, token_ids))
         else:
-            self._follow(drafted, request, request.start)
+            self._follow(drafted, token_ids)
             del self._sequences[request.sequence_id]  # goes to the end: used last
         self._sequences[request.sequence_id] = drafted
-        return _Draft(request, drafted, request.start)
+        return drafted
 
-    def _follow(self, drafted: _Drafted, request: ProposalRequest, start: SequenceStart) -> None:
-        token_ids = request.token_ids
-        num_common = min(_common_length(drafted.cached_token_ids, token_ids), len(token_ids) - 1)
-        drafted.kv.truncate(num_common)
-        del drafted.cached_token_ids[num_common:]
-        num_sampled = len(drafted.sampled_token_ids)
-        is_past_prompt = num_sampled >= start.prompt_length  # the rest of a prompt was not generated
-        if is_past_prompt and _common_length(drafted.sampled_token_ids, token_ids) == num_sampled:
-            new_token_ids = list(token_ids[num_sampled:])
-            self._forward.commit(drafted.sampling, new_token_ids)
-            drafted.sampled_token_ids += new_token_ids
-        else:
-            drafted.sampling = self._forward.start(start, token_ids)
-            drafted.sampled_token_ids = list(token_ids)
+    def _follow(self, drafted: _Drafted, token_ids: Sequence[int]) -> None:
+        is_past_prompt = len(drafted.tree) >= drafted.start.prompt_length  # the rest of a prompt was not generated
+        new = drafted.tree.follow(token_ids)
+        self._count_waste(drafted)
+        if new and is_past_prompt:
+            self._forward.commit(drafted.sampling, new)
+        elif new:
+            drafted.sampling = self._forward.start(drafted.start, token_ids)
 
-    def _catch_up(self, drafts: Sequence[_Draft]) -> dict[int, int]:
-        """Computes what prefixes lack, within the budget, and each complete one's first draft token.
+    def _count_waste(self, drafted: _Drafted) -> None:
+        self._num_wasted_tokens += drafted.tree.num_wasted_tokens
+        drafted.tree.num_wasted_tokens = 0
 
-        Returns the sequences whose prefix is still incomplete, and how much of it is computed.
-        """
+    def _is_drafted(self, request: ProposalRequest, drafted: _Drafted) -> bool:
+        """Whether the draft is here, as far as it is wanted."""
+        tree, main = drafted.tree, drafted.tree.main
+        if request.num_wanted <= 0:
+            return main.kv.num_tokens >= len(tree)
+        return len(main.token_ids) >= request.num_wanted or (
+            bool(main.token_ids) and tree.is_over(main, max_length=drafted.max_length(self._forward.max_model_len))
+        )
+
+    # --- planning -------------------------------------------------------------------------
+
+    def _plan_answers(self, now: _Round, waiting: Sequence[tuple[ProposalRequest, _Drafted]]) -> None:
+        """Rows of the main paths that somebody waits for, the shortest remainders first."""
+        busy = [drafted for _, drafted in waiting]
         budget = self._catch_up_tokens
-        behind: dict[int, int] = {}
-        rows: list[SequenceRows] = []
-        copies: list[tuple[int, int]] = []
-        fed: list[_Draft] = []
-        decided: list[_Draft] = []
-        for draft in sorted(drafts, key=_num_missing):
-            token_ids = draft.request.token_ids
-            num_rows = min(_num_missing(draft), budget)
-            end = draft.drafted.kv.num_tokens + num_rows
-            is_whole = end == len(token_ids)
+        for request, drafted in sorted(waiting, key=lambda each: each[1].tree.num_missing(each[1].tree.main)):
+            tree, main = drafted.tree, drafted.tree.main
+            num_missing = tree.num_missing(main) if request.num_wanted > 0 else len(tree) - main.kv.num_tokens
+            is_draft = num_missing == 1 and bool(main.token_ids)
+            num_rows = num_missing if is_draft else min(num_missing, budget)
+            if num_rows < num_missing:
+                now.behind.add(request.sequence_id)
             if num_rows == 0:
-                behind[draft.request.sequence_id] = end
                 continue
-            reserved = self._reserve(draft, end, fed)
-            if reserved is None:
-                continue  # no block left: no draft for it this time
-            budget -= num_rows
-            copies += reserved
-            wants_logits = is_whole and draft.request.num_wanted > 0
-            rows.append(_rows(draft, token_ids[draft.drafted.kv.num_tokens : end], num_logits=int(wants_logits)))
-            fed.append(draft)
-            if wants_logits:
-                decided.append(draft)
-            if not is_whole:
-                behind[draft.request.sequence_id] = end
-        if rows:
-            logits = self._forward.forward(rows, copies)
-            self._advance(fed, rows)
-            self._decide(decided, logits)
-        for draft in fed:
-            draft.drafted.kv.publish(draft.request.token_ids)
-        return behind
+            num_decisions = 0
+            if request.num_wanted > 0 and num_rows == num_missing:
+                num_decisions = 1 + (NUM_RUNNERS_UP if request.max_alternatives else 0)
+            if self._add(now, drafted, main, num_rows=num_rows, num_decisions=num_decisions, evicts_beside=busy):
+                budget -= 0 if is_draft else num_rows
+            else:
+                now.no_room.add(request.sequence_id)
 
-    def _draft_one_token(self, drafts: Sequence[_Draft]) -> list[_Draft]:
-        """Feeds each draft's newest token and decides the next; returns the drafts that go on."""
-        rows: list[SequenceRows] = []
-        copies: list[tuple[int, int]] = []
-        fed: list[_Draft] = []
-        for draft in drafts:
-            reserved = self._reserve(draft, draft.drafted.kv.num_tokens + 1, drafts)
-            if reserved is None:
-                continue  # no block left: this draft ends here
-            copies += reserved
-            rows.append(_rows(draft, draft.token_ids[-1:], num_logits=1))
-            fed.append(draft)
-        if not rows:
-            return []
-        logits = self._forward.forward(rows, copies)
-        self._advance(fed, rows)
-        self._decide(fed, logits)
-        return [draft for draft in fed if not draft.is_done]
-
-    def _decide(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
-        if not drafts:
-            return
-        sample_rows = [
-            SampleRows(
-                state=draft.drafted.sampling,
-                position=len(draft.request.token_ids) + len(draft.token_ids),
-                draft_token_ids=(),
-                assumed_token_ids=tuple(draft.token_ids),
+    def _plan_look_ahead(self, now: _Round, ahead: Sequence[tuple[ProposalRequest, _Drafted]]) -> None:
+        """The likeliest tokens of all sequences whose target verifies, as many as cost little."""
+        candidates: list[AheadRow] = []
+        drafted_by_tree: dict[int, _Drafted] = {}
+        for request, drafted in ahead:
+            rows = rows_of(
+                drafted.tree,
+                owner=request.owner,
+                num_wanted=request.num_wanted,
+                max_alternatives=request.max_alternatives,
+                max_length=drafted.max_length(self._forward.max_model_len),
             )
-            for draft in drafts
-        ]
-        sampled = self._forward.sample(logits, sample_rows)
-        for draft, token_id in zip(drafts, sampled.token_ids, strict=True):
-            draft.token_ids.append(token_id)
+            if rows:
+                now.looking_ahead.add(request.sequence_id)
+                drafted_by_tree[id(drafted.tree)] = drafted
+                candidates += rows
+        num_left = self._num_ahead_rows(len(now.rows))
+        for row in by_worth(candidates):
+            if num_left <= 0:
+                return
+            tree = row.tree
+            path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
+            if self._add(now, drafted_by_tree[id(tree)], path, num_rows=1, num_decisions=1 + NUM_RUNNERS_UP):
+                num_left -= 1
+            elif isinstance(row.path, Opening):
+                tree.free_alternative(path)
+        if not now.rows:
+            now.looking_ahead.clear()  # there is no block for any: asking again would not help
 
-    def _advance(self, drafts: Sequence[_Draft], rows: Sequence[SequenceRows]) -> None:
-        """The forward has written the KV of these rows."""
-        for draft, fed in zip(drafts, rows, strict=True):
-            draft.drafted.cached_token_ids += fed.token_ids
-            draft.drafted.kv.advance(len(draft.drafted.cached_token_ids))
+    def _num_ahead_rows(self, num_waiting: int) -> int:
+        """Rows of look-ahead in a forward: few beside drafts that somebody waits for, else what doubles its time."""
+        row_seconds = self._cost.seconds_per_row
+        if row_seconds <= 0.0:
+            return MAX_AHEAD_ROWS
+        share = AHEAD_SHARE_BESIDE_ANSWERS if num_waiting else 1.0
+        num_rows = int(share * self._cost.seconds(max(1, num_waiting)) / row_seconds)
+        return min(MAX_AHEAD_ROWS, num_rows if num_waiting else max(1, num_rows))
 
-    def _reserve(self, draft: _Draft, num_tokens: int, busy: Sequence[_Draft]) -> list[tuple[int, int]] | None:
-        """Room for `num_tokens` tokens, at the cost of sequences that are not busy now. None: there is none."""
-        in_use = {id(other.drafted) for other in busy} | {id(draft.drafted)}
+    def _add(
+        self,
+        now: _Round,
+        drafted: _Drafted,
+        path: DraftPath,
+        *,
+        num_rows: int,
+        num_decisions: int,
+        evicts_beside: Sequence[_Drafted] | None = None,
+    ) -> bool:
+        """Puts the path's next rows into the forward. False: there is no block for them.
+
+        `evicts_beside`: others than these lose their KV if it is needed; None: nobody does.
+        """
+        tree = drafted.tree
+        missing = tree.missing(path)[:num_rows]
+        start = path.kv.num_tokens
         while True:
             try:
-                return draft.drafted.kv.reserve(num_tokens)
+                now.copies += path.kv.reserve(start + num_rows)
+                break
             except NoFreeBlocksError:
-                victim = next(
-                    (key for key, other in self._sequences.items() if id(other) not in in_use and other.kv.block_ids),
-                    None,
+                if evicts_beside is None or not self._evict(now, evicts_beside):
+                    return False
+        rows = PathRows(missing, start, path.kv.block_table(), drafted.sampling, tuple(path.token_ids), num_decisions)
+        now.rows.append(_Row(drafted, path, rows))
+        return True
+
+    def _evict(self, now: _Round, busy: Iterable[_Drafted]) -> bool:
+        """Frees blocks: alternatives first, then the KV of the sequence that was used least recently."""
+        planned = {id(row.path) for row in now.rows}
+        for drafted in self._sequences.values():
+            for path in drafted.tree.alternatives:
+                if id(path) not in planned:
+                    drafted.tree.free_alternative(path)
+                    return True
+        in_use = {id(drafted) for drafted in busy}
+        for drafted in self._sequences.values():
+            if id(drafted) not in in_use and drafted.tree.main.kv.block_ids:
+                drafted.tree.main.kv.free()
+                return True
+        return False
+
+    # --- the forward ----------------------------------------------------------------------
+
+    def _run(self, now: _Round) -> None:
+        if not now.rows:
+            return
+        started = self._clock()
+        decided = self._forward.decide([row.rows for row in now.rows], now.copies)
+        num_rows = sum(len(row.rows.token_ids) for row in now.rows)
+        if num_rows == len(now.rows):
+            self._cost.observe(num_rows=num_rows, step_seconds=self._clock() - started)
+        for row, token_ids in zip(now.rows, decided, strict=True):
+            kv = row.path.kv
+            kv.advance(row.rows.start_position + len(row.rows.token_ids))
+            if token_ids:
+                row.path.append(token_ids[0], token_ids[1:])
+            if row.path is row.drafted.tree.main:
+                kv.publish(row.drafted.tree.token_ids)
+
+    def _proposal(self, now: _Round, request: ProposalRequest, drafted: _Drafted | None) -> Proposal:
+        length = len(request.token_ids)
+        if drafted is None:
+            return Proposal(sequence_id=request.sequence_id, tree=DraftTree(length))
+        if request.looks_ahead:
+            return Proposal(
+                sequence_id=request.sequence_id,
+                tree=DraftTree(length),
+                ahead=tuple(self._due(request, drafted)),
+                may_go_on=request.sequence_id in now.looking_ahead,
+            )
+        main = drafted.tree.main
+        progress = Progress.DRAFTING
+        if request.sequence_id in now.no_room or self._is_drafted(request, drafted):
+            progress = Progress.DONE
+        elif request.sequence_id in now.behind:
+            progress = Progress.CATCHING_UP
+        num_offered = 0
+        if progress is Progress.DONE:
+            main.num_sent = num_offered = min(len(main.token_ids), request.num_wanted)
+        return Proposal(
+            sequence_id=request.sequence_id,
+            tree=DraftTree(length, token_ids=tuple(main.token_ids[:num_offered])),
+            progress=progress,
+            num_computed=main.kv.num_tokens if progress is Progress.CATCHING_UP else 0,
+        )
+
+    def _due(self, request: ProposalRequest, drafted: _Drafted) -> Iterator[AheadBranch]:
+        """Branches that have grown to half of a draft, or to a whole one, and have not been told of as such."""
+        tree, num_wanted = drafted.tree, request.num_wanted
+        half = (num_wanted + 1) // 2
+        max_length = drafted.max_length(self._forward.max_model_len)
+        for path in tree.paths:
+            num_before = path.num_assumed or num_wanted + 1  # the main path: what is verified now, and one more
+            size, told = len(path.token_ids) - num_before, path.num_sent - num_before
+            is_whole = size >= num_wanted or tree.is_over(path, max_length=max_length)
+            if size > max(told, 0) and ((is_whole and told < num_wanted) or (size >= half and told < half)):
+                path.num_sent = len(path.token_ids)
+                # The main path begins earlier if there is room, for a target that verifies less than it asked for.
+                most = most_tokens_offered(num_wanted)
+                start = path.num_assumed or min(num_before, max(0, len(path.token_ids) - most))
+                yield AheadBranch(
+                    assumed_token_ids=tuple(path.token_ids[:start]),
+                    token_ids=tuple(path.token_ids[start : start + most]),
+                    probability=tree.probability(path, start),
                 )
-                if victim is None:
-                    return None
-                self._sequences[victim].kv.free()
-                self._sequences[victim].cached_token_ids.clear()
-
-
-def _num_missing(draft: _Draft) -> int:
-    return len(draft.request.token_ids) - draft.drafted.kv.num_tokens
-
-
-def _rows(draft: _Draft, token_ids: Sequence[int], *, num_logits: int) -> SequenceRows:
-    kv = draft.drafted.kv
-    return SequenceRows(
-        token_ids=token_ids, start_position=kv.num_tokens, block_ids=kv.block_table(), num_logits=num_logits
-    )
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    size = min(len(one), len(other))
-    if list(one[:size]) == list(other[:size]):  # nearly always, and compared in C
-        return size
-    return next(index for index in range(size) if one[index] != other[index])

@@ -52,11 +52,20 @@ def make_proposer(
     if name == "draft_model":
         from outrider.model_hub.open import open_model
         from outrider.speculation.proposers.draft_model import DraftModelProposer
+        from outrider.speculation.proposers.model_forward import ModelForward
 
-        return DraftModelProposer.of(
-            open_model(settings.model, progress=progress or no_progress),
-            kv_cache=settings.kv_cache,
-            attention=settings.model.attention,
+        model = open_model(settings.model, progress=progress or no_progress)
+        return DraftModelProposer(
+            ModelForward.of(model, kv_cache=settings.kv_cache, attention=settings.model.attention),
+            model_name=model.info.name,
+            vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             catch_up_tokens_per_step=settings.catch_up_tokens_per_step,
+            description={
+                "dtype": model.info.dtype,
+                "numerics": model.info.numerics,
+                "kernels": str(model.kernels),
+                "weights": model.weights_from,
+                "threads": model.num_threads,
+            },
         )
     raise ConfigError(f"proposer {name!r} is not one of {', '.join(PROPOSERS)}")

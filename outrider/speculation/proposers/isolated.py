@@ -52,6 +52,14 @@ class IsolatedProposer:
     def num_extra_tokens(self) -> int:
         return self._proposer.num_extra_tokens
 
+    @property
+    def can_look_ahead(self) -> bool:
+        return self._proposer.can_look_ahead
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        return self._proposer.num_wasted_tokens
+
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty for those that fail."""
         now = self._clock()

@@ -98,6 +98,14 @@ class NgramProposer:
     def num_extra_tokens(self) -> int:
         return NUM_EXTRA_TOKENS
 
+    @property
+    def can_look_ahead(self) -> bool:
+        return False
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        return 0
+
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty where no n-gram repeats."""
         return [

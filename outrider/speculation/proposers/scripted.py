@@ -41,6 +41,14 @@ class ScriptedProposer:
     def num_extra_tokens(self) -> int:
         return self._num_extra_tokens
 
+    @property
+    def can_look_ahead(self) -> bool:
+        return False
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        return 0
+
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty where no text begins so."""
         self.requests.extend(requests)

@@ -1,0 +1,48 @@
+"""What a draft model is to its proposer: a cache, and a forward pass that decides the next token of many texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.speculation.draft_stream import SequenceStart
+
+
+@dataclass(frozen=True, slots=True)
+class PathRows:
+    """One path's share of a forward: consecutive tokens, of which the last may be decided after."""
+
+    token_ids: Sequence[int]  # at least one
+    start_position: int  # of the first of them; KV of everything before is in the cache
+    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids))
+    sampling: object  # of the sequence: from `start`
+    assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
+    num_decisions: int = 0  # 0: only its KV is wanted; 1: the token that follows; n: n - 1 runners-up too
+
+
+class DraftForward(Protocol):
+    """The forward passes of a draft model; `ModelForward` is the real one. One owner thread."""
+
+    @property
+    def pool(self) -> BlockPool: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> object:
+        """The sampling state of a sequence with these committed tokens."""
+
+    def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
+        """Counts newly committed tokens."""
+
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """Copies blocks, then one forward pass over all rows.
+
+        Returns for each of the rows, in order, the winner of the race at its next position, then the winners of the
+        same race without those before: as many as it asked for.
+        """

@@ -1,0 +1,101 @@
+"""The forward passes of a loaded draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.draft_forward import PathRows
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForward:
+    """A `DraftForward`: runner, cache and sampler of one model."""
+
+    pool: BlockPool
+    kv_cache: PagedKVCache
+    runner: ModelRunner
+    sampler: Sampler
+    max_model_len: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, model: LoadedModel, *, kv_cache: KVCacheConfig, attention: str = "auto") -> ModelForward:
+        """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
+        backend = make_attention_backend(attention, model.device, model.spec.dtype)
+        cache = PagedKVCache.sized_for(
+            model.spec, kv_cache, block_size=backend.block_size(kv_cache.block_size), device=model.device
+        )
+        runner = ModelRunner(model, cache, backend)
+        runner.warm_up()
+        pool = BlockPool(
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            hash_seed=model.info.fingerprint.encode(),
+            enable_prefix_cache=kv_cache.prefix_cache,
+        )
+        sampler = Sampler(
+            vocab_size=model.spec.vocab_size,
+            known_token_ids=model.known_token_ids,
+            device=model.device,
+            kernels=model.cpu_kernels,
+        )
+        return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)
+
+    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
+        return self.sampler.start(
+            start.params,
+            sample=start.sample,
+            prompt_token_ids=token_ids[: start.prompt_length],
+            generated_token_ids=token_ids[start.prompt_length :],
+            stop_token_ids=start.stop_token_ids,
+        )
+
+    def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
+        assert isinstance(sampling, SequenceSampling)
+        self.sampler.commit(sampling, token_ids)
+
+    @torch.inference_mode()
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        if block_copies:
+            self.kv_cache.copy_blocks(block_copies)
+        fed = [
+            SequenceRows(row.token_ids, row.start_position, row.block_ids, min(row.num_decisions, 1)) for row in rows
+        ]
+        logits = self.runner.forward(build_input_batch(fed, self.pool.block_size))
+        decided: list[list[int]] = [[] for _ in rows]
+        deciding = [index for index, row in enumerate(rows) if row.num_decisions]
+        while deciding:
+            sampled = self.sampler.sample(logits, [_sample_rows(rows[index]) for index in deciding]).token_ids
+            for index, token_id in zip(deciding, sampled, strict=True):
+                decided[index].append(token_id)
+            again = [place for place, index in enumerate(deciding) if rows[index].num_decisions > len(decided[index])]
+            if again:
+                logits = _without(logits, again, [sampled[place] for place in again])
+            deciding = [deciding[place] for place in again]
+        return [tuple(token_ids) for token_ids in decided]
+
+
+def _sample_rows(row: PathRows) -> SampleRows:
+    assert isinstance(row.sampling, SequenceSampling)
+    position = row.start_position + len(row.token_ids)
+    return SampleRows(row.sampling, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
+
+
+def _without(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+    """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size]."""
+    left = logits[torch.as_tensor(rows, dtype=torch.int64, device=logits.device)]  # a copy
+    left[torch.arange(len(rows), device=logits.device), torch.as_tensor(token_ids, device=logits.device)] = -torch.inf
+    return left

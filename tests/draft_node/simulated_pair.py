@@ -1,0 +1,233 @@
+"""A draft node and its decode nodes on one clock, without network, threads or a model.
+
+The draft loop, its proposer, its KV and the decode node's book are the real ones. A forward of the drafter and a
+step of the target take set times, messages take a set delay.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from decode_node.draft_book import DraftBook, DraftWant
+from draft_node.draft_loop import DraftLimits, DraftLoop
+from draft_node.draft_peer import DraftPeer
+from outrider.engine.fakes import FakeClock, ScriptedKVCache, ScriptedModel
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.request import SamplingParams
+from outrider.speculation.acceptance import accept
+from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+
+VOCAB_SIZE = 64
+BLOCK_SIZE = 4
+ORDER = 6  # tokens that a decision depends on: a model that reads whole texts would take the tests' time
+TICK_SECONDS = 0.0005
+
+Decide = Callable[[Sequence[int]], int]
+"""The target's decision after a text."""
+
+
+class ScriptedForward:
+    """A `DraftForward` whose model reads its context back from the KV cache: lost or mixed-up KV is a wrong token."""
+
+    max_model_len = 4096
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, clock: FakeClock, *, forward_seconds: float, num_blocks: int = 4096) -> None:
+        self.model = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER)
+        self.pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
+        self.calls: list[tuple[float, int]] = []  # when each forward began, and its rows
+        self._cache = ScriptedKVCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_layers=1)
+        self._clock = clock
+        self._forward_seconds = forward_seconds
+
+    def start(self, start: SequenceStart, token_ids: Sequence[int]) -> list[int]:
+        return list(token_ids)
+
+    def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
+        assert isinstance(sampling, list)
+        sampling += token_ids
+
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        self.calls.append((self._clock(), sum(len(row.token_ids) for row in rows)))
+        self._cache.copy_blocks(block_copies)
+        for row in rows:
+            for position, token_id in enumerate(row.token_ids, start=row.start_position):
+                slot = row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                self._cache.write_token(0, slot, token_id=token_id, position=position)
+        self._clock.advance(self._forward_seconds)
+        return [self._decided(row) for row in rows]
+
+    def _decided(self, row: PathRows) -> tuple[int, ...]:
+        if not row.num_decisions:
+            return ()
+        context = self._cache.context(row.block_ids, row.start_position + len(row.token_ids))
+        assert isinstance(row.sampling, list)
+        assert context == [*row.sampling, *row.assumed_token_ids]
+        return tuple(ranked(self.model, context)[: row.num_decisions])
+
+
+def ranked(model: ScriptedModel, context: Sequence[int]) -> list[int]:
+    """All ids, the likeliest first."""
+    return _ranked(model, tuple(context[-ORDER:]))
+
+
+@functools.cache
+def _ranked(model: ScriptedModel, context: tuple[int, ...]) -> list[int]:
+    logits = model.logits(context)
+    return sorted(range(len(logits)), key=lambda token_id: -logits[token_id])
+
+
+def target_that_decides_like(model: ScriptedModel, *shares: float) -> Decide:
+    """The drafter's first choice in so large a share of all texts, its second in the next share, and so on."""
+
+    def decide(context: Sequence[int]) -> int:
+        digest = hashlib.blake2b(repr(list(context)).encode(), digest_size=4).digest()
+        drawn = int.from_bytes(digest, "little") / 2**32
+        for choice, share in enumerate(shares):
+            if drawn < share:
+                return ranked(model, context)[choice]
+            drawn -= share
+        return ranked(model, context)[-1]
+
+    return decide
+
+
+@dataclass
+class Text:
+    """One text that a decode node generates, and how its drafts did."""
+
+    token_ids: list[int]
+    num_steps: int = 0
+    num_hits: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    hits: list[bool] = field(default_factory=list)
+
+
+class DecodeNode:
+    """Steps of a set time over its sequences, each with `num_wanted` draft tokens that are here when it begins."""
+
+    def __init__(self, pair: SimulatedPair, decide: Decide, *, num_sequences: int, num_wanted: int) -> None:
+        self.clock = FakeClock(pair.clock())
+        self.book = DraftBook(vocab_size=VOCAB_SIZE, clock=self.clock)
+        self.sequences: dict[int, Text] = {}
+        self._pair = pair
+        self._decide = decide
+        self._num_wanted = num_wanted
+        self._next_step = pair.clock()
+        self.book.connected(self.book.add_target())
+        name = f"decode-{len(pair.nodes)}"
+        hello = DraftHello(
+            incarnation=bytes(16), name=name, vocab_size=VOCAB_SIZE, vocabulary_fingerprint="", max_model_len=4096
+        )
+        self.peer = pair.loop.connect(hello, lambda: None)
+        self.to_draft: list[tuple[float, list[SequenceUpdate], float]] = []
+        self.from_draft: list[tuple[float, list[SequenceProposals]]] = []
+        start = SequenceStart(params=SamplingParams(seed=1, max_tokens=2000), sample=0, prompt_length=3)
+        for key in range(num_sequences):
+            prompt = [len(pair.nodes), key, 7]
+            self.sequences[key] = Text(list(prompt))
+            self.book.open(key, start, prompt, num_wanted=num_wanted)
+
+    def tick(self, now: float, *, is_stepping: bool) -> None:
+        self.clock.advance(max(0.0, now - self.clock()))
+        due = [answers for at, answers in self.from_draft if at <= now]
+        self.from_draft = [each for each in self.from_draft if each[0] > now]
+        for answers in due:
+            self.book.take_proposals(0, answers)
+        if is_stepping and now >= self._next_step:
+            if self._next_step > 0.0:
+                self._finish_step()
+            self._begin_step()
+            self._next_step = now + self._pair.step_seconds
+        updates = self.book.take_updates(0)
+        if updates:
+            self.to_draft.append((now + self._pair.delay_seconds, updates, self.book.step_seconds))
+
+    def _begin_step(self) -> None:
+        wants = [DraftWant(key, each.token_ids, self._num_wanted) for key, each in self.sequences.items()]
+        self._drafts, _ = self.book.find(wants, wait_seconds=0.0)
+
+    def _finish_step(self) -> None:
+        self.book.observe_step(self._pair.step_seconds)
+        for key, sequence in self.sequences.items():
+            draft = self._drafts[key].token_ids if key in self._drafts else ()
+            decided: list[int] = []
+            for index in range(len(draft) + 1):
+                decided.append(self._decide([*sequence.token_ids, *draft[:index]]))
+            committed = accept(draft, decided)
+            sequence.token_ids += committed
+            sequence.num_steps += 1
+            sequence.num_hits += bool(draft)
+            sequence.hits.append(bool(draft))
+            sequence.num_drafted += len(draft)
+            sequence.num_accepted += len(committed) - 1
+            self.book.update(key, committed, num_wanted=self._num_wanted)
+
+    def close_all(self) -> None:
+        for key in self.sequences:
+            self.book.close(key)
+
+
+class SimulatedPair:
+    """One draft node, and as many decode nodes as are added."""
+
+    def __init__(
+        self,
+        *,
+        step_seconds: float = 0.030,
+        forward_seconds: float = 0.002,
+        delay_seconds: float = 0.005,
+        max_alternatives: int = 7,
+        num_blocks: int = 4096,
+    ) -> None:
+        self.clock = FakeClock()
+        self.forward = ScriptedForward(self.clock, forward_seconds=forward_seconds, num_blocks=num_blocks)
+        self.proposer = DraftModelProposer(
+            self.forward, model_name="scripted", vocabulary_fingerprint="", clock=self.clock
+        )
+        limits = DraftLimits(num_speculative_tokens=16, max_sequences=1000, max_alternatives=max_alternatives)
+        self.loop = DraftLoop(self.proposer, limits, clock=self.clock)
+        self.step_seconds = step_seconds
+        self.delay_seconds = delay_seconds
+        self.nodes: list[DecodeNode] = []
+        self.now = 0.0
+        self.num_ahead_tokens = 0
+
+    def add_node(self, decide: Decide, *, num_sequences: int = 1, num_wanted: int = 4) -> DecodeNode:
+        node = DecodeNode(self, decide, num_sequences=num_sequences, num_wanted=num_wanted)
+        self.nodes.append(node)
+        return node
+
+    def run(self, seconds: float, *, is_stepping: bool = True) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += TICK_SECONDS
+            for node in self.nodes:
+                node.tick(self.now, is_stepping=is_stepping)
+            self._run_draft_node()
+
+    def _run_draft_node(self) -> None:
+        """Until its clock has caught up."""
+        while self.clock() < self.now:
+            for node in self.nodes:
+                due = [each for each in node.to_draft if each[0] <= self.clock()]
+                node.to_draft = [each for each in node.to_draft if each[0] > self.clock()]
+                for _, updates, step_seconds in due:
+                    self.loop.submit(node.peer, updates, step_seconds=step_seconds)
+            began = self.clock()
+            self.num_ahead_tokens += self.loop.step().num_ahead_tokens
+            for node in self.nodes:
+                self._send_answers(node, node.peer)
+            if self.clock() == began and not self.loop.has_work:
+                self.clock.advance(self.now - began)
+
+    def _send_answers(self, node: DecodeNode, peer: DraftPeer) -> None:
+        answers = peer.take_answers()
+        if answers:
+            node.from_draft.append((self.clock() + self.delay_seconds, answers))

@@ -1,0 +1,66 @@
+"""What waits for a decode node that reads slowly."""
+
+from __future__ import annotations
+
+import pytest
+
+from draft_node.draft_peer import DraftPeer
+from outrider.speculation.draft_stream import (
+    MAX_ANSWERS_PER_MESSAGE,
+    MAX_BRANCHES_PER_SEQUENCE,
+    DraftHello,
+    DraftStatus,
+    SequenceProposals,
+)
+from outrider.speculation.draft_tree import DraftTree
+
+HELLO = DraftHello(incarnation=bytes(16), name="decode", vocab_size=9, vocabulary_fingerprint="", max_model_len=9)
+
+
+@pytest.fixture
+def peer() -> DraftPeer:
+    return DraftPeer(0, HELLO, lambda: None)
+
+
+def answer(status: DraftStatus, *trees: DraftTree, sequence_id=1, length=5) -> SequenceProposals:
+    return SequenceProposals(sequence_id=sequence_id, status=status, acked_length=length, branches=trees)
+
+
+def branch(prefix_hash: int, *token_ids: int, probability=0.5) -> DraftTree:
+    return DraftTree(7, prefix_hash, token_ids or (1,), probability=probability)
+
+
+def test_branches_ahead_join_those_that_wait_and_go_out_after_the_answer(peer):
+    peer.answer([answer(DraftStatus.PROPOSED, branch(0))])
+    peer.answer([answer(DraftStatus.AHEAD, branch(1, 1), branch(2, 1))])
+    peer.answer([answer(DraftStatus.AHEAD, branch(1, 1, 2))])
+    first, second = peer.take_answers()
+    assert (first.status, second.status) == (DraftStatus.PROPOSED, DraftStatus.AHEAD)
+    assert {tree.prefix_hash: tree.token_ids for tree in second.branches} == {1: (1, 2), 2: (1,)}
+    assert peer.take_answers() == []
+
+
+def test_a_newer_answer_voids_what_waits_of_older_states(peer):
+    peer.answer([answer(DraftStatus.PROPOSED, branch(0))])
+    peer.answer([answer(DraftStatus.AHEAD, branch(1))])
+    peer.answer([answer(DraftStatus.PROPOSED, branch(3), length=6)])
+    (only,) = peer.take_answers()
+    assert only.acked_length == 6
+
+
+def test_the_least_likely_of_too_many_branches_is_left_out(peer):
+    for index in range(MAX_BRANCHES_PER_SEQUENCE + 2):
+        peer.answer([answer(DraftStatus.AHEAD, branch(index, probability=0.5 + 0.01 * index))])
+    (sent,) = peer.take_answers()
+    assert {tree.prefix_hash for tree in sent.branches} == set(range(2, MAX_BRANCHES_PER_SEQUENCE + 2))
+
+
+def test_a_message_carries_no_more_than_a_peer_may_read(peer):
+    for sequence_id in range(MAX_ANSWERS_PER_MESSAGE):
+        peer.answer([answer(DraftStatus.PROPOSED, branch(0), sequence_id=sequence_id)])
+        peer.answer([answer(DraftStatus.AHEAD, branch(1), sequence_id=sequence_id)])
+    sizes = []
+    while sent := peer.take_answers():
+        sizes.append(len(sent))
+    assert sum(sizes) == 2 * MAX_ANSWERS_PER_MESSAGE
+    assert max(sizes) <= MAX_ANSWERS_PER_MESSAGE

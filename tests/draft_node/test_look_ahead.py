@@ -1,0 +1,122 @@
+"""Drafting on while the target verifies: real draft loop, proposer and book, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.draft_node.simulated_pair import SimulatedPair, target_that_decides_like
+
+
+def hit_rate(node, *, after: int = 3) -> float:
+    hits = [hit for sequence in node.sequences.values() for hit in sequence.hits[after:]]
+    return sum(hits) / len(hits)
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.005])
+def test_an_oracle_is_accepted_whole_with_every_step_a_hit_after_the_first(delay_seconds):
+    pair = SimulatedPair(delay_seconds=delay_seconds)
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    pair.run(1.0)
+    (sequence,) = node.sequences.values()
+    assert sequence.num_steps > 30
+    assert hit_rate(node, after=2) == 1.0
+    assert sequence.num_accepted == sequence.num_drafted
+    assert sequence.num_drafted >= 4 * (sequence.num_steps - 3)
+    assert node.book.counters().lead_seconds > 0.0
+
+
+def test_without_look_ahead_a_draft_comes_a_step_late():
+    texts = []
+    for max_alternatives in (0, 7):
+        pair = SimulatedPair(max_alternatives=max_alternatives)
+        node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+        pair.run(1.0)
+        texts.append(node.sequences[0])
+        assert bool(pair.num_ahead_tokens) is bool(max_alternatives)
+    assert texts[0].num_steps == texts[1].num_steps
+    assert texts[0].num_accepted < 0.7 * texts[1].num_accepted
+
+
+def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
+    pair = SimulatedPair()
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 0.7, 0.3))
+    pair.run(2.0)
+    (sequence,) = node.sequences.values()
+    assert sequence.num_accepted < sequence.num_drafted
+    assert hit_rate(node) > 0.9
+    pair.proposer.check_integrity()
+
+
+def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
+    """The forward compares the KV of every path with the text that it stands for."""
+    pair = SimulatedPair(num_blocks=60)  # so few that alternatives are given up again and again
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 0.6, 0.2, 0.1), num_sequences=3)
+    pair.run(1.0)
+    assert node.book.counters().num_quarantined == 0
+    assert any(sequence.num_accepted for sequence in node.sequences.values())
+    pair.proposer.check_integrity()
+
+
+def test_the_text_is_the_targets_own_whatever_is_drafted():
+    texts = []
+    for max_alternatives, forward_seconds in ((0, 0.002), (7, 0.002), (7, 0.02)):
+        pair = SimulatedPair(max_alternatives=max_alternatives, forward_seconds=forward_seconds)
+        node = pair.add_node(target_that_decides_like(pair.forward.model, 0.5, 0.2))
+        pair.run(0.6)
+        texts.append(node.sequences[0].token_ids[:20])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_target_that_verifies_nothing_costs_no_forward_after_its_step():
+    pair = SimulatedPair()
+    pair.add_node(target_that_decides_like(pair.forward.model, 0.7, 0.2))
+    pair.run(0.5)
+    last_update = pair.now
+    num_calls = len(pair.forward.calls)
+    pair.run(1.0, is_stepping=False)
+    late = [at for at, _ in pair.forward.calls[num_calls:] if at > last_update + pair.step_seconds + pair.delay_seconds]
+    assert late == []
+
+
+def test_a_confirmed_path_is_answered_without_a_forward():
+    pair = SimulatedPair(delay_seconds=0.0)
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    pair.run(0.29)
+    num_forwards = len(pair.forward.calls)
+    node._finish_step()
+    (update,) = node.book.take_updates(0)
+    pair.loop.submit(node.peer, [update])  # no time to verify is named: there is no look-ahead
+    pair.loop.step()
+    (answer,) = node.peer.take_answers()
+    assert len(answer.branches[0]) == 4
+    assert len(pair.forward.calls) == num_forwards
+
+
+def test_eight_decode_nodes_of_sixteen_sequences_are_served_alike():
+    pair = SimulatedPair(num_blocks=60_000)
+    decide = target_that_decides_like(pair.forward.model, 0.8, 0.1)
+    for _ in range(8):
+        pair.add_node(decide, num_sequences=16)
+    pair.run(0.15)
+    hits = [sum(sequence.num_hits for sequence in node.sequences.values()) for node in pair.nodes]
+    assert min(hits) > 0.6 * max(hits) > 0
+
+
+def test_the_pool_is_whole_when_all_sequences_have_ended():
+    pair = SimulatedPair()
+    nodes = [pair.add_node(target_that_decides_like(pair.forward.model, 0.6, 0.2), num_sequences=4) for _ in range(2)]
+    pair.run(0.3)
+    nodes[0].close_all()
+    pair.loop.disconnect(nodes[1].peer)
+    pair.run(0.1, is_stepping=False)
+    pair.proposer.check_integrity()
+    assert pair.forward.pool.num_free_blocks == 4096
+    assert pair.loop.load().num_running == 0
+
+
+def test_what_was_drafted_and_never_committed_is_counted():
+    pair = SimulatedPair()
+    pair.add_node(target_that_decides_like(pair.forward.model, 0.0))
+    pair.run(0.3)
+    drafted = sum(rows for _, rows in pair.forward.calls)
+    assert 0 < pair.proposer.num_wasted_tokens <= drafted
