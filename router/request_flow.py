@@ -29,6 +29,7 @@ from router.hedge_budget import HedgeBudget
 from router.node_directory import EXACT_NUMERICS, ServedModel
 from router.placement import Demand, Place, Placement
 from router.request_record import RequestRecord
+from router.token_times import TokenTimes
 
 MAX_LOSSES = 5
 """So many attempts may be lost without a new token: a request that kills nodes must not kill them all."""
@@ -91,8 +92,7 @@ class RequestFlow(AttemptListener):
         self._last: Attempt | None = None  # of those that have completed: its figures may still come
         self._excluded: frozenset[bytes] = frozenset()  # decode nodes that the request can never fit on
         self._num_losses = 0  # since the last new token
-        self._has_moved = False  # since the last new token
-        self._last_tokens_at: dict[int, float] = {}
+        self._times = TokenTimes(record, services.metrics)
         self._retry: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
@@ -147,9 +147,11 @@ class RequestFlow(AttemptListener):
                     self._forget_hedge(attempt)
                     self._take_refusal(attempt, rejected)
                 case Lost(error, cause):
+                    is_hedge = attempt is not self._attempts[0]
                     self._drop(attempt)
                     self._forget_hedge(attempt)
-                    self._take_loss(attempt, error, cause)
+                    if not is_hedge:  # without it the work goes on where it was
+                        self._take_loss(attempt, error, cause)
                 case Fatal(error):
                     raise error
         if len(self._attempts) == 2:
@@ -277,14 +279,13 @@ class RequestFlow(AttemptListener):
         """Raises: PeerLostError after too many of them without a new token."""
         self._num_losses += not self._attempts
         if self._num_losses > MAX_LOSSES:
-            raise PeerLostError(
-                f"{self._num_losses} attempts were lost without a new token; the last: {error.message}", node=error.node
-            )
+            message = f"{self._num_losses} attempts were lost without a new token; the last: {error.message}"
+            raise PeerLostError(message, node=error.node)
         self._waiting.has_waited = True  # admitted before: it is not refused now
         self._note_move(attempt, cause, error)
 
     def _note_move(self, attempt: Attempt, cause: str, error: PeerLostError | None = None) -> None:
-        self._has_moved = True
+        self._times.moved()
         self._record.num_moves += 1
         self._services.metrics.add_move(cause)
         _log.warning(
@@ -337,17 +338,15 @@ class RequestFlow(AttemptListener):
         if self._record.admitted_at is not None:
             return
         self._record.mark_admitted()
-        num_prompt_tokens = len(self._request.prompt_token_ids)
-        self._services.metrics.observe_admitted(
-            queue_seconds=self._record.queue_seconds, num_prompt_tokens=num_prompt_tokens
-        )
+        num_prompt_tokens, queue_seconds = len(self._request.prompt_token_ids), self._record.queue_seconds
+        self._services.metrics.observe_admitted(queue_seconds=queue_seconds, num_prompt_tokens=num_prompt_tokens)
         _log.info(
             "request admitted",
             request_id=self._request.request_id,
             nodes=list(self._record.nodes),
             num_prompt_tokens=num_prompt_tokens,
             num_held_tokens=granted.held_prefix_length,
-            queue_seconds=round(self._record.queue_seconds, 4),
+            queue_seconds=round(queue_seconds, 4),
         )
         self._begin()
 
@@ -363,7 +362,8 @@ class RequestFlow(AttemptListener):
         num_new, has_ended = self._answer.take(tokens)
         self._record.speculation.add(tokens.speculation)
         if num_new:
-            self._observe_tokens(tokens.sample, num_new)
+            self._times.observe(tokens.sample, num_new)
+            self._num_losses = 0
         if has_ended:
             self._stop_sample(attempt, tokens.sample)
         if len(self._attempts) > 1 or self._answer.is_complete:
@@ -372,19 +372,6 @@ class RequestFlow(AttemptListener):
     def on_done(self, attempt: Attempt, done: SampleDone) -> None:
         self._answer.finish(done)
         self._stop_sample(attempt, done.sample)
-
-    def _observe_tokens(self, sample: int, num_new: int) -> None:
-        now = self._record.clock()
-        metrics = self._services.metrics
-        if self._record.first_token_at is None:
-            self._record.first_token_at = now
-            metrics.observe_first_token(now - self._record.arrived_at)
-        elif self._has_moved and self._last_tokens_at:
-            metrics.observe_move_gap(now - max(self._last_tokens_at.values()))
-        self._num_losses, self._has_moved = 0, False
-        last = self._last_tokens_at.get(sample)
-        metrics.observe_tokens(num_tokens=num_new, seconds_since_last=None if last is None else now - last)
-        self._last_tokens_at[sample] = now
 
     def _stop_sample(self, attempt: Attempt, sample: int) -> None:
         """A sample has ended. The node that ended it knows, unless a stop string did."""
@@ -397,15 +384,14 @@ class RequestFlow(AttemptListener):
             self._news.set()
 
     def _begin(self) -> None:
-        self._answer.begin(
-            Started(
-                request_id=self._request.request_id,
-                num_prompt_tokens=len(self._request.prompt_token_ids),
-                seed=self._request.sampling.seed,
-                model=self._served.info.name,
-                router=self._services.router_address,
-            )
+        started = Started(
+            request_id=self._request.request_id,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            seed=self._request.sampling.seed,
+            model=self._served.info.name,
+            router=self._services.router_address,
         )
+        self._answer.begin(started)
 
 
 def _release_place(task: asyncio.Task[Place]) -> None:

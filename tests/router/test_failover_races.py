@@ -78,6 +78,19 @@ async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
     await finish(pair, task)
 
 
+async def test_a_hedge_that_is_lost_beside_the_first_attempt_is_no_move(pair):
+    await pair.serve(liveness_timeout_seconds=30.0)
+    task, busy, free = await begin(pair)
+    for prefill in pair.prefills:
+        prefill.prefill_seconds = 30.0  # the second attempt gets no token
+    busy.freeze()
+    await pair.eventually(lambda: free.groups, seconds=3, what="a second attempt")
+    await free.stop()
+    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1, seconds=3, what="its loss")
+    answer = await finish(pair, task)
+    assert answer.summary.metrics.attempts == 1
+
+
 async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_less_to_do(pair):
     odd = FakeDecodeNode(name="decode-2", model=fake_model_info(numerics="exact (amx)"))
     pair.nodes.append(odd)
