@@ -6,6 +6,7 @@ handlers take and return raw bytes (see `frames`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,12 +25,17 @@ from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 
 DEFAULT_CONNECTORS = ("shared_memory", "grpc")
 
+HELLO_SECONDS = 2.0
+"""How long a stream may take to attach to a transfer."""
+
 
 class KvReceiver:
     """Receives transfers for one process.
 
-    Each attached sender holds one thread; `max_senders` more are refused. Callbacks come
-    from those threads and must be quick: hand the news to the owner's queue.
+    Each stream holds one thread. Attached ones are as many as the owner has opened transfers;
+    of those that are not attached `max_strangers` may stay, for `HELLO_SECONDS`: another one
+    displaces the oldest, so that peers who say nothing, or lie, keep no honest sender out.
+    Callbacks come from those threads and must be quick: hand the news to the owner's queue.
     """
 
     def __init__(
@@ -42,20 +48,27 @@ class KvReceiver:
         on_complete: Callable[[bytes, TransferStats], None],
         on_failed: Callable[[bytes, str], None],
         progress_seconds: float = PROGRESS_SECONDS,
-        max_senders: int = 128,
+        max_senders: int = 1024,
+        max_strangers: int = 64,
         arena_directory: str = ARENA_DIRECTORY,
         security: PeerSecurity = PLAINTEXT,
     ) -> None:
-        """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often)."""
+        """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often).
+
+        `max_senders`: of all streams; beyond, they are refused.
+        """
         self._address = f"[{host}]" if ":" in host else host
         self._wanted_port = port
         self._connectors = frozenset(connectors)
         self._progress_seconds = progress_seconds
         self._max_senders = max_senders
+        self._max_strangers = max_strangers
         self._inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
         self._watchdog = Watchdog(name="kv-receiver-watchdog")
         self._arenas = ArenaReader(arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
+        self._strangers: dict[ReceiverStream, None] = {}  # of those, not attached yet: oldest first
+        self._strangers_lock = threading.Lock()
         self._security = security
         self._server: grpc.Server | None = None
 
@@ -124,19 +137,39 @@ class KvReceiver:
         stream = ReceiverStream(
             inbox=self._inbox, arenas=self._arenas, connectors=self._connectors, cancel=context.cancel
         )
-        guard = self._watchdog.watch(self._progress_seconds, stream.expire)
+        guard = self._watchdog.watch(min(self._progress_seconds, HELLO_SECONDS), stream.expire)
         self._streams[stream] = None
+        self._let_in(stream)
         # The callback comes when the peer is gone even while this thread is busy writing.
         if not context.add_callback(stream.break_off):
             stream.break_off()
         try:
             for message in requests:
-                guard.touch()
+                if stream.is_attached:
+                    guard.touch()
                 reply = stream.handle(message)
                 if reply is not None:
                     yield reply
-                guard.touch()
+                if stream.is_attached:
+                    self._forget_stranger(stream)
+                    guard.seconds = self._progress_seconds
+                    guard.touch()
         finally:
             guard.stop()
             stream.break_off()
+            self._forget_stranger(stream)
             self._streams.pop(stream, None)
+
+    def _let_in(self, stream: ReceiverStream) -> None:
+        displaced = None
+        with self._strangers_lock:
+            self._strangers[stream] = None
+            if len(self._strangers) > self._max_strangers:
+                displaced = next(iter(self._strangers))
+                del self._strangers[displaced]
+        if displaced is not None:
+            displaced.displace()
+
+    def _forget_stranger(self, stream: ReceiverStream) -> None:
+        with self._strangers_lock:
+            self._strangers.pop(stream, None)

@@ -44,6 +44,10 @@ class ReceiverStream:
         self._end_reason: str | None = None
         self.transfer_id: bytes | None = None  # once attached
 
+    @property
+    def is_attached(self) -> bool:
+        return self.transfer_id is not None
+
     def handle(self, message: bytes) -> bytes | None:
         """The answer, if there is one. A message that does not parse is counted; the first must be a Hello."""
         parsed: SenderMessage | None
@@ -118,6 +122,11 @@ class ReceiverStream:
         """The stream has ended. Idempotent; fails the transfer unless it was committed."""
         self._end("the stream broke before the commit")
         self._release_arena()
+
+    def displace(self) -> None:
+        """Too many streams wait to attach, and this is the oldest."""
+        self._inbox.count("senders_refused")
+        self._cancel()
 
     def expire(self) -> None:
         """The sender has made no progress for too long."""
