@@ -3,8 +3,10 @@
 Nobody ever writes into another process's memory, so a sender thawed after its time
 cannot hurt. The file lies in /dev/shm under a random name until the receiver has mapped
 it and proved so by reading its nonce; then it is unlinked, and lives as long as the two
-mappings. (Not `multiprocessing.shared_memory`: its resource tracker unlinks segments of
-others and outlives its process.)
+mappings. The sender holds a lock on it, which ends with its process: a file without one
+was left by a sender that was killed, and is swept away. (Not
+`multiprocessing.shared_memory`: its resource tracker unlinks segments of others and
+outlives its process.)
 
     bytes 0..15    nonce
     from 4096      slots of equal size, each written by the sender, read by the receiver,
@@ -14,6 +16,7 @@ others and outlives its process.)
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import secrets
@@ -33,11 +36,35 @@ HEAD_BYTES = 4096
 MAX_ARENA_BYTES = 1 << 30
 IDLE_SECONDS = 60.0
 MAX_IDLE = 16
+LEAST_SWEPT_SECONDS = 60.0
+"""Younger files are left alone: their senders may be about to lock them."""
 
 
 def arena_path(directory: str, arena_id: bytes) -> Path:
     """Both sides derive the path: a peer can name an arena, never a file."""
     return Path(directory, NAME_PREFIX + arena_id.hex())
+
+
+def sweep(directory: str) -> int:
+    """Removes files that killed senders of this user have left; how many."""
+    num_removed = 0
+    for path in Path(directory).glob(f"{NAME_PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # gone meanwhile, or not ours
+        try:
+            status = os.fstat(descriptor)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+            if is_ours and time.time() - status.st_mtime >= LEAST_SWEPT_SECONDS:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+                num_removed += 1
+        except OSError:
+            continue  # its sender lives
+        finally:
+            os.close(descriptor)
+    return num_removed
 
 
 class Arena:
@@ -59,6 +86,7 @@ class Arena:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._fd)
         try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._fd, self.num_bytes)
             os.posix_fallocate(self._fd, 0, HEAD_BYTES)
             self._map = mmap.mmap(self._fd, self.num_bytes)
@@ -72,6 +100,7 @@ class Arena:
         self._num_reserved = 0
         self._is_full = False  # the file system is: no further slots
         self._num_quarantined = 0
+        self.num_released = 0
         self.is_retired = False
 
     def unlink(self) -> None:
@@ -131,6 +160,7 @@ class Arena:
     def release(self, offset: int) -> None:
         """The receiver has acknowledged the slot."""
         with self._changed:
+            self.num_released += 1
             self._free.append(offset)
             self._changed.notify()
 
