@@ -19,6 +19,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
 from outrider.profile import Capture, ProfileOptions, StartProfile, StepKind
 from outrider.request import FinishReason, LogprobsRequest, SamplingParams
+from outrider.rpc.peer_security import PLAINTEXT
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
@@ -58,7 +59,7 @@ class Node:
         self.events = []
         self.stats = []
         config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_fallback": "none", **config})
-        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1))
+        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1), PLAINTEXT)
         self.parts = build(bytes(16), "decode", self._emit)
         self.parts.ingest.start()
         if drafts is not None:

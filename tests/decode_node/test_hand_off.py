@@ -14,6 +14,7 @@ from outrider.errors import AbortedError
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
+from outrider.rpc.peer_security import PLAINTEXT
 from outrider.session import Granted, KvFailed, KvReady, SampleStart
 from prefill_node.__main__ import make_build
 from prefill_node.config import PrefillNodeConfig
@@ -34,7 +35,7 @@ class Prefill:
             kv_transfer=KvTransferConfig(connector=connector, frame_bytes=8192, arena_bytes=1 << 20),
             max_rows_per_step=32,
         )
-        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1))
+        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1), PLAINTEXT)
         self.parts = build(lambda ends, stats: [self.ended.put(end.result) for end in ends])
         self.ids = itertools.count(1)
         self.thread = threading.Thread(target=self.parts.loop.run)
