@@ -34,6 +34,8 @@ TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 MAX_DOUBLINGS = 20
 """Default patience of `wait_serving`: a first start may download the model."""
+MAX_DOUBLINGS = 64
+"""Of the wait for a restart."""
 NODE_TERM_SHARE = 0.4
 """Nodes get their SIGTERM when the router has ended, or after this share of `kill_seconds`."""
 
@@ -360,6 +362,11 @@ class Cluster:
             if child.spec.name == name:
                 return child
         raise NotFoundError(f"no node {name}; there are {', '.join(child.spec.name for child in self._children)}")
+
+
+def restart_delay(config: ClusterConfig, num_failures: int) -> float:
+    """Seconds, after so many deaths in a row: doubled each time, up to the most. (2.0**1024 would be an error.)"""
+    return min(config.restart_seconds * 2.0 ** min(num_failures, MAX_DOUBLINGS), config.restart_most_seconds)
 
 
 def describe_status(status: int) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch
+from outrider.cluster.cluster import restart_delay
 from outrider.errors import ConfigError, NotFoundError, PeerLostError
 
 ROLE_PROCESS = Path(__file__).with_name("role_process.py")
@@ -160,3 +161,9 @@ def test_the_supervisor_never_loads_torch(module):
     program = f"import sys, {module}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout == "False False\n"
+
+
+def test_a_node_that_dies_for_hours_is_still_restarted():
+    config = ClusterConfig(restart_seconds=1.0, restart_most_seconds=30.0)
+    delays = [restart_delay(config, num_failures) for num_failures in (0, 1, 4, 5, 1024, 100_000)]
+    assert delays == [1.0, 2.0, 16.0, 30.0, 30.0, 30.0]
