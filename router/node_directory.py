@@ -91,6 +91,11 @@ class NodeDirectory:
             if isinstance(link, DecodeLink) and link.is_serving and link.session is not None and link.session.is_open
         ]
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether a prefill and a decode node serve."""
+        return not self._missing()
+
     def model(self) -> ServedModel:
         """Raises: PeerLostError while no node has served yet."""
         if self.served is None:

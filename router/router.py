@@ -41,7 +41,7 @@ _log = get_logger("router")
 
 
 class Router:
-    """Implements `outrider.service.server.Service`. SERVING once a prefill and a decode node serve."""
+    """Implements `outrider.service.server.Service`. SERVING while a prefill and a decode node serve."""
 
     service_names: tuple[str, ...] = (SERVICE_NAME,)
 
@@ -61,7 +61,9 @@ class Router:
         )
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: FlowServices | None = None  # None: no node has served yet
-        self.servicer = RouterServicer(self.nodes, self._services_now)
+        self.servicer = RouterServicer(
+            self.nodes, self._services_now, max_message_bytes=config.server.max_message_bytes
+        )
         self.desk = self.servicer.desk
         make = partial(_make_store, config) if make_store is None else make_store
         self._store = make(identity.incarnation)  # connects on first use
@@ -101,6 +103,11 @@ class Router:
                 append_seconds=config.store_append_seconds,
                 renew_seconds=config.store_lease_seconds / 3,
             )
+
+    def follow_readiness(self, tell: Callable[[bool], None]) -> None:
+        """See `outrider.service.health.DependsOnOthers`."""
+        tell(self.nodes.can_serve)
+        self.nodes.on_change(lambda: tell(self.nodes.can_serve))
 
     async def drain(self, deadline_seconds: float) -> None:
         """No new request; running ones end, or are told at the deadline, the queue included."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -11,18 +13,43 @@ from grpc_health.v1._async import HealthServicer
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
 
+@runtime_checkable
+class DependsOnOthers(Protocol):
+    """A service that serves only while others do."""
+
+    def follow_readiness(self, tell: Callable[[bool], None]) -> None:
+        """Calls `tell` now and at every change, on the event loop: whether requests can be served."""
+
+
 class Health:
     """One state for the whole process ("") and for each of its services."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
         self._names = ("", *service_names)
         self._servicer = HealthServicer()
+        self._is_serving = False  # between its start and its drain
+        self._is_ready = True  # what it depends on is there
+        self._telling: asyncio.Task[None] | None = None
 
     async def add_to(self, server: grpc.aio.Server) -> None:
         await self.set_serving(is_serving=False)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_serving(self, *, is_serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        self._is_serving = is_serving
+        await self._tell()
+
+    def set_ready(self, is_ready: bool) -> None:  # noqa: FBT001 a listener of one value
+        """For a `DependsOnOthers`."""
+        if is_ready is not self._is_ready:
+            self._is_ready = is_ready
+            self._telling = asyncio.create_task(self._tell(), name="health")
+
+    async def _tell(self) -> None:
+        """What is so by now: of several changes at once the last one counts."""
         for name in self._names:
-            await self._servicer.set(name, status)
+            is_serving = self._is_serving and self._is_ready
+            await self._servicer.set(
+                name,
+                health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING,
+            )

@@ -34,7 +34,7 @@ from outrider.rpc.tls_files import TlsFiles
 from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
-from outrider.service.health import HEALTH_SERVICE, Health
+from outrider.service.health import HEALTH_SERVICE, DependsOnOthers, Health
 from outrider.service.message_border import MessageBorder
 from outrider.service.peer_gate import PeerGate
 from outrider.service.reflection import add_reflection
@@ -185,6 +185,8 @@ class _ServiceProcess:
             trace = None if isinstance(failure, OutriderError) else failure
             self._log.error("cannot start", error=str(failure), exc_info=trace)
             return 1
+        if isinstance(self._service, DependsOnOthers):
+            self._service.follow_readiness(health.set_ready)
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **self._service.describe()}
         self._announcer.say(serving=True, **{**described, **where})

@@ -21,6 +21,7 @@ FROZEN_SECONDS = 25.0
 """A client has noticed by then that nobody answers: 15 s, and a busy machine."""
 PATIENCE_OPTIONS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 NUM_CLIENTS = 16
+ROUTER_SERVICE = "outrider.v1.RouterService"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
@@ -212,9 +213,15 @@ async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
         assert status == 0
 
 
-async def test_health_is_serving_only_between_start_and_sigterm(nodes, router):
+async def test_health_is_serving_between_start_and_sigterm_while_nodes_serve(nodes, router):
     process, _ = await router()
     with grpc.insecure_channel(process.log()[0]["address"]) as channel:
-        assert await asyncio.to_thread(check_health, channel, "outrider.v1.RouterService") == SERVING
+        assert await asyncio.to_thread(check_health, channel, ROUTER_SERVICE) == SERVING
+
+        await nodes[0].stop()
+        async with asyncio.timeout(WAIT_SECONDS):
+            while await asyncio.to_thread(check_health, channel) == SERVING:
+                await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(check_health, channel, ROUTER_SERVICE) == NOT_SERVING
     status, _ = await asyncio.to_thread(process.end)
     assert status == 0
