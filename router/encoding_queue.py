@@ -19,7 +19,7 @@ T = TypeVar("T")
 MAX_WAITING_BYTES = 32 << 20
 """Some ten seconds of two threads."""
 MAX_CLIENT_BYTES = 8 << 20
-"""Of those, of one client: two of the largest requests."""
+"""Of those, of one client: four of the largest requests."""
 RETRY_SECONDS = 1.0
 
 

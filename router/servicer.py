@@ -14,10 +14,11 @@ from outrider import __version__
 from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
+from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
-from outrider.wire.answer import complete_to_proto, event_to_proto
+from outrider.wire.answer import event_to_proto
 from outrider.wire.cluster import cluster_to_proto, model_to_proto
 from outrider.wire.request import num_samples, skips_special_tokens
 from router.client_name import client_of
@@ -28,6 +29,7 @@ from router.request_flow import FlowServices
 from router.running_requests import RunningRequest
 from router.trailers import NOTHING_GENERATED
 from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
+from router.whole_answer import WholeAnswer
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
@@ -41,9 +43,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """`services` gives what requests use; it raises PeerLostError until the router serves."""
 
-    def __init__(self, nodes: NodeDirectory, services: Callable[[], FlowServices]) -> None:
+    def __init__(
+        self,
+        nodes: NodeDirectory,
+        services: Callable[[], FlowServices],
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
         self._nodes = nodes
         self._services = services
+        self._max_message_bytes = max_message_bytes
         self.desk = RequestDesk(nodes, services)
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
         self._has_ended = asyncio.Event()  # nothing is left to watch
@@ -61,9 +70,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
         async with rpc_errors(context), self._request(request, context) as running:
+            answer = WholeAnswer(num_samples(request.sampling), max_bytes=self._max_message_bytes)
             async with aclosing(running.stream()) as batches:
-                answer = [event async for events in batches for event in events]
-            return complete_to_proto(answer, num_samples=num_samples(request.sampling))
+                async for events in batches:
+                    answer.add(events)
+            return answer.to_proto()
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)

@@ -28,7 +28,7 @@ class ServerConfig:
         16 * 1024 * 1024, at_least=65_536, at_most=1 << 30, help="Largest message accepted or sent."
     )
     max_request_bytes: int = setting(
-        4 * 1024 * 1024,
+        2 * 1024 * 1024,
         at_least=65_536,
         at_most=1 << 30,
         help="Largest request of a call with one request; parsing holds up every stream of the process.",
