@@ -158,7 +158,9 @@ class DecodeLoop:
         fault_point("decode.step")
         started = self._clock()
         drafts = self._gather()  # what is here; waits within its budget
-        plan = self._engine.scheduler.plan(lambda sequence: len(drafts.of(sequence.key)))
+        plan = self._engine.scheduler.plan(
+            lambda sequence: len(drafts.of(sequence.key)), reclaim=self._desk.reclaim_reservation
+        )
         self._time.mark(Part.SCHEDULE)
         if plan.preempted:
             fault_point("decode.preempted")

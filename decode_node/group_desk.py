@@ -61,7 +61,12 @@ class GroupDesk:
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._groups = GroupTable()
         self._reservations = Reservations(
-            ingest, engine.pool, timeout_seconds=transfer_timeout_seconds, clock=clock, report=self.report
+            ingest,
+            engine.pool,
+            timeout_seconds=transfer_timeout_seconds,
+            clock=clock,
+            report=self.report,
+            num_spare_blocks=self._num_spare_blocks,
         )
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
@@ -196,6 +201,19 @@ class GroupDesk:
             self._start_samples(group)
         for group in overdue:
             self._fail(group, "the KV transfer failed, and no other came")
+
+    def reclaim_reservation(self, sequence: EngineSequence) -> bool:
+        """Takes the blocks of one group that no KV has come for, if one ranks behind the sequence.
+
+        Its transfer fails, and the next one waits for blocks: less is lost than by preempting
+        a sequence, whose KV would be computed again.
+        """
+        return self._reservations.reclaim(behind=(-sequence.priority, sequence.arrival))
+
+    def _num_spare_blocks(self) -> int:
+        """Free blocks beside those that the running sequences may soon grow into."""
+        scheduler = self._engine.scheduler
+        return 0 if scheduler.num_waiting else self._engine.pool.num_free_blocks - scheduler.num_running
 
     def _start_samples(self, group: SequenceGroup) -> None:
         """The samples share the blocks of what they begin with; the first write into a shared one copies it.

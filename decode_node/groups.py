@@ -53,6 +53,11 @@ class SequenceGroup:
     followers: list[SampleStart] = field(default_factory=list)  # start when the only sample has computed what is shared
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Lower runs first: by priority, then age."""
+        return -self.opened.priority, self.arrival
+
+    @property
     def unstarted_samples(self) -> list[SampleStart]:
         """Those that start when the KV is there."""
         return self.wanted_samples if self.is_waiting_for_kv else self.followers

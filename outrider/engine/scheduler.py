@@ -88,8 +88,9 @@ class Scheduler:
     Rows are given out in this order: one for each sequence that has only its newest token
     to feed, then drafts, then prompt chunks; drafts leave chunks at least half of what
     remains, so neither side starves. When blocks are short, drafts go first, then room
-    reserved ahead, then whole sequences: lowest priority, then latest arrival, never the
-    oldest running one. A preempted sequence waits ahead of all others of its priority.
+    reserved ahead, then what the caller can reclaim, then whole sequences: lowest priority,
+    then latest arrival, never the oldest running one. A preempted sequence waits ahead of all
+    others of its priority.
 
     Not thread-safe. Nothing in `plan` grows with the length of a sequence, except once
     when it is admitted. After Orca (iteration-level batching), Sarathi-Serve (chunked
@@ -162,17 +163,24 @@ class Scheduler:
             sequence.kv.free()
             sequence.kv = None
 
-    def plan(self, wanted_drafts: Callable[[EngineSequence], int]) -> StepPlan:
+    def plan(
+        self,
+        wanted_drafts: Callable[[EngineSequence], int],
+        *,
+        reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False,
+    ) -> StepPlan:
         """The next step: reserves every block it needs, preempting and admitting as it must.
 
         `wanted_drafts` says how many draft tokens a sequence could use; it is asked only
-        about sequences that reach their end in this step. The plan is empty when nothing
-        runs, or when others than this scheduler hold the blocks that are needed.
+        about sequences that reach their end in this step. `reclaim(sequence)` frees blocks
+        that are held outside the scheduler for something that ranks behind this sequence;
+        False: there are none. The plan is empty when nothing runs, or when others than this
+        scheduler hold the blocks that are needed.
         """
         draft = _Draft()
         for sequence in tuple(self._running):
             if sequence.kv is not None:  # else preempted for one before it
-                self._reserve_known(sequence, draft)
+                self._reserve_known(sequence, draft, reclaim)
         if not draft.preempted and not draft.stalled:
             self._admit(draft)
         return StepPlan(
@@ -184,7 +192,9 @@ class Scheduler:
 
     # --- blocks ---------------------------------------------------------------------------
 
-    def _reserve_known(self, sequence: EngineSequence, draft: _Draft) -> None:
+    def _reserve_known(
+        self, sequence: EngineSequence, draft: _Draft, reclaim: Callable[[EngineSequence], bool]
+    ) -> None:
         """Blocks for all known tokens of a running sequence, or it is preempted, or it sits this step out."""
         assert sequence.kv is not None
         while True:
@@ -194,6 +204,8 @@ class Scheduler:
                 if self._release_slack():
                     continue
                 victim = self._victim()
+                if reclaim(victim or sequence):
+                    continue
                 if victim is None:
                     draft.stalled.add(sequence)
                     return

@@ -11,6 +11,7 @@ from outrider.kv_transfer.base import Region, TransferStats
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.session import Granted, KvFailed, KvReady, SampleStart, SequenceGroupFailed
 
+SHORT = (1, 2, 3)  # computed here
 PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
 SECOND = b"2" * 16
 THIRD = b"3" * 16
@@ -292,4 +293,64 @@ def test_a_cancelled_sample_does_not_start_after_a_retarget(node):
     node.run()
     assert node.tokens(group_id, 0) == []
     assert node.tokens(group_id, 1) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()
+
+
+def open_two_long_and_a_reservation(make_scripted_node, **reserved):
+    """Two sequences that grow to eleven blocks each, and eight blocks that wait for KV, in a pool of 24."""
+    node = make_scripted_node(num_blocks=24)
+    node.desk._admission.observe_finished = lambda _num_generated: None
+    node.desk._admission._mean_output_tokens = 2.0  # answers were short until now
+    running = [node.open(sampling={"max_tokens": 40}) for _ in range(2)]
+    node.iterate()
+    waiting = node.open(prompt=PROMPT, **reserved)
+    node.granted(waiting)
+    return node, running, waiting
+
+
+def until_reclaimed(node, waiting):
+    while not node.find(KvFailed, waiting):
+        node.iterate()
+        assert node.engine.scheduler.has_work, "the sequences end without its blocks"
+
+
+def test_a_reservation_that_nothing_came_for_gives_way_before_a_running_sequence(make_scripted_node):
+    node, running, waiting = open_two_long_and_a_reservation(make_scripted_node)
+    until_reclaimed(node, waiting)
+    node.retarget(waiting, SECOND)
+    node.iterate()
+    assert len(node.find(Granted, waiting)) == 1, "there are no blocks for it as long as others grow"
+    node.run()
+    assert node.num_preempted == 0
+    assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
+    node.iterate()
+    assert node.find(Granted, waiting)[-1].transfer_id == SECOND
+    node.push(waiting, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(waiting) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("reason", ["a frame has come", "it has the higher priority"])
+def test_a_reservation_keeps_its_blocks_where(make_scripted_node, reason):
+    fields = {"priority": 1} if reason == "it has the higher priority" else {}
+    node, running, waiting = open_two_long_and_a_reservation(make_scripted_node, **fields)
+    if reason == "a frame has come":
+        put_one_frame(node, waiting[::-1])
+    node.run()
+    assert node.num_preempted > 0
+    assert not node.find(KvFailed, waiting)
+    assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
+    node.cancel(waiting)
+    node.iterate()
+    node.assert_nothing_is_held()
+
+
+def test_a_reclaimed_reservation_may_be_computed_here(make_scripted_node):
+    node, running, waiting = open_two_long_and_a_reservation(make_scripted_node)
+    until_reclaimed(node, waiting)
+    node.retarget(waiting, b"")
+    node.run()
+    assert node.tokens(waiting) == node.model.generate(PROMPT, 5)
+    assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
     node.assert_nothing_is_held()
