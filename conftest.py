@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.matrices import cover_pairs
 
@@ -21,6 +22,11 @@ SHARED_CLUSTER = "tests/e2e/"
 """Its tests ask one cluster, which is started once: of several workers, one runs them all."""
 OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_real_model.py", "tests/e2e/test_soak.py")
 """But these start others."""
+
+
+# Examples take as long as a busy machine makes them.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

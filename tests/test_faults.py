@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from outrider.faults import FAULT_POINTS, FAULTS_VARIABLE, ONCE_VARIABLE, fault_point, parse_faults
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 30.0
 PROGRAM = """
 import sys
 from outrider.faults import fault_point

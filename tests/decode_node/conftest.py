@@ -40,7 +40,7 @@ from outrider.speculation.draft_policy import DraftPolicy
 SESSION = 1
 INCARNATION = bytes(16)
 SHORT_PROMPT = (1, 2, 3)  # computed here
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 class ScriptedIngest:

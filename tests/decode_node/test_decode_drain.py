@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from decode_node.commands import DrainExpired, DrainStarted
 from decode_node.node import DecodeNode
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 def make_node():

@@ -46,7 +46,7 @@ HELLO = DraftHello(
     max_model_len=4096,
 )
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 20
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 GENEROUS_WAIT_SECONDS = 5.0
 
 

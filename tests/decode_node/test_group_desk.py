@@ -15,7 +15,7 @@ from outrider.session import KvReady, Rejected, RejectReason, SampleDone
 
 LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
 SHORT_PROMPT = (1, 2, 3)  # computed here
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture

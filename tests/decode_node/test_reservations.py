@@ -15,7 +15,7 @@ SHORT = (1, 2, 3)  # computed here
 PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
 SECOND = b"2" * 16
 THIRD = b"3" * 16
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture

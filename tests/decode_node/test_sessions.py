@@ -21,7 +21,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.session import SampleDone, SampleTokens
 from outrider.v1 import session_pb2, session_pb2_grpc
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 GROUP = bytes(16)
 INFO = NodeInfo(
     incarnation=bytes(16),

@@ -33,7 +33,7 @@ from outrider.wire.draft import hello_from_proto
 HELLO = draft_pb2.DraftHello(
     protocol_version=SUPPORTED_VERSIONS.newest, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
 )
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 UNKNOWN_PREFIX = draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX
 NO_ROOM = draft_pb2.DRAFT_STATUS_NO_ROOM
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.engine.engine_thread import EngineThread
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 async def test_what_is_built_runs_in_the_thread_that_built_it():

@@ -10,7 +10,7 @@ import pytest
 from outrider.errors import CapacityError
 from router.encoding_queue import EncodingQueue
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 
 
 class Desk:

@@ -12,7 +12,7 @@ import structlog
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import FakeResolver
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 NAME = "decode.test:1"
 
 

@@ -24,7 +24,7 @@ from outrider.service.node_service import NodeServicer
 from outrider.service.profiling import fetch_profile, make_profile_desk
 from outrider.v1 import node_pb2_grpc
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 30.0
 TRACE = os.urandom(3_000_000)
 
 
