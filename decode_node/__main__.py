@@ -11,7 +11,7 @@ from decode_node.config import DecodeNodeConfig
 from outrider.config import parse_role_arguments
 from outrider.engine.processor import SPIN_LONG, prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_build(
-    config: DecodeNodeConfig, model_config: ModelConfig, security: PeerSecurity
+    config: DecodeNodeConfig, model_config: ModelConfig, security: PeerSecurity = PLAINTEXT
 ) -> Callable[[bytes, str, Emit], DecodeParts]:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.config import parse_role_arguments
 from outrider.engine.processor import SPIN_SHORT, prepare_environment, usable_cpus
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_service(node, server=config.server, telemetry=sections["telemetry"], security=security, role=ROLE)
 
 
-def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
+def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity = PLAINTEXT) -> Build:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(emit: Emit) -> PrefillParts:
