@@ -6,10 +6,11 @@ import shutil
 
 import pytest
 
-from outrider.cluster.authority import Authority
 from outrider.errors import ConfigError
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.tls_files import TlsFiles
+
+Authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography").Authority
 
 
 @pytest.fixture
