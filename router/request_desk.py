@@ -11,7 +11,6 @@ from outrider.errors import NotFoundError, PeerLostError, StoreError
 from outrider.request import Request
 from outrider.v1 import router_pb2
 from router.answer import Answer, make_answer
-from router.answer_budget import answer_bytes
 from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
 from router.intake import complete_proto, read_request, resume_window_seconds
 from router.node_directory import NodeDirectory, ServedModel
@@ -131,20 +130,26 @@ def _begin(
     client: str = "",
     was_admitted: bool = False,
 ) -> None:
-    """Starts to compute the answer. Raises: CapacityError when there is no memory for it."""
+    """Starts to compute the answer. Raises: CapacityError when there is no memory for it, InvalidRequestError."""
     request = answer.request
-    num_bytes = answer_bytes(request)
-    services.answers.reserve(num_bytes)
+    account = services.answers.open(request, running)
     record = RequestRecord(request, arrived_at)
     stop_token_ids = _stop_token_ids(request, served)
     running.begin(
         answer,
         RequestFlow(
-            answer, record, served, services, stop_token_ids=stop_token_ids, client=client, was_admitted=was_admitted
+            answer,
+            record,
+            served,
+            services,
+            account=account,
+            stop_token_ids=stop_token_ids,
+            client=client,
+            was_admitted=was_admitted,
         ),
         trailers=lambda: answer_trailers(
             record, num_generated_tokens=answer.num_generated_tokens, is_kept=running.is_kept
         ),
-        release=lambda: services.answers.release(num_bytes),
+        release=account.close,
         resume_window_seconds=window,
     )

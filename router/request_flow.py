@@ -22,7 +22,7 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Granted, Rejected, RejectReason, SampleDone, SampleTokens
 from router.admission import Admission, Waiting
 from router.answer import Answer
-from router.answer_budget import AnswerBudget
+from router.answer_budget import AnswerAccount, AnswerBudget
 from router.attempt import Attempt, AttemptListener, AttemptSettings, Completed, Fatal, Lost, Refused
 from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
@@ -66,6 +66,7 @@ class RequestFlow(AttemptListener):
         served: ServedModel,
         services: FlowServices,
         *,
+        account: AnswerAccount,
         stop_token_ids: tuple[int, ...],
         client: str = "",
         was_admitted: bool = False,
@@ -76,6 +77,7 @@ class RequestFlow(AttemptListener):
         self._record = record
         self._served = served
         self._services = services
+        self._account = account
         self._settings = AttemptSettings(
             fingerprint=served.info.fingerprint,
             stop_token_ids=stop_token_ids,
@@ -364,10 +366,17 @@ class RequestFlow(AttemptListener):
         if num_new:
             self._times.observe(tokens.sample, num_new)
             self._num_losses = 0
+            self._take_memory(num_new)
         if has_ended:
             self._stop_sample(attempt, tokens.sample)
         if len(self._attempts) > 1 or self._answer.is_complete:
             self._news.set()
+
+    def _take_memory(self, num_tokens: int) -> None:
+        try:
+            self._account.grow(num_tokens)
+        except OutriderError as error:
+            self.fail(error)
 
     def on_done(self, attempt: Attempt, done: SampleDone) -> None:
         self._answer.finish(done)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 
 from outrider.answer import AnswerEvent
@@ -35,6 +36,9 @@ class RunningRequest:
         self._expiry: asyncio.TimerHandle | None = None
         self._is_aborted = False
         self._error: OutriderError | None = None
+        self._writer: asyncio.Task[object] | None = None  # of the stream that is attached
+        self._given_up: OutriderError | None = None
+        self.stalled_since: float | None = None  # monotonic seconds: the client has left a message untaken since then
         self.is_closed = False
         self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
 
@@ -103,6 +107,37 @@ class RunningRequest:
         self._error = error
         if self._flow is not None:
             self._flow.fail(error)
+
+    async def write(
+        self,
+        write: Callable[[AnswerEvent], Awaitable[None]],
+        next_positions: Mapping[int, int] | None = None,
+    ) -> None:
+        """Passes the answer on, event by event, as the client takes them. Raises: as `stream`; what `give_up` says."""
+        writer = self._writer = asyncio.current_task()
+        try:
+            async with aclosing(self.stream(next_positions)) as batches:
+                async for events in batches:
+                    for event in events:
+                        self.stalled_since = time.monotonic()
+                        await write(event)
+                        self.stalled_since = None
+        except asyncio.CancelledError:
+            if self._given_up is None or writer is None:
+                raise
+            writer.uncancel()  # it was us
+            raise self._given_up from None
+        finally:
+            if self._writer is writer:
+                self._writer = self.stalled_since = None
+
+    def give_up(self, error: OutriderError) -> None:
+        """Ends the answer, and the stream that its client does not read, and drops it."""
+        self.fail(error)
+        if self._writer is not None:
+            self._given_up = error
+            self._writer.cancel()
+        self.close()
 
     def close(self) -> None:
         """Drops the answer and frees the name; what still computes is stopped. Idempotent."""

@@ -164,10 +164,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def _write(
         self, running: RunningRequest, context: Context, next_positions: dict[int, int] | None = None
     ) -> None:
-        async with aclosing(running.stream(next_positions)) as batches:
-            async for events in batches:
-                for event in events:
-                    await context.write(event_to_proto(event))
+        await running.write(lambda event: context.write(event_to_proto(event)), next_positions)
 
     def _model(self) -> Model:
         """Raises: PeerLostError while no node has served yet."""

@@ -106,15 +106,6 @@ async def test_watches_are_bounded_and_a_place_is_free_again(cluster, monkeypatc
     assert (await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=20).read()).nodes
 
 
-async def test_a_full_journal_refuses(cluster):
-    await cluster.serve(journal_bytes=65_536)
-    failure = await cluster.fail(sampling=cluster.sampling(n=8, max_tokens=LONG))
-    assert (failure.code, failure.reason) == (EXHAUSTED, "JOURNAL_FULL")
-    assert failure.retry_seconds > 0
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
-    await cluster.is_empty()
-
-
 async def test_higher_priority_goes_first_then_arrival(full):
     await full.serve()
     running = await start_long(full)

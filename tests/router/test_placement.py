@@ -10,7 +10,6 @@ from outrider.errors import CapacityError, PeerLostError
 from outrider.node import NodeLoad
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
 from router.admission import Admission, Waiting
-from router.answer_budget import AnswerBudget
 from router.fair_order import FairOrder
 from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, Refusal, prefix_hashes
 
@@ -245,13 +244,3 @@ def test_prefixes_are_known_by_whole_chunks_and_by_node():
         prefixes.remember(prefix_hashes(list(range(start, start + PREFIX_CHUNK_TOKENS + 1))), b"a")
     assert len(prefixes._nodes) == 8
     assert prefixes.num_held_tokens(hashes, b"a") == 0, "the least recently used is forgotten"
-
-
-def test_the_budget_of_answers_is_never_exceeded():
-    budget = AnswerBudget(100)
-    budget.reserve(60)
-    with pytest.raises(CapacityError):
-        budget.reserve(41)
-    budget.reserve(40)
-    budget.release(100)
-    assert budget.reserved_bytes == 0

@@ -1,0 +1,167 @@
+"""Memory of answers: counted as they grow, and taken from clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from outrider.errors import CapacityError, InvalidRequestError
+from outrider.request import OutputOptions, Request, SamplingParams, StopConditions
+from outrider.v1 import router_pb2
+from router import answer_budget
+from router.answer_budget import STALLED_SECONDS, AnswerBudget
+from router.fakes import fake_model_info
+
+TOKEN = 96
+"""Bytes of one."""
+
+
+def request(num_prompt_tokens=1, max_tokens=1000):
+    return Request(
+        request_id="r",
+        prompt_token_ids=(1,) * num_prompt_tokens,
+        prompt_text="",
+        sampling=SamplingParams(seed=0, max_tokens=max_tokens),
+        stop=StopConditions(),
+        output=OutputOptions(),
+    )
+
+
+class Holder:
+    def __init__(self, budget, stalled_since=None, **fields):
+        self.stalled_since = stalled_since
+        self.error = None
+        self.account = budget.open(request(**fields), self)
+
+    def give_up(self, error):
+        self.error = error
+        self.account.close()
+
+
+@pytest.fixture
+def clock():
+    return [100.0]
+
+
+@pytest.fixture
+def budget(clock):
+    return AnswerBudget(100 * TOKEN, clock=lambda: clock[0])
+
+
+def test_an_answer_takes_what_it_has_and_not_what_it_might_grow_to(budget):
+    holders = [Holder(budget) for _ in range(22)]
+    assert budget.reserved_bytes == 22 * 2 * TOKEN
+    holders[0].account.grow(56)
+    with pytest.raises(CapacityError) as full:
+        holders[1].account.grow(1)
+    assert (full.value.reason, full.value.retry_after_seconds) == ("JOURNAL_FULL", 1.0)
+    with pytest.raises(CapacityError):
+        Holder(budget)
+    for holder in holders:
+        holder.account.close()
+        holder.account.grow(1)
+        holder.account.close()
+    assert budget.reserved_bytes == 0
+
+
+def test_what_can_never_fit_is_not_told_to_come_again(budget):
+    with pytest.raises(InvalidRequestError):
+        Holder(budget, num_prompt_tokens=100)
+    holder = Holder(budget, num_prompt_tokens=90)
+    with pytest.raises(InvalidRequestError) as alone:
+        holder.account.grow(10)
+    assert alone.value.reason == "ANSWER_TOO_LARGE"
+    assert budget.reserved_bytes == 91 * TOKEN
+
+
+def test_who_does_not_read_gives_way_the_longest_first(budget, clock):
+    now = clock[0]
+    longest, stalled, lately, reading = (
+        Holder(budget, since, num_prompt_tokens=24)
+        for since in (now - 3 * STALLED_SECONDS, now - STALLED_SECONDS, now - STALLED_SECONDS / 2, None)
+    )
+    reading.account.grow(10)
+    assert isinstance(longest.error, CapacityError)
+    assert stalled.error is None
+    reading.account.grow(25)
+    assert stalled.error.reason == "NOT_READING"
+    with pytest.raises(CapacityError):
+        reading.account.grow(30)
+    assert lately.error is None
+
+
+@pytest.fixture
+async def wide(cluster):
+    """A window of 131,072 tokens."""
+    model = fake_model_info(max_model_len=131_072)
+    for node in cluster.nodes:
+        node.model = model
+    cluster.decode.num_blocks = 1 << 20
+    return cluster
+
+
+async def test_long_windows_reserve_nothing_for_tokens_that_may_never_come(wide):
+    wide.decode.step_seconds = 0.005
+    await wide.serve(journal_bytes=8 << 20)
+    calls = [wide.stub.Generate(wide.request(sampling=router_pb2.SamplingParams(seed=1))) for _ in range(30)]
+    for call in calls:
+        async with asyncio.timeout(10):
+            assert (await call.read()).HasField("started")
+    for call in calls:
+        call.cancel()
+    await wide.is_empty()
+
+
+async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
+    """gRPC takes some megabytes for a client that does not read; here it takes nothing."""
+    monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
+    await cluster.serve(journal_bytes=65_536)
+    sampling = cluster.sampling(max_tokens=400)
+    unread = await cluster.service.desk.open(cluster.request(sampling=sampling))
+
+    async def never_taken(_event):
+        await asyncio.Event().wait()
+
+    writing = asyncio.create_task(unread.write(never_taken))
+    await cluster.eventually(lambda: unread.answer.has_ended)
+    assert cluster.services.answers.reserved_bytes > 400 * TOKEN
+    assert len((await cluster.generate(sampling=sampling)).token_ids()) == 400
+    async with asyncio.timeout(10):
+        with pytest.raises(CapacityError) as told:
+            await writing
+    assert told.value.reason == "NOT_READING"
+    await cluster.is_empty()
+
+
+async def test_while_everybody_reads_a_full_journal_refuses(cluster):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve(journal_bytes=65_536)
+    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=400)))
+    reading = asyncio.ensure_future(end_of(cluster, call))
+    await cluster.eventually(lambda: cluster.services.answers.reserved_bytes > 200 * TOKEN)
+    failure = await cluster.fail(text="p" * 500, sampling=cluster.sampling(max_tokens=2, n=2))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
+    assert failure.retry_seconds > 0
+    assert await reading is None
+    await cluster.is_empty()
+
+
+async def test_an_answer_that_fills_the_journal_alone_is_not_told_to_come_again(cluster):
+    await cluster.serve(journal_bytes=65_536)
+    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(n=8, max_tokens=400)))
+    assert await end_of(cluster, call) == (grpc.StatusCode.INVALID_ARGUMENT, "ANSWER_TOO_LARGE")
+    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    await cluster.is_empty()
+
+
+async def end_of(cluster, call):
+    """(status, reason) with which a call ends; None: whole."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        failure = cluster.failure_of(error)
+        return failure.code, failure.reason
+    return None
