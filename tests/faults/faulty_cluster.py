@@ -14,7 +14,7 @@ import psutil
 
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch
-from outrider.errors import NotFoundError
+from outrider.errors import NotFoundError, PeerLostError
 from outrider.faults import FAULT_POINTS, FAULTS_VARIABLE, ONCE_VARIABLE
 from outrider.kv_transfer.arena import NAME_PREFIX
 from tests.conftest import START_SECONDS, RunningCluster
@@ -30,10 +30,11 @@ NUM_BLOCKS = 160
 class FaultyCluster(RunningCluster):
     """Two prefill nodes (one of them pushes by gRPC), two decode nodes, one draft node, a router. A context manager.
 
-    `client` reaches the router through a proxy. Killed processes are started again at once.
+    With the URL of a `store` there are two routers that share it. `client` reaches routers through
+    proxies. Killed processes are started again at once.
     """
 
-    def __init__(self, model: Path, directory: Path, *, settings: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: Path, directory: Path, *, settings: tuple[str, ...] = (), store: str = "") -> None:
         self.network = Network()
         self._points = directory / "point"
         self._disarm_all()
@@ -52,6 +53,7 @@ class FaultyCluster(RunningCluster):
                 f"decode_node.kv_cache.num_blocks={NUM_BLOCKS}",
                 *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),
                 f"decode_node.draft_targets={_targets(ports, 'draft')}",
+                *((f"router.store={store}",) if store else ()),
                 *settings,
             ),
             node_overrides={
@@ -68,8 +70,15 @@ class FaultyCluster(RunningCluster):
             },
             log_directory=directory / "logs",
         )
+        self._router_names = ("router-0", "router-1") if store else ("router",)
         config = ClusterConfig(
-            port=0, prefill_nodes=2, decode_nodes=2, metrics=False, restart_seconds=0.1, stable_seconds=0.1
+            port=0,
+            routers=len(self._router_names),
+            prefill_nodes=2,
+            decode_nodes=2,
+            metrics=False,
+            restart_seconds=0.1,
+            stable_seconds=0.1,
         )
         self.cluster = Cluster(config, launch)
         self._arenas: set[Path] = set()  # files in shared memory
@@ -78,9 +87,9 @@ class FaultyCluster(RunningCluster):
         self.cluster.start()
         try:
             self.cluster.wait_serving(START_SECONDS)
-            port = self._listen("router", source=lambda _port: "client")
-            self.client = Client(f"{HOST}:{port}")
-            self._watcher = Client(self.cluster.router_address)
+            ports = [self._listen(name, source=lambda _port: "client") for name in self._router_names]
+            self.client = Client([f"{HOST}:{port}" for port in ports])
+            self._watchers = [Client(address) for address in self.cluster.router_address.split(",")]
             self.wait_until_all_serve()
         except BaseException:
             self.__exit__()
@@ -142,8 +151,9 @@ class FaultyCluster(RunningCluster):
 
     # ------------------------------------------------------------ what holds after one
 
-    def status(self):
-        return _first(self._watcher)
+    def statuses(self):
+        """The cluster as each router sees it."""
+        return [_first(watcher) for watcher in self._watchers]
 
     def wait_until_whole(self, *, timeout_seconds: float = 60.0) -> None:
         """Every process serves, nothing is held anywhere, and no file is left in shared memory."""
@@ -159,16 +169,21 @@ class FaultyCluster(RunningCluster):
         if any(node.state is not ChildState.SERVING for node in nodes):
             self._last_status: object = [(node.name, node.state) for node in nodes]
             return False
-        self._last_status = status = self.status()
-        return (
+        try:
+            self._last_status = statuses = self.statuses()
+        except PeerLostError as error:  # a connection to a router that was killed
+            self._last_status = error
+            return False
+        return all(
             {node.state.name for node in status.nodes} == {"SERVING"}
-            and len(status.nodes) == len(nodes) - 1
+            and len(status.nodes) == len(nodes) - len(self._router_names)
             and status.num_requests_running == status.num_requests_waiting == 0
             and all(
                 node.load.num_running == node.load.num_waiting == 0
                 and node.load.kv_blocks_free == node.load.kv_blocks_total
                 for node in status.nodes
             )
+            for status in statuses
         )
 
     def restarts(self) -> dict[str, int]:

@@ -8,7 +8,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from outrider.faults import FAULT_POINTS
 from outrider.model_hub.tiny import make_tiny_model
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.matrix import ACTIONS, CASES, Case, Matrix
+from tests.store_server import StoreServer
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
@@ -26,18 +29,31 @@ BEGIN, END = "<!-- made by `make faults` -->\n", "<!-- end -->\n"
 
 def run(cases: Sequence[Case], directory: Path) -> dict[str, dict[str, Any]]:
     """The figures of each case by its name, or what was wrong."""
+    model = make_tiny_model(directory / "model")
     found: dict[str, dict[str, Any]] = {}
-    with FaultyCluster(make_tiny_model(directory / "model"), directory) as cluster:
-        matrix = Matrix(cluster)
-        matrix.prepare(cases)
-        for case in cases:
-            started = time.monotonic()
-            try:
-                result = asdict(matrix.run(case))
-            except Exception as error:  # noqa: BLE001 the other cases are run all the same
-                result = {"failure": f"{type(error).__name__}: {error}"}
-            found[str(case)] = result
-            print(f"{case!s:50}{time.monotonic() - started:7.1f} s  {result}", flush=True)
+    for needs_store, group in groupby(sorted(cases, key=_needs_store), key=_needs_store):
+        with ExitStack() as stack:
+            store = stack.enter_context(StoreServer(directory)).url if needs_store else ""
+            matrix = Matrix(stack.enter_context(FaultyCluster(model, directory, store=store)))
+            found.update(_run(matrix, list(group)))
+    return found
+
+
+def _needs_store(case: Case) -> bool:
+    return case.needs_store
+
+
+def _run(matrix: Matrix, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    matrix.prepare(cases)
+    for case in cases:
+        started = time.monotonic()
+        try:
+            result = asdict(matrix.run(case))
+        except Exception as error:  # noqa: BLE001 the other cases are run all the same
+            result = {"failure": f"{type(error).__name__}: {error}"}
+        found[str(case)] = result
+        print(f"{case!s:50}{time.monotonic() - started:7.1f} s  {result}", flush=True)
     return found
 
 
