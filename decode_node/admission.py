@@ -6,7 +6,7 @@ import math
 
 from decode_node.groups import GroupTable, Sample
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.request import LogprobsRequest, SamplingParams
+from outrider.request import MAX_CACHE_SALT_BYTES, LogprobsRequest, SamplingParams
 from outrider.session import OpenSequenceGroup, RejectReason, SampleStart
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
@@ -38,6 +38,8 @@ class Admission:
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
             return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
+        if len(opened.cache_salt) > MAX_CACHE_SALT_BYTES:
+            return RejectReason.INVALID, f"a cache_salt has at most {MAX_CACHE_SALT_BYTES} bytes"
         indexes = [start.sample for start in opened.samples]
         if not indexes or indexes != sorted(set(indexes)) or indexes[-1] >= sampling.n:
             return RejectReason.INVALID, f"samples must be rising indexes below {sampling.n}, not {indexes}"

@@ -127,7 +127,7 @@ class GroupDesk:
             self._reject(command, *invalid)
             return
         shared = opened.shared_token_ids()
-        kv = SequenceKV.create(self._engine.pool, shared, max_cached_tokens=len(shared))
+        kv = SequenceKV.create(self._engine.pool, shared, max_cached_tokens=len(shared), cache_salt=opened.cache_salt)
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
@@ -240,7 +240,12 @@ class GroupDesk:
         num_shared, kv = len(group.shared_token_ids), leader.sequence.kv
         for start in starts:
             if kv is None:  # preempted
-                table = SequenceKV.create(self._engine.pool, group.shared_token_ids, max_cached_tokens=num_shared)
+                table = SequenceKV.create(
+                    self._engine.pool,
+                    group.shared_token_ids,
+                    max_cached_tokens=num_shared,
+                    cache_salt=group.opened.cache_salt,
+                )
             else:
                 table = kv.fork()
                 table.truncate(min(table.num_tokens, num_shared))
@@ -254,6 +259,7 @@ class GroupDesk:
             kv=kv,
             priority=opened.priority,
             arrival=group.arrival,
+            cache_salt=opened.cache_salt,
         )
         sampling = self._engine.sampler.start(
             opened.sampling,

@@ -227,7 +227,9 @@ class Reservations:
     def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
         """Reserves others; those that may still be written into are freed once they have drained. False: no room."""
         num_shared = len(group.shared_token_ids)
-        kv = SequenceKV.create(self._pool, group.shared_token_ids, max_cached_tokens=num_shared)
+        kv = SequenceKV.create(
+            self._pool, group.shared_token_ids, max_cached_tokens=num_shared, cache_salt=group.opened.cache_salt
+        )
         try:
             kv.reserve(num_shared)
         except NoFreeBlocksError:

@@ -18,6 +18,7 @@ class PrefillCall:
     held_prefix_length: int  # tokens from the start that need no push
     priority: int
     fingerprint: str
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ class SamplingParams:
 
 
 GREEDY_TEMPERATURE = 1e-5
+MAX_CACHE_SALT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +120,4 @@ class Request:
     output: OutputOptions = field(default_factory=OutputOptions)
     num_speculative_tokens: int | None = None  # None: the server's; 0: plain decoding
     priority: int = 0
+    cache_salt: bytes = b""  # only prompts of the same salt share cached KV; empty: one tenant

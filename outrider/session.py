@@ -34,6 +34,7 @@ class OpenSequenceGroup:
     logprobs: LogprobsRequest | None = None
     num_speculative_tokens: int | None = None
     priority: int = 0
+    cache_salt: bytes = b""  # at most MAX_CACHE_SALT_BYTES
 
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
         """The prompt, then what the sample has generated before this attempt."""

@@ -20,6 +20,7 @@ class PrefillJob:
     decode_incarnation: bytes
     held_prefix_length: int  # tokens from the start that need no push
     priority: int = 0  # higher goes first
+    cache_salt: bytes = b""  # only jobs of the same salt share cached KV
 
 
 @dataclass(frozen=True, slots=True)

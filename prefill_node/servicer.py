@@ -11,6 +11,7 @@ from outrider.errors import InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
+from outrider.request import MAX_CACHE_SALT_BYTES
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
@@ -73,6 +74,8 @@ def job_from_proto(request: prefill_pb2.PrefillRequest, served: ServedModel) -> 
         )
     if max(token_ids) >= served.info.vocab_size:
         raise InvalidRequestError(f"token_ids must be below {served.info.vocab_size}", field="token_ids")
+    if len(request.cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequestError(f"cache_salt has at most {MAX_CACHE_SALT_BYTES} bytes", field="cache_salt")
     if request.held_prefix_length > len(token_ids):
         raise InvalidRequestError("held_prefix_length is more than there are tokens", field="held_prefix_length")
     return PrefillJob(
@@ -84,6 +87,7 @@ def job_from_proto(request: prefill_pb2.PrefillRequest, served: ServedModel) -> 
         decode_incarnation=request.decode_incarnation,
         held_prefix_length=request.held_prefix_length,
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -31,6 +31,7 @@ class PrefillTask:
             key=job.job_id,
             token_ids=list(job.token_ids),
             priority=job.priority,
+            cache_salt=job.cache_salt,
             arrival=job.job_id,
             needs_logits=False,
         )

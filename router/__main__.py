@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 
 from outrider.config import parse_role_arguments
+from outrider.errors import ConfigError
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
+from router.client_gate import ClientGate
+from router.clients import open_clients
 from router.config import RouterConfig
 from router.router import Router
 
@@ -24,9 +27,20 @@ def main() -> int:
         if not getattr(config, name):
             sys.stderr.write(f"router: router.{name} is empty; name at least one host:port\n")
             return 2
+    try:
+        clients = open_clients(config.token_file)
+    except ConfigError as error:
+        sys.stderr.write(f"router: {error}\n")
+        return 2
     security = make_security(sections["security"])
-    router = Router(config, security=security)
-    return run_service(router, server=config.server, telemetry=telemetry, security=security, role="router")
+    return run_service(
+        Router(config, security=security, clients=clients),
+        server=config.server,
+        telemetry=telemetry,
+        security=security,
+        client_gate=ClientGate(clients) if config.token_file is not None else None,
+        role="router",
+    )
 
 
 if __name__ == "__main__":

@@ -274,9 +274,11 @@ def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
             answer.take(SampleTokens(sequence_group_id=b"", sample=sample, start_position=start, token_ids=token_ids))
 
 
-def stored_request(request: Request, proto: bytes, *, fingerprint: str, window: float, numerics: str) -> StoredRequest:
+def stored_request(
+    key: str, request: Request, proto: bytes, *, fingerprint: str, window: float, numerics: str
+) -> StoredRequest:
     return StoredRequest(
-        request_id=request.request_id,
+        request_id=key,
         fingerprint=fingerprint,
         resume_window_seconds=window,
         start_position=len(request.prompt_token_ids) + len(request.generated_token_ids),

@@ -133,6 +133,7 @@ class Attempt:
             logprobs=request.output.logprobs,
             num_speculative_tokens=request.num_speculative_tokens,
             priority=request.priority,
+            cache_salt=request.cache_salt,
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
         self._session: DecodeSession | None = None  # None: not opened, or left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from outrider.config import setting
 from outrider.service.config import ServerConfig
@@ -66,6 +67,10 @@ class RouterConfig:
         2.0, at_least=0.1, at_most=600.0, help="A request whose router has not renewed it for so long has no owner."
     )
     store_append_seconds: float = setting(0.2, at_least=0.01, at_most=60.0, help="How often new tokens are stored.")
+    token_file: Path | None = setting(
+        None,
+        help="Asks clients for tokens: a file of lines NAME sha256:HEX [priority=N] [rate=N]; see docs/security.md.",
+    )
     tokenizer_threads: int = setting(2, at_least=1, at_most=64, help="Threads that encode prompts.")
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=DEFAULT_PORT))
 

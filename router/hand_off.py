@@ -160,6 +160,7 @@ class HandOff:
             held_prefix_length=granted.held_prefix_length,
             priority=self._opened.priority,
             fingerprint=self._fingerprint,
+            cache_salt=self._opened.cache_salt,
         )
 
     async def _retarget(self, *, may_transfer: bool) -> Granted | None:

@@ -7,6 +7,7 @@ import secrets
 from outrider.request import Request
 from outrider.v1 import router_pb2
 from outrider.wire.request import chat_from_proto, request_from_proto, skips_special_tokens
+from router.caller import Caller
 from router.node_directory import ServedModel
 from router.tokenizer import Tokenizer
 from router.validation import check_lengths
@@ -16,7 +17,7 @@ SEED_LIMIT = 1 << 53
 
 
 async def read_request(
-    proto: router_pb2.GenerateRequest, served: ServedModel, *, request_id: str, client: str = ""
+    proto: router_pb2.GenerateRequest, served: ServedModel, caller: Caller, *, request_id: str
 ) -> Request:
     """The request that nodes will see. `proto` has passed `check_request`.
 
@@ -25,12 +26,12 @@ async def read_request(
     tokenizer = served.tokenizer
     if proto.HasField("text"):
         check_lengths(proto, max(tokenizer.least_num_tokens(proto.text), 1), served.info)
-    token_ids = await encode_prompt(proto, tokenizer, client=client)
+    token_ids = await encode_prompt(proto, tokenizer, client=caller.share)
     max_tokens = check_lengths(proto, len(token_ids), served.info)
     prompt_text = ""
     if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
         skip = skips_special_tokens(proto.output)
-        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip, client=client)
+        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip, client=caller.share)
     seed = proto.sampling.seed if proto.sampling.HasField("seed") else secrets.randbelow(SEED_LIMIT)
     return request_from_proto(
         proto,
@@ -39,6 +40,7 @@ async def read_request(
         prompt_text=prompt_text,
         seed=seed,
         max_tokens=max_tokens,
+        cache_salt=caller.cache_salt,
     )
 
 

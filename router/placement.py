@@ -51,9 +51,9 @@ class PrefixMap:
             self._nodes.popitem(last=False)
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
     """One hash for each whole chunk's prefix, the last token left out (it is always computed)."""
-    hasher = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64(salt)
     hashes = []
     for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
         hasher.update(array("I", token_ids[start : start + PREFIX_CHUNK_TOKENS]).tobytes())
@@ -67,11 +67,12 @@ class Demand:
 
     token_ids: tuple[int, ...]  # the prompt, and what was generated: KV is wanted of all but the last
     excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that will not do
+    cache_salt: bytes = b""
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
         """Made once, however often the queue's head is offered to placement."""
-        return prefix_hashes(self.token_ids)
+        return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from outrider.request import Request
 from outrider.v1 import router_pb2
 from router.answer import Answer, make_answer
 from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
+from router.caller import Caller, split_key
+from router.clients import Clients
 from router.intake import complete_proto, read_request, resume_window_seconds
 from router.node_directory import NodeDirectory, ServedModel
 from router.request_flow import FlowServices, RequestFlow
@@ -25,50 +27,55 @@ from router.validation import check_request
 class RequestDesk:
     """Owned by the event loop. `services` raises PeerLostError until the router serves."""
 
-    def __init__(self, nodes: NodeDirectory, services: Callable[[], FlowServices]) -> None:
+    def __init__(self, nodes: NodeDirectory, services: Callable[[], FlowServices], clients: Clients) -> None:
         self._nodes = nodes
+        self._clients = clients
         self._services = services
         self.running = RunningRequests()
         self.keeper: Keeper = NoKeeper()
         self.is_draining = False
 
-    async def open(self, proto: router_pb2.GenerateRequest, *, client: str = "") -> RunningRequest:
-        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError.
-
-        `client`: whose share it counts against.
-        """
+    async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> RunningRequest:
+        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
         arrived_at = time.monotonic()
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
         services, served = self._services(), self._nodes.model()
         check_request(proto, served.info)
+        caller.check_priority(proto.priority)
         request_id = proto.request_id or str(uuid.uuid4())
-        running = self.running.enter(request_id)
+        running = self.running.enter(caller.key_of(request_id))
         try:
-            request = await read_request(proto, served, request_id=request_id, client=client)
+            request = await read_request(proto, served, caller, request_id=request_id)
             window = resume_window_seconds(proto)
             answer = _make_answer(request, served)
-            _begin(running, answer, served, services, arrived_at=arrived_at, window=window, client=client)
+            _begin(running, answer, served, services, arrived_at=arrived_at, window=window, client=caller.share)
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
                 message = complete_proto(proto, request).SerializeToString()
                 numerics = self._nodes.exact_numerics()
-                stored = stored_request(request, message, fingerprint=fingerprint, window=window, numerics=numerics)
+                stored = stored_request(
+                    running.key, request, message, fingerprint=fingerprint, window=window, numerics=numerics
+                )
                 running.is_kept = await self.keeper.keep(running, answer, stored)
         except BaseException:
             running.close()
             raise
         return running
 
-    async def find(self, request_id: str, next_positions: Mapping[int, int]) -> RunningRequest:
-        """A request whose answer can be read again, here or from a router that is gone. Raises: OutriderError."""
-        if self.keeper.is_claiming(request_id):
-            return await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
-        if self.running.has(request_id):
-            return self.running.find_resumable(request_id)
+    async def find(self, request_id: str, next_positions: Mapping[int, int], caller: Caller) -> RunningRequest:
+        """The caller's request whose answer can be read again, here or from a router that is gone.
+
+        Raises: OutriderError.
+        """
+        key = caller.key_of(request_id)
+        if self.keeper.is_claiming(key):
+            return await self.keeper.resume(key, fingerprint=self._nodes.model().info.fingerprint)
+        if self.running.has(key):
+            return self.running.find_resumable(key)
         if self.is_draining:  # which says nothing of whether another router has it
             raise PeerLostError("the router is draining", reason="DRAINING")
-        running = await self.keeper.resume(request_id, fingerprint=self._nodes.model().info.fingerprint)
+        running = await self.keeper.resume(key, fingerprint=self._nodes.model().info.fingerprint)
         samples = running.answer.samples
         is_behind = any(
             index < len(samples) and position > samples[index].next_position
@@ -80,28 +87,40 @@ class RequestDesk:
             raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
         return running
 
-    async def abort(self, request_id: str) -> bool:
-        """Whether there was something to stop, here or on another router. Raises: StoreError."""
-        if not self.running.has(request_id):
-            return await self.keeper.abort(request_id)
-        was_running = self.running.abort(request_id)
+    async def abort(self, request_id: str, caller: Caller) -> bool:
+        """Whether there was something of the caller's to stop, here or on another router. Raises: StoreError."""
+        key = caller.key_of(request_id)
+        if not self.running.has(key):
+            return await self.keeper.abort(key)
+        was_running = self.running.abort(key)
         with suppress(StoreError):  # which another router may have taken over meanwhile
-            await self.keeper.abort(request_id)
+            await self.keeper.abort(key)
         return was_running
 
     async def restore(self, stored: StoredAnswer) -> RunningRequest:
         """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
         services, served = self._services(), self._nodes.model()
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
+        name, request_id = split_key(stored.request.request_id)
+        caller = self._clients.named(name)
         running = self.running.enter(stored.request.request_id)
         try:
-            request = await read_request(proto, served, request_id=stored.request.request_id)
+            request = await read_request(proto, served, caller, request_id=request_id)
             answer = _make_answer(request, served)
             take_known_tokens(answer, stored)
             numerics = stored.request.numerics
             answer.may_be_behind = bool(numerics) and numerics == self._nodes.exact_numerics()
             window = stored.request.resume_window_seconds
-            _begin(running, answer, served, services, arrived_at=time.monotonic(), window=window, was_admitted=True)
+            _begin(
+                running,
+                answer,
+                served,
+                services,
+                arrived_at=time.monotonic(),
+                window=window,
+                client=caller.share,
+                was_admitted=True,
+            )
             if stored.is_aborted:
                 running.abort()
         except BaseException:

@@ -242,7 +242,7 @@ class RequestFlow(AttemptListener):
         """The first unfinished sample's tokens: the KV of the others begins alike."""
         samples = self._answer.unfinished_samples()
         generated = samples[0].generated_token_ids if samples else ()
-        return Demand(self._request.prompt_token_ids + generated, excluded)
+        return Demand(self._request.prompt_token_ids + generated, excluded, self._request.cache_salt)
 
     def _drop(self, attempt: Attempt) -> None:
         self._attempts.remove(attempt)

@@ -21,6 +21,7 @@ from outrider.v1 import router_pb2_grpc
 from router.admission import Admission
 from router.answer_budget import AnswerBudget
 from router.answer_keeper import AnswerKeeper
+from router.clients import Clients
 from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
@@ -51,6 +52,7 @@ class Router:
         *,
         resolver: Resolver = resolve_with_dns,
         security: PeerSecurity = PLAINTEXT,
+        clients: Clients | None = None,
         registry: CollectorRegistry = REGISTRY,
         make_store: Callable[[bytes], AnswerStore | None] | None = None,
     ) -> None:
@@ -62,7 +64,7 @@ class Router:
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: FlowServices | None = None  # None: no node has served yet
         self.servicer = RouterServicer(
-            self.nodes, self._services_now, max_message_bytes=config.server.max_message_bytes
+            self.nodes, self._services_now, clients, max_message_bytes=config.server.max_message_bytes
         )
         self.desk = self.servicer.desk
         make = partial(_make_store, config) if make_store is None else make_store

@@ -24,8 +24,8 @@ class RunningRequest:
     stream. Stopping works from the first moment, before there is a flow to stop.
     """
 
-    def __init__(self, request_id: str, on_change: Callable[[RunningRequest], None]) -> None:
-        self.request_id = request_id
+    def __init__(self, key: str, on_change: Callable[[RunningRequest], None]) -> None:
+        self.key = key  # the client's name for it, behind the client's own where clients have one
         self._on_change = on_change
         self._answer: Answer | None = None
         self._flow: RequestFlow | None = None
@@ -73,7 +73,7 @@ class RunningRequest:
             flow.abort()
         elif self._error is not None:
             flow.fail(self._error)
-        self._task = asyncio.create_task(flow.run(), name=f"request {self.request_id}")
+        self._task = asyncio.create_task(flow.run(), name=f"request {self.key}")
         self._task.add_done_callback(self._take_end)
 
     def trailers(self) -> Trailers:
@@ -146,7 +146,7 @@ class RunningRequest:
         self.is_closed = True
         self._stop_expiry()
         if self._task is not None and not self._task.done():
-            _log.info("client left", request_id=self.request_id)
+            _log.info("client left", request_id=self.key)
             self._task.cancel()
         if self._answer is not None and self._answer.has_reader:
             self._answer.fail(AbortedError("the answer was dropped", reason="DROPPED"))  # its reader waits for no more
@@ -166,7 +166,7 @@ class RunningRequest:
 
     def _take_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a request's flow failed", request_id=self.request_id, exc_info=error)
+            _log.error("a request's flow failed", request_id=self.key, exc_info=error)
             self.answer.fail(InternalError(f"the request's flow failed: {error}"))
         self._on_change(self)
 
@@ -229,7 +229,7 @@ class RunningRequests:
 
     def _take_change(self, running: RunningRequest) -> None:
         if running.is_closed:
-            self._by_id.pop(running.request_id, None)
+            self._by_id.pop(running.key, None)
         if all(other.is_idle for other in self._by_id.values()):
             self._is_idle.set()
         else:

@@ -21,7 +21,8 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import event_to_proto
 from outrider.wire.cluster import cluster_to_proto, model_to_proto
 from outrider.wire.request import num_samples, skips_special_tokens
-from router.client_name import client_of
+from router.caller import Caller
+from router.clients import Anybody, Clients
 from router.intake import encode_prompt
 from router.node_directory import NodeDirectory
 from router.request_desk import RequestDesk
@@ -47,13 +48,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self,
         nodes: NodeDirectory,
         services: Callable[[], FlowServices],
+        clients: Clients | None = None,
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         self._nodes = nodes
+        self._clients = Anybody() if clients is None else clients
         self._services = services
         self._max_message_bytes = max_message_bytes
-        self.desk = RequestDesk(nodes, services)
+        self.desk = RequestDesk(nodes, services, self._clients)
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
         self._has_ended = asyncio.Event()  # nothing is left to watch
         self._num_watches = 0
@@ -83,7 +86,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if len(request.next_positions) > MAX_SAMPLES:
                 raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
             next_positions = dict(request.next_positions)
-            running = await self.desk.find(request.request_id, next_positions)
+            caller = self._charge(context)
+            running = await self.desk.find(request.request_id, next_positions, caller)
             try:
                 await self._write(running, context, next_positions)
             finally:
@@ -94,19 +98,22 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         response = router_pb2.AbortResponse()
         async with rpc_errors(context):
             check_request_id(request.request_id)
-            response.aborted = await self.desk.abort(request.request_id)
+            response.aborted = await self.desk.abort(
+                request.request_id, self._clients.identify(context.invocation_metadata())
+            )
         return response
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
         response = router_pb2.TokenizeResponse()
         async with rpc_errors(context):
+            caller = self._charge(context)
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("one of text and chat is needed", field="input")
             served = self._nodes.model()
             if kind == "chat":
                 check_chat(request.chat, served.info)
-            response.token_ids.extend(await encode_prompt(request, served.tokenizer, client=client_of(context)))
+            response.token_ids.extend(await encode_prompt(request, served.tokenizer, client=caller.share))
         return response
 
     async def Detokenize(  # noqa: N802
@@ -114,10 +121,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.DetokenizeResponse:
         response = router_pb2.DetokenizeResponse()
         async with rpc_errors(context):
+            caller = self._charge(context)
             served = self._nodes.model()
             check_detokenize(request, served.info)
             response.text = await served.tokenizer.decode(
-                request.token_ids, skip_special_tokens=skips_special_tokens(request), client=client_of(context)
+                request.token_ids, skip_special_tokens=skips_special_tokens(request), client=caller.share
             )
         return response
 
@@ -154,7 +162,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Raises: OutriderError. However the call ends, its trailers say what there was of an answer."""
         self.calls.enter(context)
         context.set_trailing_metadata(NOTHING_GENERATED)
-        running = await self.desk.open(proto, client=client_of(context))
+        running = await self.desk.open(proto, self._charge(context))
         try:
             yield running
         finally:
@@ -165,6 +173,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, running: RunningRequest, context: Context, next_positions: dict[int, int] | None = None
     ) -> None:
         await running.write(lambda event: context.write(event_to_proto(event)), next_positions)
+
+    def _charge(self, context: Context) -> Caller:
+        """Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
+        caller = self._clients.identify(context.invocation_metadata())
+        self._clients.charge(caller)
+        return caller
 
     def _model(self) -> Model:
         """Raises: PeerLostError while no node has served yet."""

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mutual TLS on every connection; unless DIR has them, makes there ca.pem, client.pem and client-key.pem, "
         "which clients need, and node.pem and node-key.pem, valid for 30 days",
     )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
+    )
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
-def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> Cluster:
+def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None, token_file: Path | None = None) -> Cluster:
     """`tls`: the folder of `--tls`. Raises: ConfigError, also for a setting that only a child would read."""
     default = os.environ.get(CONFIG_FILE_VARIABLE)
     file = arguments.config or (Path(default) if default else None)
@@ -74,6 +80,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
         "cluster.routers": arguments.routers,
         "cluster.port": arguments.port,
         "router.store": arguments.store,
+        "router.token_file": token_file and token_file.absolute(),
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
     sections = load_config(sections_of(None), file=file, environ=os.environ, overrides=overrides)
@@ -92,7 +99,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
 
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
-    cluster = make_cluster(arguments, tls=arguments.tls)
+    cluster = make_cluster(arguments, tls=arguments.tls, token_file=arguments.token_file)
     _check_router_ports(cluster)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()

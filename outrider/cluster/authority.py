@@ -19,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from outrider.errors import ConfigError
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import SecurityConfig
+from outrider.service.address import own_host
 
 VALID_DAYS = 30
 CLOCK_SKEW = dt.timedelta(minutes=5)
@@ -26,7 +27,7 @@ AUTHORITY = "ca.pem"
 NODE, CLIENT = "node", "client"
 FILES = (AUTHORITY, *(f"{name}{end}" for name in (NODE, CLIENT) for end in (".pem", "-key.pem")))
 
-HERE = ("localhost", socket.gethostname(), "127.0.0.1", "::1")
+HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class Authority:
@@ -83,7 +84,8 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             authority = Authority()
             authority.write(folder)
-            authority.issue(folder, NODE, config.peer_name, *HERE)
+            machine = (socket.gethostname(), own_host().strip("[]"))
+            authority.issue(folder, NODE, *dict.fromkeys((config.peer_name, *HERE, *machine)))
             authority.issue(folder, CLIENT, config.operator_name)
         elif missing := [name for name in FILES if name not in there]:
             raise ConfigError(

@@ -24,6 +24,7 @@ class EngineSequence:
     priority: int = 0  # higher runs first
     arrival: int = 0  # lower is older; equal arrivals count by key
     needs_logits: bool = True  # then the last known token is always fed, even if the prefix cache holds it
+    cache_salt: bytes = b""  # only sequences of the same salt share cached KV
     num_preemptions: int = 0
 
     @property
@@ -272,7 +273,9 @@ class Scheduler:
     def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
         num_tokens = len(sequence.token_ids)
         max_cached_tokens = num_tokens - 1 if sequence.needs_logits else num_tokens
-        return SequenceKV.create(self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens)
+        return SequenceKV.create(
+            self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens, cache_salt=sequence.cache_salt
+        )
 
     # --- rows -----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "priority", "fingerprint")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "priority", "fingerprint", "cache_salt")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class PrefillRequest(_message.Message):
     HELD_PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
     request_id: str
@@ -26,7 +27,8 @@ class PrefillRequest(_message.Message):
     held_prefix_length: int
     priority: int
     fingerprint: str
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., priority: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., priority: _Optional[int] = ..., fingerprint: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("num_cached_tokens", "num_computed_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds")

@@ -17,6 +17,7 @@ def call_to_proto(call: PrefillCall) -> prefill_pb2.PrefillRequest:
         held_prefix_length=call.held_prefix_length,
         priority=call.priority,
         fingerprint=call.fingerprint,
+        cache_salt=call.cache_salt,
     )
 
 

@@ -21,6 +21,7 @@ def request_from_proto(
     prompt_text: str,
     seed: int,
     max_tokens: int,
+    cache_salt: bytes = b"",
 ) -> Request:
     """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
     return Request(
@@ -38,6 +39,7 @@ def request_from_proto(
         output=output_from_proto(proto.output),
         num_speculative_tokens=num_speculative_tokens_from_proto(proto.speculation),
         priority=proto.priority,
+        cache_salt=cache_salt,
     )
 
 

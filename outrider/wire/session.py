@@ -68,6 +68,7 @@ def _open_to_proto(command: OpenSequenceGroup) -> session_pb2.OpenSequenceGroup:
         stop_token_ids=command.stop_token_ids,
         num_speculative_tokens=command.num_speculative_tokens,
         priority=command.priority,
+        cache_salt=command.cache_salt,
     )
     if command.logprobs is not None:
         proto.top_logprobs = command.logprobs.num_top
@@ -109,6 +110,7 @@ def _open_from_proto(opened: session_pb2.OpenSequenceGroup) -> OpenSequenceGroup
         else None,
         num_speculative_tokens=opened.num_speculative_tokens if opened.HasField("num_speculative_tokens") else None,
         priority=opened.priority,
+        cache_salt=opened.cache_salt,
     )
 
 

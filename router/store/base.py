@@ -42,7 +42,7 @@ from outrider.errors import AlreadyRunningError, MismatchError
 class StoredRequest:
     """Everything that determines an answer. Positions count as in the contract, from the prompt's first token."""
 
-    request_id: str  # printable ASCII, 1 to 128 characters
+    request_id: str  # 1 to 128 characters of printable ASCII; behind its client's name and "·", where that is known
     fingerprint: str  # of the model
     resume_window_seconds: float
     start_position: int  # of the first token that the answer generates, equal for all samples

@@ -308,6 +308,16 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(make_node):
     assert node.tokens(again) == first
 
 
+def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):
+    node = make_node()
+    prompt = tuple(range(20, 53))
+    first = generate(node, prompt=prompt, cache_salt=b"alice")
+    again = [node.open(prompt=prompt, cache_salt=salt) for salt in (b"bob", b"alice")]
+    node.run()
+    assert [node.find(Granted, group)[0].held_prefix_length for group in again] == [0, 32]
+    assert [node.tokens(group) for group in again] == [first, first]
+
+
 def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
     node = make_node()
     group_id = node.open(prompt=tuple(range(10, 110)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 
 import grpc
 import pytest
@@ -11,12 +12,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cli.main import main
 from outrider.cli.up import add_arguments, make_cluster
 from outrider.client import Client, TlsConfig
-from outrider.errors import PeerLostError
+from outrider.errors import PeerLostError, UnauthenticatedError
 from outrider.rpc.channels import open_sync_channel
 from outrider.rpc.credentials import client_credentials
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 WAIT_SECONDS = 10.0
+ALICE, BOB = "a-long-random-token", "another-long-random-token"
 PROMPT = "A prompt that is long enough to be computed by a prefill node. " * 4
 
 
@@ -26,18 +28,29 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(folder, tiny_model, tmp_path_factory):
+def token_file(tmp_path_factory):
+    """Of the router: Alice may make 100 calls a minute, Bob may do what everybody may."""
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    lines = (("alice", ALICE, "rate=100"), ("bob", BOB, ""))
+    path.write_text(
+        "".join(f"{name} sha256:{hashlib.sha256(token.encode()).hexdigest()} {limit}\n" for name, token, limit in lines)
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, token_file, tiny_model, tmp_path_factory):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     settings = ("model.num_threads=1", "prefill_node.kv_cache.num_blocks=256", "decode_node.kv_cache.num_blocks=256")
     arguments = parser.parse_args(
         [
-            *(f"--tls={folder}", f"--model={tiny_model}", "--port=0"),
+            *(f"--tls={folder}", f"--token-file={token_file}", f"--model={tiny_model}", "--port=0"),
             f"--log-dir={tmp_path_factory.mktemp('secured-logs')}",
             *(f"--set={setting}" for setting in settings),
         ]
     )
-    with make_cluster(arguments, tls=arguments.tls) as cluster:
+    with make_cluster(arguments, tls=arguments.tls, token_file=arguments.token_file) as cluster:
         cluster.wait_serving(START_SECONDS)
         yield cluster
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
@@ -56,7 +69,7 @@ def tls(folder):
 
 
 def test_kv_and_drafts_travel_by_tls(cluster, tls):
-    with Client(cluster.router_address, tls=tls) as client:
+    with Client(cluster.router_address, tls=tls, token=ALICE) as client:
         summary = client.complete(PROMPT, temperature=0.0, max_tokens=24).summary
         statuses = client.watch_cluster()
         assert {node.state.name for node in next(statuses).nodes} == {"SERVING"}
@@ -79,10 +92,38 @@ def test_no_port_answers_without_a_certificate(cluster, trusting):
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, node.name
 
 
+def test_tokens_are_asked_for_and_keep_tenants_apart(cluster, tls):
+    for token in (None, "guessed"):
+        with Client(cluster.router_address, tls=tls, token=token) as stranger, pytest.raises(UnauthenticatedError):
+            stranger.complete(PROMPT, max_tokens=1)
+    prompt = "A secret that only one of the two tenants has ever asked about, long enough for some blocks. " * 2
+    cached = {}
+    with (
+        Client(cluster.router_address, tls=tls, token=ALICE) as alice,
+        Client(cluster.router_address, tls=tls, token=BOB) as bob,
+    ):
+        for name, client in (("first", alice), ("other", bob), ("again", alice)):
+            result = client.complete(prompt, temperature=0.0, max_tokens=4)
+            cached[name] = result.summary.usage.num_cached_tokens
+    assert cached["first"] == cached["other"] == 0
+    assert cached["again"] > 0
+
+
+def test_generate_from_the_command_line(cluster, tls, tmp_path, capsys):
+    token = tmp_path / "token"
+    token.write_text(BOB)
+    flags = [f"--authority={tls.authority}", f"--certificate={tls.certificate}", f"--private-key={tls.private_key}"]
+    command = ["generate", PROMPT, f"--target={cluster.router_address}", "--max-tokens=2", *flags]
+    assert main([*command, f"--token-file={token}"]) == 0
+    assert main(command) == 1
+    assert "asks for a token" in capsys.readouterr().err
+
+
 def test_operators_probe_and_profile_nodes(cluster, folder, tls, capsys):
     flags = [f"--authority={tls.authority}", f"--certificate={tls.certificate}", f"--private-key={tls.private_key}"]
     for node in cluster.nodes:
         assert main(["probe", f"--target={node.address}", *flags]) == 0
     # An idle node has no steps, which is status 1; what counts is that it was asked.
-    assert main(["profile", "--role=decode_node", f"--target={cluster.router_address}", "--timeout=0.1", *flags]) == 1
+    decode = f"--node={cluster.node('decode-0').address}"
+    assert main(["profile", decode, "--timeout=0.1", *flags]) == 1
     assert "0 steps in 0.1" in capsys.readouterr().out

@@ -127,7 +127,7 @@ class Rig:
             self.ended.update({end.job_id: end.result for end in ended})
             self.changed.notify_all()
 
-    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None, to=None):
+    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None, to=None, cache_salt=b""):
         """`to`: a decode side, the first where none is named."""
         side, blocks = to or self.decode, None
         if transfer_id is None:
@@ -141,6 +141,7 @@ class Rig:
             decode_incarnation=side.incarnation,
             held_prefix_length=held,
             priority=priority,
+            cache_salt=cache_salt,
         )
         self.loop.submit(job)
         return job, blocks

@@ -63,6 +63,13 @@ def test_what_the_node_has_cached_is_pushed_without_being_computed(rig):
     assert rig.decode.cache.context(blocks, 30) == tokens
 
 
+def test_what_one_tenant_has_cached_is_computed_for_another(rig):
+    tokens = prompt(30)
+    rig.prefill(tokens, cache_salt=b"alice")
+    cached = [rig.prefill(tokens, cache_salt=salt)[0].num_cached_tokens for salt in (b"bob", b"alice")]
+    assert cached == [0, 28]
+
+
 def test_a_prompt_that_is_cached_whole_is_pushed_at_once(rig):
     tokens = prompt(32)
     rig.prefill(tokens)

@@ -21,6 +21,8 @@ from outrider.rpc.channels import open_channel
 from outrider.service.config import ServerConfig
 from outrider.service.server import make_server
 from outrider.v1 import router_pb2, router_pb2_grpc
+from router.client_gate import ClientGate
+from router.clients import Clients
 from router.config import RouterConfig
 from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 from router.router import Router
@@ -115,7 +117,9 @@ class Cluster:
         self.stack = contextlib.AsyncExitStack()
         self.registry = CollectorRegistry()
 
-    async def start(self, *, resolver: Any = None, make_store: Any = None, **config: Any) -> Cluster:
+    async def start(
+        self, *, resolver: Any = None, make_store: Any = None, clients: Clients | None = None, **config: Any
+    ) -> Cluster:
         for node in self.nodes:
             if not node.address:
                 await node.start()
@@ -132,8 +136,10 @@ class Cluster:
         }
         extra = {} if resolver is None else {"resolver": resolver}
         extra |= {} if make_store is None else {"make_store": make_store}
-        self.service = Router(RouterConfig(**values | config), registry=self.registry, **extra)
-        self.server = server = make_server(ServerConfig(port=0))
+        self.service = Router(RouterConfig(**values | config), registry=self.registry, clients=clients, **extra)
+        self.server = server = make_server(
+            ServerConfig(port=0), client_gate=None if clients is None else ClientGate(clients)
+        )
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

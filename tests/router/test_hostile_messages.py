@@ -170,7 +170,9 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
     """The queue's head is offered to placement at every report of every node."""
     hashed = []
     hash_prompt = placement.prefix_hashes
-    monkeypatch.setattr(placement, "prefix_hashes", lambda ids: hashed.append(len(ids)) or hash_prompt(ids))
+    monkeypatch.setattr(
+        placement, "prefix_hashes", lambda ids, **salt: hashed.append(len(ids)) or hash_prompt(ids, **salt)
+    )
     cluster.decode.max_running = 1
     cluster.decode.step_seconds = 0.002
     await cluster.serve()

@@ -70,6 +70,7 @@ ID = bytes(range(16))
             logprobs=LogprobsRequest(num_top=0, mode=LogprobsMode.SAMPLED),
             num_speculative_tokens=0,
             priority=-3,
+            cache_salt=b"alice",
         ),
         RetargetSequenceGroup(sequence_group_id=ID, transfer_id=ID[::-1]),
         RetargetSequenceGroup(sequence_group_id=ID, transfer_id=b""),

@@ -13,16 +13,17 @@ class BlockHashes:
     """The chain of one token sequence: entry i names the KV of tokens [0, (i + 1) * block_size).
 
     Two equal names mean equal tokens from position 0 on: SHA-256, because a collision
-    would serve another user's KV. The seed (the model fingerprint) keeps models apart.
+    would serve another user's KV. The seed (the model fingerprint, of one length) keeps models
+    apart, the salt tenants.
     Grows block by block, so that following a sequence costs nothing that grows with it.
     """
 
     __slots__ = ("_block_size", "_hashes", "_layout", "_root")
 
-    def __init__(self, *, hash_seed: bytes, block_size: int) -> None:
+    def __init__(self, *, hash_seed: bytes, block_size: int, cache_salt: bytes = b"") -> None:
         self._block_size = block_size
         self._layout = struct.Struct(f"<{block_size}I")  # token ids, little-endian uint32
-        self._root = hashlib.sha256(_ROOT_TAG + block_size.to_bytes(4, "little") + hash_seed).digest()
+        self._root = hashlib.sha256(_ROOT_TAG + block_size.to_bytes(4, "little") + hash_seed + cache_salt).digest()
         self._hashes: list[bytes] = []
 
     def __len__(self) -> int:

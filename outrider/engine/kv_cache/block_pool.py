@@ -99,9 +99,9 @@ class BlockPool:
 
     # --- prefix cache ---------------------------------------------------------------------
 
-    def new_hashes(self) -> BlockHashes:
-        """An empty chain under this pool's seed."""
-        return BlockHashes(hash_seed=self._hash_seed, block_size=self.block_size)
+    def new_hashes(self, cache_salt: bytes = b"") -> BlockHashes:
+        """An empty chain under this pool's seed and a tenant's salt."""
+        return BlockHashes(hash_seed=self._hash_seed, block_size=self.block_size, cache_salt=cache_salt)
 
     def match_prefix(
         self, token_ids: Sequence[int], *, max_tokens: int, hashes: BlockHashes | None = None

@@ -28,19 +28,22 @@ class SequenceKV:
         "num_tokens",
     )
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, *, cache_salt: bytes = b"") -> None:
+        """Published blocks are found again under the same `cache_salt` only."""
         self._pool = pool
         self._block_size = pool.block_size
-        self._hashes: BlockHashes = pool.new_hashes()  # of the published (or found published) blocks
+        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published (or found published) blocks
         self.block_ids: list[int] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of num_tokens at creation: prefix hits
         self._table = array("i")  # what of block_ids has not changed since `block_table` wrote it
 
     @classmethod
-    def create(cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int) -> SequenceKV:
+    def create(
+        cls, pool: BlockPool, token_ids: Sequence[int], *, max_cached_tokens: int, cache_salt: bytes = b""
+    ) -> SequenceKV:
         """A table that holds the cached prefix of `token_ids`, at most `max_cached_tokens` tokens of it."""
-        kv = cls(pool)
+        kv = cls(pool, cache_salt=cache_salt)
         kv.block_ids = pool.match_prefix(token_ids, max_tokens=max_cached_tokens, hashes=kv._hashes)
         kv.num_tokens = kv.num_cached_tokens = len(kv.block_ids) * pool.block_size
         return kv

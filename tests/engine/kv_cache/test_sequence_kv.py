@@ -97,6 +97,19 @@ def test_a_sequence_finds_what_another_published(pool):
     pool.check_integrity([first.block_ids, second.block_ids])
 
 
+def test_what_one_tenant_published_no_other_finds(pool):
+    tokens = list(range(8))
+
+    def found(salt):
+        return SequenceKV.create(pool, tokens, max_cached_tokens=8, cache_salt=salt).num_cached_tokens
+
+    kv = SequenceKV.create(pool, tokens, max_cached_tokens=8, cache_salt=b"alice")
+    kv.reserve(8)
+    kv.advance(8)
+    kv.fork().publish(tokens)  # a copy keeps the salt
+    assert [found(salt) for salt in (b"alice", b"bob", b"")] == [8, 0, 0]
+
+
 def test_nothing_unpublished_is_ever_found(pool):
     tokens = list(range(8))
     kv = computed(pool, tokens)

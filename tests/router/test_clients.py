@@ -1,0 +1,127 @@
+"""A router that asks its clients for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider.v1 import router_pb2
+from router.clients import TokenFile
+from tests.router.conftest import told
+from tests.router.test_token_file import line, shown
+
+ALICE, BOB = shown("a-secret"), shown("b-secret")
+
+
+@pytest.fixture
+def clients(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"{line('alice', 'a-secret')}\n{line('bob', 'b-secret', 'rate=2')}\n", encoding="utf-8")
+    return TokenFile(path)
+
+
+async def collect(call):
+    return [message async for message in call]
+
+
+async def failure(cluster, call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (collect(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+    return cluster.failure_of(caught.value)
+
+
+def calls(cluster, metadata):
+    """One of every method of the service."""
+    stub, options = cluster.stub, {"metadata": metadata, "timeout": 10}
+    return {
+        "Generate": stub.Generate(cluster.request(), **options),
+        "Complete": stub.Complete(cluster.request(), **options),
+        "Resume": stub.Resume(router_pb2.ResumeRequest(request_id="r"), **options),
+        "Abort": stub.Abort(router_pb2.AbortRequest(request_id="r"), **options),
+        "Tokenize": stub.Tokenize(router_pb2.TokenizeRequest(text="a"), **options),
+        "Detokenize": stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=[1]), **options),
+        "GetModel": stub.GetModel(router_pb2.GetModelRequest(), **options),
+        "WatchCluster": stub.WatchCluster(router_pb2.WatchClusterRequest(), **options),
+    }
+
+
+async def test_no_method_answers_strangers(cluster, clients):
+    await cluster.serve(clients=clients)
+    methods = router_pb2.DESCRIPTOR.services_by_name["RouterService"].methods_by_name
+    for metadata, reason in (((), "NO_TOKEN"), (shown("guessed"), "UNKNOWN_TOKEN")):
+        asked = calls(cluster, metadata)
+        assert set(asked) == set(methods.keys())
+        for name, call in asked.items():
+            refused = await failure(cluster, call)
+            assert (refused.code, refused.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason), name
+    assert not cluster.decode.opened
+
+
+async def test_a_strangers_message_is_not_even_read(cluster, clients):
+    await cluster.serve(clients=clients)
+    raw = cluster.channel.unary_unary("/outrider.v1.RouterService/Complete")
+    assert (await failure(cluster, raw(b"\xff not a message", timeout=10))).code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_requests_belong_to_who_made_them(cluster, clients):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve(clients=clients)
+    request = cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=400), resume_window={"seconds": 30})
+    own = cluster.stub.Generate(request, metadata=ALICE, timeout=20)
+    started = await own.read()
+    assert started.request_id == "r"
+    await cluster.eventually(lambda: cluster.decode.opened and cluster.decode.opened[0].request_id == "r")
+    abort, resume = router_pb2.AbortRequest(request_id="r"), router_pb2.ResumeRequest(request_id="r")
+    assert not (await cluster.stub.Abort(abort, metadata=BOB)).aborted
+    refused = await failure(cluster, cluster.stub.Resume(resume, metadata=BOB, timeout=10))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
+    # The same name is free for another client, and taken for this one.
+    others = cluster.stub.Generate(
+        cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=2)), metadata=BOB, timeout=20
+    )
+    assert (await collect(others))[-1].HasField("summary")
+    assert (await failure(cluster, cluster.stub.Generate(request, metadata=ALICE))).reason == "DUPLICATE_REQUEST_ID"
+    assert (await cluster.stub.Abort(abort, metadata=ALICE)).aborted
+    while not (message := await own.read()).HasField("finished"):
+        pass
+    assert message.finished.reason == router_pb2.FINISH_REASON_ABORTED
+
+
+async def test_another_router_goes_on_for_the_same_client_only(router_pair, clients):
+    await router_pair.serve(clients=clients)
+    call = router_pair.first.stub.Generate(router_pair.request(), metadata=ALICE)
+    start = (await call.read()).started.num_prompt_tokens
+    assert (await call.read()).HasField("delta")
+    await router_pair.first.eventually(lambda: len(router_pair.records) == 1)
+    await router_pair.kill_first()
+    stub, resume = router_pair.second.stub, router_pb2.ResumeRequest(request_id="r", next_positions={0: start})
+    refused = await failure(router_pair.second, stub.Resume(resume, metadata=BOB, timeout=10))
+    assert refused.code is grpc.StatusCode.NOT_FOUND
+    async with asyncio.timeout(20):
+        messages = await collect(stub.Resume(resume, metadata=ALICE))
+    assert len(told(messages)) == router_pair.num_tokens
+    assert router_pair.first.decode.opened[-1].cache_salt == b"alice"
+
+
+async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
+    await cluster.serve(clients=clients)
+    for metadata in (ALICE, BOB):
+        await collect(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=10))
+    assert [opened.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
+    assert [call.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
+
+
+async def test_priorities_and_rates_are_limited(cluster, clients):
+    await cluster.serve(clients=clients)
+    refused = await failure(cluster, cluster.stub.Generate(cluster.request(priority=1), metadata=ALICE, timeout=10))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PRIORITY")
+    for _ in range(2):
+        await cluster.stub.Tokenize(router_pb2.TokenizeRequest(text="a"), metadata=BOB)
+    refused = await failure(cluster, cluster.stub.Generate(cluster.request(), metadata=BOB, timeout=10))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT")
+    assert refused.retry_seconds > 20
+    await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"), metadata=BOB)  # what frees is never refused
+    await cluster.stub.GetModel(router_pb2.GetModelRequest(), metadata=BOB)
