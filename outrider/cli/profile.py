@@ -56,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=DEFAULT_TIMEOUT_SECONDS, metavar="SECONDS", help="limit; default %(default)g"
     )
+    parser.add_argument(
+        "--server-name", default="", metavar="NAME", help="the name in the node's certificate, if not the address"
+    )
     add_connection_arguments(parser)
 
 
@@ -66,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_writable(arguments.output)
     tls, token = read_tls(arguments), read_token(arguments)
     target = arguments.node or find_node(arguments.target, arguments.role, tls=tls, token=token)
-    profile, trace = asyncio.run(_fetch(target, options, client_credentials(tls, token)))
+    profile, trace = asyncio.run(_fetch(target, options, client_credentials(tls, None), arguments.server_name))
     if arguments.output and trace:
         arguments.output.write_bytes(trace)
     print("\n".join(as_lines(profile)))
@@ -139,7 +142,7 @@ def _check_writable(path: Path) -> None:
 
 
 async def _fetch(
-    target: str, options: ProfileOptions, credentials: grpc.ChannelCredentials | None
+    target: str, options: ProfileOptions, credentials: grpc.ChannelCredentials | None, server_name: str
 ) -> tuple[Profile, bytes]:
-    async with open_channel(target, credentials=credentials) as channel:
+    async with open_channel(target, credentials=credentials, server_name=server_name) as channel:
         return await fetch_profile(channel, options, target=target)

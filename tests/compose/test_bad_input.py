@@ -148,8 +148,8 @@ def end_of(project, service):
 
 
 def test_a_node_alone_that_cannot_have_its_model_ends_with_1(project):
-    """Without the service that fetches: the node says why, and the engine tries again."""
-    alone = project(override={"services": {"decode_node": {"network_mode": "none", "restart": "no"}}})
+    """Without the service that fetches: nodes have no way out; the node says why, and the engine tries again."""
+    alone = project(override={"services": {"decode_node": {"restart": "no"}}})
     alone.run("up", "--detach", "--no-deps", "decode_node")
     assert end_of(alone, "decode_node")["ExitCode"] == 1
     (failed,) = [event for event in alone.logs("decode_node", is_json=True) if event["event"] == "cannot start"]

@@ -68,6 +68,34 @@ def test_nobody_else_publishes_a_port(compose):
     assert published == {"router", "router_2", "prometheus", "grafana"}
 
 
+def test_kv_and_drafts_have_a_network_of_their_own(compose):
+    assert compose["networks"]["nodes"] == {"internal": True}
+    members = {name: list(service.get("networks", ["default"])) for name, service in compose["services"].items()}
+    nodes = {"prefill_node", "decode_node", "draft_node"}
+    assert {name for name, networks in members.items() if networks == ["nodes"]} == nodes
+    assert {name for name, networks in members.items() if "nodes" in networks} - nodes == {
+        *("router", "router_2"),
+        "prometheus",  # which reads every node's metrics
+    }
+
+
+SECRETS = {
+    "HF_TOKEN": {"model"},
+    "PIP_INDEX_URL": {"model"},
+    "PIP_EXTRA_INDEX_URL": {"model"},
+    "OUTRIDER_STORE_PASSWORD": {"router", "router_2"},
+}
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_a_secret_reaches_only_who_uses_it(compose, secret):
+    ours = {name: service for name, service in compose["services"].items() if "env_file" in service}
+    assert set(ROLES) < set(ours)
+    values = {name: service["environment"][secret] for name, service in ours.items()}
+    assert {name for name, value in values.items() if value is None} == SECRETS[secret]  # None: as the user has set it
+    assert {value for value in values.values() if value is not None} == {""}  # over what .env says
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_a_container_is_killed_only_after_its_drain(compose, config, role):
     drain = config[role].server.drain_seconds
