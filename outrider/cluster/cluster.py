@@ -77,7 +77,8 @@ class Cluster:
     def start(self) -> None:
         """Starts the children; returns at once."""
         assert self._thread is None, "a cluster starts once"
-        self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_chosen = self.launch.log_directory is not None  # by the user: it may be there already
+        self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
         self._turns_directory = Path(tempfile.mkdtemp(prefix="outrider-turns-", dir=_memory_directory()))
         self._thread = threading.Thread(target=self._run, name="cluster-supervisor", daemon=True)
         self._thread.start()

@@ -160,13 +160,13 @@ class _ServiceProcess:
             await self._close(metrics)
 
     def _warn_if_exposed(self) -> None:
-        is_mutual = self._config.tls.authority is not None or (
-            self._security.is_enabled and not self._config.tls.is_enabled
-        )
+        tls = self._config.tls
+        asks_for_certificates = tls.authority is not None if tls.is_enabled else self._security.is_enabled
+        asks_for_tokens = self._client_gate is not None and tls.is_enabled  # in plaintext, tokens are for everybody
         warn_if_exposed(
             self._config.host,
             what=f"this {self._role}",
-            is_protected=is_mutual or self._client_gate is not None,
+            is_protected=asks_for_certificates or asks_for_tokens,
             fix="docs/security.md says how to turn on TLS and authentication",
         )
 
