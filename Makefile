@@ -70,6 +70,11 @@ FAULTS_ARGS ?=
 faults: $(READY) ## Every fault at every point of the protocol; writes docs/reliability.md (FAULTS_ARGS=--failed: again)
 	$(BIN)/python -m tests.faults.make_table $(FAULTS_ARGS)
 
+FUZZ_EXAMPLES ?= 3000
+.PHONY: fuzz
+fuzz: $(READY) ## Any bytes to every method and to KV ingest, for minutes (FUZZ_EXAMPLES=100000; the suite has a short run)
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -n 2 --timeout 3600 tests/fuzz $(PYTEST_ARGS)
+
 SOAK_SECONDS ?= 600
 SOAK_ARGS ?=
 .PHONY: soak

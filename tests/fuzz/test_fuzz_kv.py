@@ -1,0 +1,135 @@
+"""Any messages to KV ingest: answered or counted, and no byte is written that the transfer does not have."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import OutriderError
+from outrider.kv_transfer.arena import ArenaReader
+from outrider.kv_transfer.base import CommitState, Region
+from outrider.kv_transfer.frames import (
+    Hello,
+    decode_receiver_message,
+    decode_sender_message,
+    encode_alive,
+    encode_cancel,
+    encode_commit,
+    encode_frame,
+    encode_hello,
+    encode_slot_frame,
+)
+from outrider.kv_transfer.receiver_stream import ReceiverStream
+from tests.fuzz.messages import fuzzed
+from tests.kv_transfer.conftest import INCARNATION, PLANES, Peers
+
+IDS = st.sampled_from([INCARNATION, b"t" * 16, b"o" * 16]) | st.binary(min_size=16, max_size=16)
+SMALL = st.integers(0, 20) | st.sampled_from([2**31, 2**32 - 1])
+SIZES = st.integers(0, 2**16) | st.sampled_from([0, 4096, 2**40, 2**63])
+
+
+@st.composite
+def sender_messages(draw, spec, frames):
+    """Of one stream: mostly what a sender says, with lies in it."""
+    number = draw(st.integers(0, 2**32 - 1))
+    header, payload = draw(st.sampled_from(frames))
+    match draw(st.sampled_from(["frame", "frame", "lie", "slot", "hello", "commit", "cancel", "alive", "bytes"])):
+        case "frame":
+            data = encode_frame(number, header, payload)
+        case "lie":
+            region = Region(
+                plane=draw(st.sampled_from(["k", "v", "x", ""])),
+                start_layer=draw(SMALL),
+                end_layer=draw(SMALL),
+                start_token=draw(SMALL),
+                end_token=draw(SMALL),
+            )
+            lie = dataclasses.replace(
+                header,
+                transfer_id=draw(st.just(spec.transfer_id) | IDS),
+                incarnation=draw(IDS),
+                region=draw(st.sampled_from([region, header.region])),
+                length=draw(st.just(header.length) | SIZES),
+                checksum=draw(st.sampled_from([header.checksum, 0])),
+            )
+            data = encode_frame(number, lie, payload)
+        case "slot":
+            data = encode_slot_frame(number, header, draw(SIZES))
+        case "hello":
+            hello = Hello(transfer_id=draw(IDS), incarnation=draw(IDS), arena_id=draw(IDS), arena_bytes=draw(SIZES))
+            data = encode_hello(hello)
+        case "commit":
+            data = encode_commit(Peers.manifest(frames[: draw(st.integers(0, len(frames)))]))
+        case "cancel":
+            data = encode_cancel()
+        case "alive":
+            data = encode_alive()
+        case _:
+            data = draw(st.binary(max_size=64))
+    if draw(st.integers(0, 5)) == 0 and data:
+        at = draw(st.integers(0, len(data) - 1))
+        data = data[:at] + bytes([data[at] ^ (1 << draw(st.integers(0, 7)))]) + data[at + 1 :]
+    return data
+
+
+@fuzzed(60)
+@given(st.data())
+def test_any_messages_leave_a_transfer_whole(data):
+    peers = Peers()
+    inbox, spec, sink = peers.new_inbox(), peers.spec(start=0, end=6), peers.sink()
+    inbox.open(spec, sink)
+    frames = peers.frames(spec)
+    stream = ReceiverStream(
+        inbox=inbox,
+        arenas=ArenaReader("/nonexistent"),
+        connectors=frozenset(("grpc", "shared_memory")),
+        cancel=lambda: None,
+    )
+    if data.draw(st.booleans()):
+        stream.handle(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)))
+    for _ in range(data.draw(st.integers(0, 10))):
+        answer = stream.handle(data.draw(sender_messages(spec, frames)))
+        if answer is not None:
+            decode_receiver_message(answer)
+    stream.break_off()
+    cells = {(plane.name, layer, token) for plane in PLANES for layer in range(plane.num_layers) for token in range(6)}
+    expected = peers.expected_cells(spec)
+    assert set(sink.cells) <= cells
+    assert all(sink.cells[cell] == expected[cell] for cell in sink.cells)
+    inbox.close(spec.transfer_id)
+
+
+@fuzzed(300)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_malformed(data):
+    for decode in (decode_sender_message, decode_receiver_message):
+        try:
+            decode(data)
+        except OutriderError:
+            continue
+
+
+@fuzzed(30)
+@given(st.data())
+def test_after_any_lies_the_same_transfer_still_completes(data):
+    """Unless it was cancelled: what is refused disturbs nothing."""
+    peers = Peers()
+    inbox, spec, sink = peers.new_inbox(), peers.spec(start=0, end=6), peers.sink()
+    inbox.open(spec, sink)
+    stream = ReceiverStream(
+        inbox=inbox, arenas=ArenaReader("/nonexistent"), connectors=frozenset(("grpc",)), cancel=lambda: None
+    )
+    stream.handle(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)))
+    frames = peers.frames(spec)
+    for _ in range(data.draw(st.integers(0, 6))):
+        message = data.draw(sender_messages(spec, frames))
+        if message != encode_cancel():
+            stream.handle(message)
+    for number, (header, payload) in enumerate(frames):
+        stream.handle(encode_frame(number, header, payload))
+    result = decode_receiver_message(stream.handle(encode_commit(peers.manifest(frames))))
+    assert result.state in (CommitState.COMMITTED, CommitState.UNKNOWN)
+    if result.state is CommitState.COMMITTED:
+        assert sink.cells == peers.expected_cells(spec)

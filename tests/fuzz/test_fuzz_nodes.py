@@ -1,0 +1,112 @@
+"""Any message to a node's engine: a refusal or an event, never an exception in its thread, and nothing is left."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted, SessionEnded
+from outrider.errors import OutriderError
+from outrider.node import ModelInfo
+from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup
+from outrider.v1 import prefill_pb2, session_pb2
+from outrider.wire.session import command_from_proto
+from prefill_node.servicer import ServedModel, job_from_proto
+from tests.decode_node.conftest import SESSION, Node
+from tests.fuzz.messages import fuzzed, messages, wire_bytes
+
+SERVED = ServedModel(
+    node_name="prefill",
+    info=ModelInfo(
+        name="m",
+        vocab_size=100,
+        max_model_len=200,
+        eos_token_ids=(),
+        dtype="float32",
+        fingerprint="f",
+        vocabulary_fingerprint="v",
+    ),
+    max_tokens=150,
+)
+S = session_pb2
+GROUPS = st.sampled_from([bytes(16), b"\1" * 16, b"\2" * 16])
+
+
+def command_of(session_id, proto):
+    """What sessions would submit; None where they would end."""
+    try:
+        command = command_from_proto(proto)
+    except OutriderError:
+        return None
+    match command:
+        case OpenSequenceGroup():
+            return GroupOpened(session_id, command, "decode")
+        case RetargetSequenceGroup():
+            return GroupRetargeted(session_id, command)
+        case CancelSequenceGroup():
+            return GroupCancelled(session_id, command)
+
+
+@st.composite
+def likely_opens(draw):
+    """Near to what a router sends, so that much of it is granted."""
+    opened = draw(messages(S.OpenSequenceGroup, sequence_group_id=draw(GROUPS), transfer_id=draw(GROUPS)))
+    if draw(st.booleans()):
+        opened.prompt_token_ids[:] = draw(st.lists(st.integers(0, 70), max_size=40))
+    if draw(st.booleans()):
+        opened.sampling.max_tokens = draw(st.integers(0, 250))
+        opened.sampling.temperature = draw(st.sampled_from([0.0, 1.0]))
+    return S.SessionCommand(open=opened)
+
+
+SESSION_COMMANDS = st.lists(
+    likely_opens()
+    | messages(S.SessionCommand)
+    | GROUPS.map(lambda group: S.SessionCommand(cancel=S.CancelSequenceGroup(sequence_group_id=group))),
+    max_size=8,
+)
+
+
+@fuzzed(40)
+@given(protos=SESSION_COMMANDS)
+def test_any_commands_of_a_router_leave_a_decode_node_whole(protos):
+    node = Node()
+    for proto in protos:
+        command = command_of(SESSION, proto)
+        if command is not None:
+            node.loop.submit(command)
+        node.iterate()
+    for _ in range(5):
+        node.iterate()
+    node.loop.submit(SessionEnded(SESSION))
+    node.iterate()
+    node.assert_nothing_is_held()
+    group_id = node.open()
+    node.run()
+    assert node.tokens(group_id) == node.model.generate((1, 2, 3), 5)
+
+
+@fuzzed(60)
+@given(data=wire_bytes(S.SessionCommand))
+def test_any_bytes_are_a_command_or_a_mistake(data):
+    try:
+        proto = S.SessionCommand.FromString(data)
+    except DecodeError:
+        return
+    command_of(SESSION, proto)
+
+
+@fuzzed(60)
+@given(
+    request=messages(prefill_pb2.PrefillRequest)
+    | messages(prefill_pb2.PrefillRequest, fingerprint="f", transfer_id=bytes(16), decode_incarnation=bytes(16))
+)
+def test_any_prefill_is_a_job_within_bounds_or_a_mistake(request):
+    try:
+        job = job_from_proto(request, SERVED)
+    except OutriderError:
+        return
+    assert 1 <= len(job.token_ids) <= SERVED.max_tokens
+    assert max(job.token_ids) < SERVED.info.vocab_size
+    assert 0 <= job.held_prefix_length <= len(job.token_ids)

@@ -1,0 +1,117 @@
+"""Any bytes to any method of the router: a status that means something, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.v1 import router_pb2
+from tests.fuzz.messages import fuzzed, wire_bytes
+from tests.router.conftest import Cluster
+
+R = router_pb2
+SERVICE = "/outrider.v1.RouterService/"
+METHODS = {
+    "Generate": R.GenerateRequest,
+    "Complete": R.GenerateRequest,
+    "Resume": R.ResumeRequest,
+    "Abort": R.AbortRequest,
+    "Tokenize": R.TokenizeRequest,
+    "Detokenize": R.DetokenizeRequest,
+    "GetModel": R.GetModelRequest,
+}
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.ABORTED,
+}
+"""What a client's own mistakes may end with: not UNKNOWN, INTERNAL, or UNAVAILABLE for everybody."""
+CALL_SECONDS = 20.0
+MAX_STALL_SECONDS = 0.25
+
+
+class Serving:
+    """A router before fake nodes on an event loop in a thread, and the longest stall of that loop."""
+
+    def __init__(self):
+        self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
+        self.cluster = Cluster()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.run(self.cluster.serve())
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+        self.channel = grpc.insecure_channel(self.cluster.address)
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
+
+    def stop(self):
+        self.channel.close()
+        self._watching.cancel()
+        self.run(self.cluster.stack.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CALL_SECONDS)
+        self._loop.close()
+
+    def call(self, method, data):
+        """(status, messages) of a call with these bytes."""
+        answers = self.channel.unary_stream(SERVICE + method)(data, timeout=CALL_SECONDS)
+        try:
+            return grpc.StatusCode.OK, list(answers)
+        except grpc.RpcError as error:
+            return error.code(), []
+
+    async def _watch(self):
+        """The loop's thread's own time between two turns of a task: another client would have waited for it."""
+        while True:
+            asked_at = time.thread_time()
+            await asyncio.sleep(0.005)
+            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)
+
+
+@pytest.fixture(scope="module")
+def serving():
+    serving = Serving()
+    yield serving
+    serving.stop()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_bytes_get_a_status_and_stall_nobody(serving, method):
+    short_window = {"resume_window": None} if "resume_window" in METHODS[method].DESCRIPTOR.fields_by_name else {}
+
+    @fuzzed(30)
+    @given(data=wire_bytes(METHODS[method], **short_window))
+    def send(data):
+        status, _ = serving.call(method, data)
+        assert status is grpc.StatusCode.OK or status in REFUSALS, (status, data)
+
+    send()
+    assert serving.longest_stall_seconds < 2 * MAX_STALL_SECONDS
+    running = serving.cluster.service.desk.running
+    serving.run(serving.cluster.eventually(running._is_idle.is_set))
+    answer = serving.run(serving.cluster.generate(sampling=serving.cluster.sampling()))
+    assert len(answer.token_ids()) == 8
+
+
+@fuzzed(15)
+@given(text=st.text(max_size=200), seed=st.integers(0, 2**64 - 1), num=st.integers(1, 20))
+def test_any_text_is_answered_alike_by_both_calls(serving, text, seed, num):
+    request = R.GenerateRequest(text=text or "x", sampling=R.SamplingParams(seed=seed, max_tokens=num))
+    status, streamed = serving.call("Generate", request.SerializeToString())
+    again, (whole,) = serving.call("Complete", request.SerializeToString())
+    assert status is again is grpc.StatusCode.OK
+    events = [R.GenerateResponse.FromString(data) for data in streamed]
+    streamed_ids = [token_id for event in events for token_id in event.delta.token_ids]
+    assert streamed_ids == list(R.CompleteResponse.FromString(whole).completions[0].token_ids)
