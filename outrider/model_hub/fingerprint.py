@@ -14,6 +14,8 @@ from outrider.model_hub.weight_files import weight_files
 
 SAMPLE_BYTES = 64 * 1024
 SAMPLES_PER_FILE = 256
+SMALL_TENSOR_BYTES = 1 << 20
+"""Smaller tensors count whole: a norm or a bias may lie between two samples of a large file."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Of config.json: how and by what it was saved, not what it says."""
 
@@ -21,8 +23,8 @@ VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers
 def model_fingerprint(directory: Path, *, dtype: str) -> str:
     """SHA-256 in hexadecimal over configuration, tokenizer, dtype, quantization and weights.
 
-    Weights count with their header and 64 KiB samples at fixed strides of each file, so
-    that a large model costs milliseconds. Quantization is part of the configuration
+    Weights count with their header, their tensors under 1 MiB, and 64 KiB samples at fixed
+    strides of each file, so that a large model costs milliseconds. Quantization is part of the configuration
     (`quantization_config`). Raises ModelError when a file is missing.
     """
     config = read_json(directory / "config.json")
@@ -53,7 +55,7 @@ def canonical_json(value: dict[str, Any]) -> bytes:
 
 
 def sample_file(path: Path) -> bytes:
-    """SHA-256 over a file's size, its safetensors header, and samples at fixed strides, the last bytes included."""
+    """SHA-256 over a file's size, its safetensors header and small tensors, and samples at fixed strides to its end."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     stride = max(SAMPLE_BYTES, -(-size // SAMPLES_PER_FILE))
@@ -62,11 +64,24 @@ def sample_file(path: Path) -> bytes:
             length = int.from_bytes(file.read(8), "little")
             if length > size:
                 raise ModelError(f"{path} is not a safetensors file: its header claims {length:,} of {size:,} bytes")
-            digest.update(file.read(length))
+            header = file.read(length)
+            digest.update(header)
+            for start, end in _small_tensors(header):
+                file.seek(8 + length + start)
+                digest.update(file.read(end - start))
         for offset in (*range(0, size, stride), max(0, size - SAMPLE_BYTES)):
             file.seek(offset)
             digest.update(file.read(SAMPLE_BYTES))
     return digest.digest()
+
+
+def _small_tensors(header: bytes) -> list[tuple[int, int]]:
+    """[start, end) behind the header, in the order of the file. None of a damaged file: see `check_weight_files`."""
+    try:
+        tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return sorted((int(start), int(end)) for start, end in tensors if 0 <= end - start < SMALL_TENSOR_BYTES)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
 
 
 def file_sha256(path: Path) -> str:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from outrider.errors import ModelError
-from outrider.model_hub.fingerprint import SAMPLE_BYTES, model_fingerprint
+from outrider.model_hub.fingerprint import SAMPLE_BYTES, SAMPLES_PER_FILE, model_fingerprint
 
 
 @pytest.fixture
@@ -30,6 +30,31 @@ def change(path, *, offset):
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def test_a_small_tensor_between_two_samples_of_a_large_file_counts(directory):
+    large, small = 32 << 20, 1 << 12
+    offsets = {"a": (0, large), "norm": (large, large + small), "b": (large + small, 2 * large + small)}
+    tensors = {
+        name: {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+        for name, (start, end) in offsets.items()
+    }
+    header = json.dumps(tensors).encode()
+    path = directory / "model.safetensors"
+    with path.open("wb") as file:  # sparse
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * large + small)
+    stride = -(-path.stat().st_size // SAMPLES_PER_FILE)
+    at = next(
+        offset
+        for offset in range(8 + len(header) + large, 8 + len(header) + large + small)
+        if offset % stride >= SAMPLE_BYTES
+    )
+    before = model_fingerprint(directory, dtype="float32")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\x01")
+    assert model_fingerprint(directory, dtype="float32") != before
 
 
 @pytest.mark.parametrize(
