@@ -5,9 +5,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.errors import ConfigError, ModelError, NotFoundError
 from outrider.model_hub.config import ModelConfig
@@ -218,3 +220,17 @@ def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
     monkeypatch.setattr(TorchSdpaAttention, "attend", forgetful)
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(tiny, kernels="torch")
+
+
+def test_a_quantized_checkpoint_is_run_by_its_quantizers_layers(copy):
+    """Bitnet's weights are four to a byte: nothing that the native kernels could pack."""
+    weights = load_file(copy / "model.safetensors")
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        rows, columns = weights[name].shape
+        generator = torch.Generator().manual_seed(0)
+        weights[name] = torch.randint(0, 256, (rows // 4, columns), dtype=torch.uint8, generator=generator)
+        weights[f"{name}_scale"] = torch.ones(1)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitnet"}}))
+    assert not isinstance(load(copy).native, NativeDecoder)

@@ -38,10 +38,19 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
     if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
         return "its layers attend with a soft cap or with different scales"
     base: Any = model.base_model
+    if strange := [name for name, module in base.layers.named_modules() if _is_strange(module)]:
+        return f"its {strange[0]} is no plain linear layer"
     cosines, _ = base.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
     if cosines.shape[-1] != spec.head_dim:
         return f"it rotates {cosines.shape[-1]} of {spec.head_dim} dimensions"
     return ""
+
+
+def _is_strange(module: nn.Module) -> bool:
+    """A quantizer's layer in the place of a linear one: it has features in and out, and its weights are not for us."""
+    if type(module) is nn.Linear:
+        return module.weight.dtype not in ELEMENT_TYPES
+    return isinstance(module, nn.Linear) or hasattr(module, "in_features")
 
 
 def pack_decoder(
