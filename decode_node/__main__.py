@@ -74,6 +74,8 @@ def make_build(
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.proposers.ngram import NgramProposer
+        from outrider.speculation.verify.by_request import RequestVerifier
+        from outrider.speculation.verify.typical import TypicalThresholds
 
         model = open_model(model_config, progress=announce_progress)
         info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
@@ -160,7 +162,16 @@ def make_build(
             cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
         )
-        loop = DecodeLoop(engine=engine, drafts=drafts, desk=desk, profiler=profiler, emit=emit, cpu_turns=cpu_turns)
+        typical = TypicalThresholds(threshold=config.typical_threshold, alpha=config.typical_alpha)
+        loop = DecodeLoop(
+            engine=engine,
+            drafts=drafts,
+            desk=desk,
+            profiler=profiler,
+            verifier=RequestVerifier(sampler, typical=typical),
+            emit=emit,
+            cpu_turns=cpu_turns,
+        )
         return DecodeParts(
             engine=engine,
             loop=loop,

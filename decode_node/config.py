@@ -44,6 +44,18 @@ class DecodeNodeConfig:
     draft_wait_seconds: float = setting(
         0.002, at_least=0, at_most=0.1, help="The longest a step waits for drafts (never over 20 % of a step)."
     )
+    typical_threshold: float = setting(
+        0.09,
+        above=0,
+        at_most=1,
+        help="For requests that ask for typical acceptance, which is lossy: so likely draft tokens are accepted.",
+    )
+    typical_alpha: float = setting(
+        0.3,
+        above=0,
+        at_most=1,
+        help="As typical_threshold, where the model is undecided: a probability of alpha * exp(-entropy) is enough.",
+    )
     max_running_sequences: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
     max_rows_per_step: int = setting(
         512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."

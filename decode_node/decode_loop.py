@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ from decode_node.verdict import Verdict, judge
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import SequenceRows
-from outrider.engine.sampler import SampledRows, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
@@ -47,6 +48,8 @@ from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
 from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.speculation.verify.base import DraftRows, Verified
+from outrider.speculation.verify.by_request import RequestVerifier
 
 IDLE_WAIT_SECONDS = 0.2
 TURN_WAIT_SECONDS = 0.005
@@ -75,6 +78,7 @@ class DecodeLoop:
         drafts: DraftGatherer,
         desk: GroupDesk,
         profiler: StepProfiler,
+        verifier: RequestVerifier,
         emit: Callable[[Sequence[AddressedEvent], StepStats | None], None],
         cpu_turns: CpuTurns | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -83,6 +87,7 @@ class DecodeLoop:
         self._drafts = drafts
         self._desk = desk
         self._profiler = profiler
+        self._verifier = verifier
         self._time = engine.clock
         self._emit = emit
         self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
@@ -177,10 +182,11 @@ class DecodeLoop:
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        sampled = self._engine.sampler.sample(logits, [self._sample_rows(item) for item in verifying])
+        draft_rows = [self._draft_rows(item) for item in verifying]
+        verified = self._verifier.verify(logits, draft_rows)
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
-        verdicts = self._commit(verifying, drafts, sampled)
+        verdicts = self._commit(verifying, drafts, verified)
         self._drafts.observe_step(
             seconds=self.progress.age_seconds() - age_before,
             num_rows=plan.num_rows,
@@ -188,7 +194,7 @@ class DecodeLoop:
             num_prefill_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
         )
         self._time.mark(Part.COMMIT)
-        stats = _stats(plan, verdicts, seconds=self._clock() - started, nanoseconds=self._time.take())
+        stats = _stats(plan, draft_rows, verdicts, seconds=self._clock() - started, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
@@ -257,27 +263,25 @@ class DecodeLoop:
 
     # --- verify and commit ----------------------------------------------------------------
 
-    def _sample_rows(self, item: _Planned) -> SampleRows:
+    def _draft_rows(self, item: _Planned) -> DraftRows:
         sequence = item.scheduled.sequence
-        return SampleRows(
-            state=self._desk.sample_of(sequence).sampling,
+        sample = self._desk.sample_of(sequence)
+        rows = SampleRows(
+            state=sample.sampling,
             position=len(sequence.token_ids),
             draft_token_ids=item.draft.token_ids,
         )
+        return DraftRows(rows, item.draft.distributions, sample.group.opened.verification_method)
 
-    def _commit(self, verifying: Sequence[_Planned], drafts: StepDrafts, sampled: SampledRows) -> list[Verdict]:
+    def _commit(self, verifying: Sequence[_Planned], drafts: StepDrafts, verified: Sequence[Verified]) -> list[Verdict]:
         """Judges, frees rejected slots, reports, ends what is finished; in this order for each sample."""
         verdicts: list[Verdict] = []
         going_on: list[tuple[Sample, tuple[int, ...]]] = []
-        row = 0
-        for item in verifying:
+        for item, outcome in zip(verifying, verified, strict=True):
             sample = self._desk.sample_of(item.scheduled.sequence)
-            rows = slice(row, row + len(item.draft) + 1)
-            row = rows.stop
             verdict = judge(
-                draft_token_ids=item.draft.token_ids,
-                target_token_ids=sampled.token_ids[rows],
-                logprobs=sampled.logprobs[rows],
+                verified=outcome,
+                num_draft_tokens=len(item.draft),
                 stop_token_ids=sample.stop_token_ids,
                 num_tokens_left=sample.num_tokens_left,
             )
@@ -345,7 +349,14 @@ def _kind(plan: StepPlan) -> StepKind:
     return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
 
 
-def _stats(plan: StepPlan, verdicts: Sequence[Verdict], *, seconds: float, nanoseconds: Mapping[str, int]) -> StepStats:
+def _stats(
+    plan: StepPlan,
+    drafts: Sequence[DraftRows],
+    verdicts: Sequence[Verdict],
+    *,
+    seconds: float,
+    nanoseconds: Mapping[str, int],
+) -> StepStats:
     return StepStats(
         seconds=seconds,
         nanoseconds=nanoseconds,
@@ -356,4 +367,5 @@ def _stats(plan: StepPlan, verdicts: Sequence[Verdict], *, seconds: float, nanos
         num_drafts=sum(1 for verdict in verdicts if verdict.num_draft_tokens),
         num_draft_tokens=sum(verdict.num_draft_tokens for verdict in verdicts),
         num_accepted_draft_tokens=sum(verdict.num_accepted for verdict in verdicts),
+        num_drafts_by_method=Counter(draft.method for draft in drafts if draft.draft_token_ids),
     )

@@ -52,6 +52,7 @@ class DecodeMetrics:
             self._engine.add_step_parts(stats.nanoseconds)
             self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)
             self._engine.add_preemptions(stats.num_preempted)
+            self._engine.add_verified_drafts(stats.num_drafts_by_method)
 
     def sync(
         self,

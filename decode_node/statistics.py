@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from outrider.request import VerificationMethod
+
 RATE_WINDOW_SECONDS = 10.0
 
 
@@ -23,6 +25,7 @@ class StepStats:
     num_drafts: int  # verifications with a draft
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,12 @@
-"""What one verification decided for one sample: accept, then stop where the request says so."""
+"""What one verification decided for one sample: what was accepted, cut where the request says so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.session import SpeculationCounts
-from outrider.speculation.acceptance import accept
+from outrider.speculation.verify.base import Verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +18,7 @@ class Verdict:
     finish_reason: FinishReason | None
     stop_token_id: int | None
     num_draft_tokens: int
-    num_accepted: int  # draft tokens that equal the target's choice, those behind a stop included
+    num_accepted: int  # accepted draft tokens, those behind a stop included
 
     def counts(self, *, wanting: bool, hit: bool) -> SpeculationCounts:
         drafted = self.num_draft_tokens > 0
@@ -35,18 +34,16 @@ class Verdict:
 
 def judge(
     *,
-    draft_token_ids: Sequence[int],
-    target_token_ids: Sequence[int],  # [num_draft_tokens + 1]: the target's choice after each
-    logprobs: Sequence[TokenLogprobs | None],  # [num_draft_tokens + 1]
+    verified: Verified,
+    num_draft_tokens: int,
     stop_token_ids: frozenset[int],
     num_tokens_left: int,  # of max_tokens, at least 1
 ) -> Verdict:
-    """The longest agreeing prefix and one token more, cut after the first token that ends the sample.
+    """The accepted draft tokens and one token more, cut after the first token that ends the sample.
 
     On one token STOP wins over LENGTH.
     """
-    agreed = accept(draft_token_ids, target_token_ids)
-    token_ids = tuple(agreed[:num_tokens_left])
+    token_ids = verified.token_ids[:num_tokens_left]
     reason = FinishReason.LENGTH if len(token_ids) == num_tokens_left else None
     stop_token_id = None
     for index, token_id in enumerate(token_ids):
@@ -55,9 +52,9 @@ def judge(
             break
     return Verdict(
         token_ids=token_ids,
-        logprobs=tuple(value for value in logprobs[: len(token_ids)] if value is not None),
+        logprobs=tuple(value for value in verified.logprobs[: len(token_ids)] if value is not None),
         finish_reason=reason,
         stop_token_id=stop_token_id,
-        num_draft_tokens=len(draft_token_ids),
-        num_accepted=len(agreed) - 1,
+        num_draft_tokens=num_draft_tokens,
+        num_accepted=verified.num_accepted,
     )

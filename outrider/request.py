@@ -32,6 +32,16 @@ class VerificationMethod(enum.StrEnum):
     REJECTION = "rejection"
     TYPICAL = "typical"
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether committed tokens do not have the target model's distribution."""
+        return self is VerificationMethod.TYPICAL
+
+    @property
+    def label(self) -> str:
+        """For trailers, metrics and logs: a lossy method is called so."""
+        return f"{self.value} (lossy)" if self.is_lossy else self.value
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -119,5 +129,11 @@ class Request:
     stop: StopConditions = field(default_factory=StopConditions)
     output: OutputOptions = field(default_factory=OutputOptions)
     num_speculative_tokens: int | None = None  # None: the server's; 0: plain decoding
+    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always where the temperature is 0
     priority: int = 0
     cache_salt: bytes = b""  # only prompts of the same salt share cached KV; empty: one tenant
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether its tokens are a function of model, prompt, parameters and seed, and not of drafts."""
+        return self.verification_method is VerificationMethod.COUPLED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs
+from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs, VerificationMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class OpenSequenceGroup:
     stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
     logprobs: LogprobsRequest | None = None
     num_speculative_tokens: int | None = None
+    verification_method: VerificationMethod = VerificationMethod.COUPLED
     priority: int = 0
     cache_salt: bytes = b""  # at most MAX_CACHE_SALT_BYTES
 

@@ -132,6 +132,7 @@ class Attempt:
             stop_token_ids=settings.stop_token_ids,
             logprobs=request.output.logprobs,
             num_speculative_tokens=request.num_speculative_tokens,
+            verification_method=request.verification_method,
             priority=request.priority,
             cache_salt=request.cache_salt,
         )

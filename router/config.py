@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.config import setting
+from outrider.request import VerificationMethod
 from outrider.service.config import ServerConfig
 from router.store.address import MEMORY, ValkeyAddress
 
@@ -70,6 +71,12 @@ class RouterConfig:
     token_file: Path | None = setting(
         None,
         help="Asks clients for tokens: a file of lines NAME sha256:HEX [priority=N] [rate=N]; see docs/security.md.",
+    )
+    verification_method: str = setting(
+        "coupled",
+        choices=tuple(VerificationMethod),
+        help="How drafts are verified where a request does not say. coupled: tokens do not depend on drafts; "
+        "rejection: exact in distribution only; typical: lossy, tokens do not have the model's distribution.",
     )
     tokenizer_threads: int = setting(2, at_least=1, at_most=64, help="Threads that encode prompts.")
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=DEFAULT_PORT))

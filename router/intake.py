@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from outrider.request import Request
+from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
+from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.request import chat_from_proto, request_from_proto, skips_special_tokens
 from router.caller import Caller
 from router.node_directory import ServedModel
@@ -17,9 +18,16 @@ SEED_LIMIT = 1 << 53
 
 
 async def read_request(
-    proto: router_pb2.GenerateRequest, served: ServedModel, caller: Caller, *, request_id: str
+    proto: router_pb2.GenerateRequest,
+    served: ServedModel,
+    caller: Caller,
+    *,
+    request_id: str,
+    default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """The request that nodes will see. `proto` has passed `check_request`.
+
+    `default_method`: how drafts are verified where the request does not say.
 
     Raises: InvalidRequestError when the prompt does not fit; CapacityError when too many texts wait.
     """
@@ -41,17 +49,19 @@ async def read_request(
         seed=seed,
         max_tokens=max_tokens,
         cache_salt=caller.cache_salt,
+        default_method=default_method,
     )
 
 
 def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
-    """The public request that gives the same answer anywhere: prompt as token ids, seed and length filled in."""
+    """The public request that means the same anywhere: prompt as token ids, seed, length and method filled in."""
     complete = router_pb2.GenerateRequest()
     complete.CopyFrom(proto)
     complete.request_id = request.request_id
     complete.token_ids.ids[:] = request.prompt_token_ids
     complete.sampling.seed = request.sampling.seed
     complete.sampling.max_tokens = request.sampling.max_tokens
+    complete.speculation.method = VERIFICATION_METHODS.to_proto(request.verification_method)
     return complete
 
 

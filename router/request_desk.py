@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from outrider.errors import NotFoundError, PeerLostError, StoreError
-from outrider.request import Request
+from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from router.answer import Answer, make_answer
 from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
@@ -46,14 +46,15 @@ class RequestDesk:
         request_id = proto.request_id or str(uuid.uuid4())
         running = self.running.enter(caller.key_of(request_id))
         try:
-            request = await read_request(proto, served, caller, request_id=request_id)
+            default_method = VerificationMethod(services.config.verification_method)
+            request = await read_request(proto, served, caller, request_id=request_id, default_method=default_method)
             window = resume_window_seconds(proto)
             answer = _make_answer(request, served)
             _begin(running, answer, served, services, arrived_at=arrived_at, window=window, client=caller.share)
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
                 message = complete_proto(proto, request).SerializeToString()
-                numerics = self._nodes.exact_numerics()
+                numerics = self._nodes.exact_numerics() if request.is_reproducible else ""
                 stored = stored_request(
                     running.key, request, message, fingerprint=fingerprint, window=window, numerics=numerics
                 )
@@ -167,7 +168,10 @@ def _begin(
             was_admitted=was_admitted,
         ),
         trailers=lambda: answer_trailers(
-            record, num_generated_tokens=answer.num_generated_tokens, is_kept=running.is_kept
+            record,
+            num_generated_tokens=answer.num_generated_tokens,
+            method=request.verification_method,
+            is_kept=running.is_kept,
         ),
         release=account.close,
         resume_window_seconds=window,

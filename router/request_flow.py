@@ -7,6 +7,8 @@ client is told in `answer.py`, and the client's streams in `running_requests.py`
 Tokens depend on model, prompt, parameters and seed only. So whatever is lost, another
 attempt goes on from the tokens that the answer has; and where nodes compute alike, two
 attempts may run at once: the first token of a position counts, a second one is compared.
+Requests whose drafts are not verified by coupled sampling are the exception: their tokens depend
+on drafts too, so there is one attempt at a time, and the next begins where it was lost.
 """
 
 from __future__ import annotations
@@ -186,7 +188,8 @@ class RequestFlow(AttemptListener):
     def _seek_beside(self, attempt: Attempt) -> None:
         """A second attempt where the first is late or its node drains, and both compute the same tokens."""
         is_in_doubt = attempt.is_leaving or attempt.is_suspect
-        if not is_in_doubt or not attempt.numerics.startswith(EXACT_NUMERICS):
+        computes_the_same = self._request.is_reproducible and attempt.numerics.startswith(EXACT_NUMERICS)
+        if not (is_in_doubt and computes_the_same):
             return
         placement = self._services.placement
         excluded = self._excluded | {attempt.incarnation} | placement.of_other_numerics(attempt.numerics)

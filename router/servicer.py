@@ -193,7 +193,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             dtype=info.dtype,
             proposer=proposer,
             num_speculative_tokens=num_speculative_tokens,
-            verification_method=VerificationMethod.COUPLED,
+            verification_method=VerificationMethod(self._services().config.verification_method),
             fingerprint=info.fingerprint,
             version=__version__,
         )

@@ -275,9 +275,3 @@ def _check_supported(proto: router_pb2.GenerateRequest) -> None:
         raise NotSupportedError("constrained output is not supported by this version", field=f"sampling.{kind}")
     if proto.output.HasField("prompt_logprobs"):
         raise NotSupportedError("prompt_logprobs are not supported by this version", field="output.prompt_logprobs")
-    if proto.speculation.method not in (
-        router_pb2.VERIFICATION_METHOD_UNSPECIFIED,
-        router_pb2.VERIFICATION_METHOD_COUPLED,
-    ):
-        name = router_pb2.VerificationMethod.Name(proto.speculation.method)
-        raise NotSupportedError(f"{name} is not supported by this version; COUPLED is", field="speculation.method")

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from outrider.speculation.token_distribution import TokenDistribution
+
 
 class DraftSource(enum.Enum):
     """Who has made a draft, as far as its acceptance is counted apart."""
@@ -23,6 +25,7 @@ class DraftTree:
     token_ids: tuple[int, ...] = ()
     source: DraftSource = DraftSource.DRAFT_NODE
     probability: float = 1.0  # the proposer's estimate that the text begins with those first tokens
+    distributions: tuple[TokenDistribution, ...] = ()  # what each token was drawn from; empty: each was certain
 
     def __len__(self) -> int:
         """Tokens proposed."""
@@ -30,7 +33,9 @@ class DraftTree:
 
     def cut(self, num_tokens: int) -> DraftTree:
         """At most the first `num_tokens` of them."""
-        return self if len(self.token_ids) <= num_tokens else replace(self, token_ids=self.token_ids[:num_tokens])
+        if len(self.token_ids) <= num_tokens:
+            return self
+        return replace(self, token_ids=self.token_ids[:num_tokens], distributions=self.distributions[:num_tokens])
 
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
         """What is proposed after `token_ids`, of which the first `length` are known to be the draft's prefix.
@@ -42,4 +47,10 @@ class DraftTree:
             return self
         if num_since >= len(self.token_ids) or tuple(token_ids[self.length :]) != self.token_ids[:num_since]:
             return None
-        return DraftTree(len(token_ids), None, self.token_ids[num_since:], self.source)
+        return DraftTree(
+            len(token_ids),
+            None,
+            self.token_ids[num_since:],
+            self.source,
+            distributions=self.distributions[num_since:],
+        )

@@ -57,7 +57,7 @@ class SessionHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., reached_at: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceGroup(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "priority", "cache_salt")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "priority", "cache_salt", "verification_method")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class OpenSequenceGroup(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
     request_id: str
@@ -82,7 +83,8 @@ class OpenSequenceGroup(_message.Message):
     num_speculative_tokens: int
     priority: int
     cache_salt: bytes
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    verification_method: _router_pb2.VerificationMethod
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ...) -> None: ...
 
 class SampleStart(_message.Message):
     __slots__ = ("sample", "generated_token_ids")

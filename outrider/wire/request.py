@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from outrider.request import LogprobsMode, LogprobsRequest, OutputOptions, Request, SamplingParams, StopConditions
+from outrider.request import (
+    LogprobsMode,
+    LogprobsRequest,
+    OutputOptions,
+    Request,
+    SamplingParams,
+    StopConditions,
+    VerificationMethod,
+)
 from outrider.v1 import router_pb2
-from outrider.wire.enums import LOGPROBS_MODES
+from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS
 
 
 def request_from_proto(
@@ -22,13 +30,16 @@ def request_from_proto(
     seed: int,
     max_tokens: int,
     cache_salt: bytes = b"",
+    default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
+    sampling = sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
+    method = verification_method_from_proto(proto.speculation.method, default=default_method)
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt_token_ids),
         prompt_text=prompt_text,
-        sampling=sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens),
+        sampling=sampling,
         generated_token_ids=tuple(proto.generated_token_ids),
         stop=StopConditions(
             strings=tuple(proto.stop.strings),
@@ -38,6 +49,8 @@ def request_from_proto(
         ),
         output=output_from_proto(proto.output),
         num_speculative_tokens=num_speculative_tokens_from_proto(proto.speculation),
+        # With temperature 0 the target has one token only, and all methods are the same.
+        verification_method=VerificationMethod.COUPLED if sampling.is_greedy else method,
         priority=proto.priority,
         cache_salt=cache_salt,
     )
@@ -112,6 +125,13 @@ def num_speculative_tokens_from_proto(proto: router_pb2.SpeculationOptions) -> i
     if proto.HasField("enabled") and not proto.enabled:
         return 0
     return proto.num_speculative_tokens if proto.HasField("num_speculative_tokens") else None
+
+
+def verification_method_from_proto(
+    proto: int, *, default: VerificationMethod = VerificationMethod.COUPLED
+) -> VerificationMethod:
+    """Unspecified is the default; so is a number that this version does not know, which validation refuses."""
+    return VERIFICATION_METHODS.known_from_proto(proto) or default
 
 
 def chat_from_proto(proto: router_pb2.Chat) -> tuple[Iterator[dict[str, str]], bool]:

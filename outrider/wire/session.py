@@ -26,9 +26,14 @@ from outrider.session import (
 )
 from outrider.v1 import session_pb2
 from outrider.wire.answer import logprobs_from_proto, token_logprobs_to_proto
-from outrider.wire.enums import FINISH_REASONS, LOGPROBS_MODES, EnumTable
+from outrider.wire.enums import FINISH_REASONS, LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
 from outrider.wire.node import info_from_proto, info_to_proto, report_from_proto, report_to_proto
-from outrider.wire.request import logprobs_mode_from_proto, sampling_from_proto, sampling_to_proto
+from outrider.wire.request import (
+    logprobs_mode_from_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    verification_method_from_proto,
+)
 
 ID_BYTES = 16
 
@@ -67,6 +72,7 @@ def _open_to_proto(command: OpenSequenceGroup) -> session_pb2.OpenSequenceGroup:
         sampling=sampling_to_proto(command.sampling),
         stop_token_ids=command.stop_token_ids,
         num_speculative_tokens=command.num_speculative_tokens,
+        verification_method=VERIFICATION_METHODS.to_proto(command.verification_method),
         priority=command.priority,
         cache_salt=command.cache_salt,
     )
@@ -109,6 +115,7 @@ def _open_from_proto(opened: session_pb2.OpenSequenceGroup) -> OpenSequenceGroup
         if opened.HasField("top_logprobs")
         else None,
         num_speculative_tokens=opened.num_speculative_tokens if opened.HasField("num_speculative_tokens") else None,
+        verification_method=verification_method_from_proto(opened.verification_method),
         priority=opened.priority,
         cache_salt=opened.cache_salt,
     )

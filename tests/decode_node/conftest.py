@@ -36,6 +36,7 @@ from outrider.session import (
     SampleTokens,
 )
 from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.verify.by_request import RequestVerifier
 
 SESSION = 1
 INCARNATION = bytes(16)
@@ -126,6 +127,7 @@ class Node:
             drafts=drafts,
             desk=self.desk,
             profiler=StepProfiler(self.engine.clock),
+            verifier=RequestVerifier(self.engine.sampler),
             emit=self._emit,
             cpu_turns=cpu_turns,
         )

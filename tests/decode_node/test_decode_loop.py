@@ -421,7 +421,7 @@ def test_negative_control_the_comparison_sees_a_wrong_acceptance(make_node, monk
     """Accepting every draft unseen must change the tokens, or the tests above prove nothing."""
     plain = generate(make_node())
     node = make_node(drafts=ScriptedDrafts(lambda tokens, n: [(tokens[-1] + 7) % 299] * n))
-    monkeypatch.setattr("decode_node.verdict.accept", lambda draft, target: (*draft, target[-1]))
+    monkeypatch.setattr("outrider.speculation.verify.coupled.accept", lambda draft, target: (*draft, target[-1]))
     assert generate(node) != plain
 
 

@@ -6,13 +6,15 @@ import pytest
 
 from decode_node.verdict import judge
 from outrider.request import FinishReason, TokenLogprobs
+from outrider.speculation.acceptance import accept
+from outrider.speculation.verify.base import Verified
 
 
 def judged(draft, target, *, stops=(), left=100):
+    token_ids = accept(draft, target)
     return judge(
-        draft_token_ids=draft,
-        target_token_ids=target,
-        logprobs=[TokenLogprobs(token, -1.0, 1) for token in target],
+        verified=Verified(token_ids, tuple(TokenLogprobs(token, -1.0, 1) for token in token_ids)),
+        num_draft_tokens=len(draft),
         stop_token_ids=frozenset(stops),
         num_tokens_left=left,
     )

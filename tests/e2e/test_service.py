@@ -187,7 +187,6 @@ BAD = [
     ("a", {"prompt_logprobs": 2}, NotSupportedError, None),
     ("a", {"regex": "a+"}, NotSupportedError, None),
     ("a", {"resume_window_seconds": -1.0}, InvalidRequestError, "resume_window"),
-    ("a", {"verification_method": "rejection"}, NotSupportedError, None),
 ]
 
 

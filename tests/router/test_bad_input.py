@@ -80,8 +80,6 @@ NOT_SUPPORTED = [
     ({"sampling": R.SamplingParams(grammar="start: x")}, "sampling.grammar"),
     ({"sampling": R.SamplingParams(choice=R.Choice(options=["a"]))}, "sampling.choice"),
     ({"output": R.OutputOptions(prompt_logprobs=0)}, "output.prompt_logprobs"),
-    ({"speculation": R.SpeculationOptions(method=R.VERIFICATION_METHOD_REJECTION)}, "speculation.method"),
-    ({"speculation": R.SpeculationOptions(method=R.VERIFICATION_METHOD_TYPICAL)}, "speculation.method"),
 ]
 
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from outrider.node import NodeState
+from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
 from router.fakes import fake_model_info
 from router.fakes.decode_node import letters
@@ -260,6 +261,37 @@ async def test_work_stays_on_a_draining_node_until_another_has_room(pair):
     answer = await task
     assert len(answer.token_ids()) == LONG
     assert answer.summary.metrics.attempts == 1
+    await pair.is_empty()
+
+
+async def test_tokens_that_depend_on_drafts_come_from_one_attempt_at_a_time(pair):
+    """Nothing that a second attempt computes beside the first could be compared with it."""
+    for node, letter in zip(pair.decodes, (97, 98), strict=True):
+        node.script = lambda opened, _sample, letter=letter: [
+            *opened.samples[0].generated_token_ids,
+            *(letter for _ in range(opened.sampling.max_tokens)),
+        ][: opened.sampling.max_tokens]
+    await pair.serve(liveness_timeout_seconds=30.0)
+    task = asyncio.ensure_future(
+        pair.generate(
+            sampling=pair.sampling(max_tokens=LONG, temperature=1.0),
+            speculation=router_pb2.SpeculationOptions(method=router_pb2.VERIFICATION_METHOD_REJECTION),
+        )
+    )
+    await pair.until_streaming()
+    busy, free = pair.busy_and_free()
+    assert busy.opened[-1].verification_method is VerificationMethod.REJECTION
+    busy.state = NodeState.DRAINING
+    (group,) = busy.groups
+    num_sent = group.num_sent[0]
+    await pair.eventually(lambda: group.num_sent[0] > num_sent + 20)
+    assert not free.opened, "the node goes on until it gives up"
+    await busy.break_sessions()
+    answer = await asyncio.wait_for(task, 10)
+    known = len(free.opened[0].samples[0].generated_token_ids)
+    own, other = (97, 98) if busy is pair.decodes[0] else (98, 97)
+    assert answer.token_ids() == [own] * known + [other] * (LONG - known)
+    assert answer.summary.metrics.attempts == 2
     await pair.is_empty()
 
 

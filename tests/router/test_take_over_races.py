@@ -91,9 +91,9 @@ async def read_on(call):
         return messages
 
 
-async def run_ahead_of_the_store(pair, num_deltas=30):
+async def run_ahead_of_the_store(pair, num_deltas=30, **fields):
     """The position behind the tokens that the client has; the store has fewer, and the first router is gone."""
-    call, _, deltas = await pair.begin(num_deltas=3)
+    call, _, deltas = await pair.begin(num_deltas=3, **fields)
     await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
     pair.first.service.desk.keeper._work.cancel()
     deltas += [(await call.read()).delta for _ in range(num_deltas)]
@@ -188,10 +188,16 @@ async def test_an_aborted_request_is_resumed_behind_what_the_store_knows(pair):
     assert told(messages) == []
 
 
-async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_has(pair):
-    pair.first.decode.model = fake_model_info(numerics=BATCH_DEPENDENT)
+@pytest.mark.parametrize("reason", ["numerics", "drafts"])
+async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_has(pair, reason):
+    fields = {}
+    if reason == "numerics":
+        pair.first.decode.model = fake_model_info(numerics=BATCH_DEPENDENT)
+    else:
+        method = router_pb2.VERIFICATION_METHOD_REJECTION
+        fields = {"sampling": {"temperature": 1.0}, "speculation": router_pb2.SpeculationOptions(method=method)}
     await pair.serve()
-    position = await run_ahead_of_the_store(pair)
+    position = await run_ahead_of_the_store(pair, **fields)
     pair.first.decode.script = lambda opened, _sample: [65] * opened.sampling.max_tokens
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await pair.resume(sample_0=position)

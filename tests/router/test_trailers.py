@@ -7,6 +7,9 @@ import asyncio
 import grpc
 import pytest
 
+from outrider.request import VerificationMethod
+from outrider.v1 import router_pb2
+
 TOKENS, TTFT, ACCEPTANCE_LENGTH = "outrider-tokens", "outrider-ttft-ms", "outrider-acceptance-length"
 DETAILS = "grpc-status-details-bin"
 
@@ -45,6 +48,32 @@ async def test_what_was_not_measured_is_left_out(cluster, call):
     await cluster.serve()
     trailers, _, _ = await finish(call(sampling=cluster.sampling()))
     assert (trailers[TOKENS], ACCEPTANCE_LENGTH in trailers) == ("8", False)
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature", "said"),
+    [
+        ("COUPLED", 1.0, None),
+        ("REJECTION", 1.0, "rejection"),
+        ("TYPICAL", 1.0, "typical (lossy)"),
+        ("TYPICAL", 0.0, None),
+    ],
+)
+async def test_an_answer_says_if_its_tokens_depend_on_drafts(cluster, call, method, temperature, said):
+    await cluster.serve()
+    speculation = router_pb2.SpeculationOptions(method=f"VERIFICATION_METHOD_{method}")
+    trailers, _, _ = await finish(call(sampling=cluster.sampling(temperature=temperature), speculation=speculation))
+    assert trailers.get("outrider-verification") == said
+    in_force = VerificationMethod[method] if said else VerificationMethod.COUPLED
+    assert cluster.decode.opened[-1].verification_method is in_force
+
+
+async def test_the_routers_method_is_that_of_requests_that_name_none(cluster, call):
+    await cluster.serve(verification_method="typical")
+    trailers, _, _ = await finish(call(sampling=cluster.sampling(temperature=1.0)))
+    assert trailers["outrider-verification"] == "typical (lossy)"
+    model = await cluster.stub.GetModel(router_pb2.GetModelRequest())
+    assert model.verification_method == router_pb2.VERIFICATION_METHOD_TYPICAL
 
 
 async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):

@@ -14,11 +14,18 @@ import torch
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.sampler import Sampler, SampleRows, arrivals, order, race
 from outrider.engine.sampler import draw as draw_of_rows
+from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.request import SamplingParams
-
-Floats = npt.NDArray[np.float64]
-
-SMALL, LARGE = 100, 151_665  # neither is a multiple of 64
+from tests.statistical.chi_square import (
+    PASS,
+    SMALL,
+    Floats,
+    chi_square_z,
+    large_logits,
+    pairs_z,
+    probabilities,
+    small_logits,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,67 +51,7 @@ def draw(
     return np.asarray(drawn[:num_draws])
 
 
-def probabilities(logits: Floats, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Floats:
-    """Of the filtered distribution, in float64, by sorting."""
-    values = logits.astype(np.float32).astype(np.float64) / temperature
-    probs = np.exp(values - values.max())
-    order = np.lexsort((np.arange(len(probs)), -probs))
-    kept = order[: top_k or None]
-    mass_before = np.cumsum(probs[kept]) - probs[kept]
-    kept = kept[mass_before < top_p * probs[kept].sum()] if top_p < 1 else kept
-    filtered = np.zeros(len(probs))
-    filtered[kept] = probs[kept]
-    return filtered / filtered.sum()
-
-
-def chi_square_z(drawn: npt.NDArray[np.int64], probs: Floats, *, num_bins: int = 60) -> float:
-    """How many standard deviations the chi-square lies above what exact draws give (Wilson-Hilferty)."""
-    # The most likely tokens stand alone; the others, by id, share bins of about equal mass.
-    order = np.argsort(-probs, kind="stable")
-    bins = np.empty(len(probs), dtype=np.int64)
-    num_alone = min(len(probs), num_bins // 2)
-    bins[order[:num_alone]] = np.arange(num_alone)
-    rest = np.sort(order[num_alone:])
-    if len(rest):
-        mass = np.cumsum(probs[rest])
-        share = (mass / mass[-1] * (num_bins // 2 - 1e-9)).astype(np.int64) if mass[-1] > 0 else 0
-        bins[rest] = num_alone + share
-    return _z(np.bincount(bins[drawn], minlength=num_bins), np.bincount(bins, weights=probs, minlength=num_bins))
-
-
-def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
-    """The same for pairs of neighbouring positions over a few classes of tokens: are decisions independent?"""
-    classes = np.minimum((np.cumsum(probs) * 6).astype(np.int64), 5)
-    share = np.bincount(classes, weights=probs, minlength=6)
-    pairs = classes[drawn[:-1:2]] * 6 + classes[drawn[1::2]]
-    return _z(np.bincount(pairs, minlength=36), np.outer(share, share).ravel())
-
-
-def _z(counts: npt.NDArray[np.int64], share: Floats) -> float:
-    if counts[share == 0].any():
-        return np.inf  # drew the impossible
-    counts, share = counts[share > 0], share[share > 0]
-    expected = share * counts.sum()
-    freedom = len(share) - 1
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / np.sqrt(2 / (9 * freedom))
-
-
-def small_logits() -> Floats:
-    return np.random.default_rng(0).standard_normal(SMALL) * 1.5
-
-
-def large_logits() -> Floats:
-    rng = np.random.default_rng(1)
-    logits = rng.permutation(-1.05 * np.log(np.arange(1, LARGE + 1))) + rng.standard_normal(LARGE) * 0.5
-    logits[-1] = logits.max() - 0.5  # the last, partial block counts
-    return logits
-
-
 SETTINGS = [{}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.4, "top_k": 30, "top_p": 0.8}]
-
-# A draw that is exact passes 3.7 in all but one of ten thousand runs; the controls are far off.
-PASS = 3.7
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -134,8 +81,10 @@ def test_a_wrong_temperature_is_noticed(sampler_kernels):
 
 def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
     """Negative control: every single token is still exact, pairs of them are not."""
-    key = draw_of_rows.RaceKey
-    monkeypatch.setattr(draw_of_rows, "RaceKey", lambda seed, sample, position: key(seed, sample, position // 2))
+    key = Decision.key.fget
+    monkeypatch.setattr(
+        Decision, "key", property(lambda decision: key(decision)._replace(position=decision.position // 2))
+    )
     probs = probabilities(small_logits())
     assert pairs_z(draw(small_logits(), 6_400), probs) > PASS
 

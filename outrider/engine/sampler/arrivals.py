@@ -42,6 +42,10 @@ class RaceKey(NamedTuple):
     sample: int
     position: int  # absolute
 
+    def words(self, purpose: int) -> tuple[int, int, int, int]:
+        """Four random words of the decision. Purposes 0 and 1 are the race's own."""
+        return philox4x32((0, self.position & WORD, self.sample, purpose), split_seed(self.seed))
+
 
 @dataclass(frozen=True, slots=True)
 class RaceKeys:

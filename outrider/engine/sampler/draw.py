@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.sampler.arrivals import BlockArrivals, RaceKey, RaceKeys, block_arrivals
+from outrider.engine.sampler.arrivals import BlockArrivals, RaceKeys, block_arrivals
 from outrider.engine.sampler.filters import Filters, has_filters
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.order import order_keys
@@ -70,7 +70,7 @@ class Draw:
         """
         device = values.device
         params = [decision.params for decision in decisions]
-        keys = RaceKeys.of([RaceKey(each.params.seed, each.state.sample, each.position) for each in decisions], device)
+        keys = RaceKeys.of([decision.key for decision in decisions], device)
         blocks = LogitBlocks.of(divide_by_temperatures(values, params))
         return cls(
             rows=rows,

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.sampler.draw import divide_by_temperatures
+from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import log_of_mass, masses_of
-from outrider.engine.sampler.filters import Filters, has_filters
-from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.engine.sampler.transfer import download, upload_ids
@@ -46,27 +44,11 @@ def logprobs_of(
         asking = [decisions[row] for row in rows]
         values = logits.index_select(0, upload_ids(rows, logits.device))
         if mode is LogprobsMode.SAMPLED:
-            values = _drawn_from(editor.edit(values, asking), asking)
+            values = drawn_from(editor.edit(values, asking), asking)
         chosen = [token_ids[row] for row in rows]
         for row, answer in zip(rows, _logprobs_of_values(values, asking, chosen), strict=True):
             answers[row] = answer
     return answers
-
-
-def _drawn_from(values: Tensor, decisions: Sequence[Decision]) -> Tensor:
-    """Values after steps 5 and 6, -inf where they are filtered out: [num_rows, num_ids]. Greedy rows stay."""
-    drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
-    if not drawn:
-        return values
-    rows = upload_ids(drawn, values.device)
-    params = [decisions[row].params for row in drawn]
-    some = divide_by_temperatures(values.index_select(0, rows), params)
-    if any(map(has_filters, params)):
-        blocks = LogitBlocks.of(some)
-        filters = Filters.of(params, blocks, num_candidates=blocks.num_blocks)
-        is_out = filters.keys.narrow(1, 0, blocks.num_ids) < filters.limits_with_top_p()
-        some = some.masked_fill(is_out, -torch.inf)
-    return values.index_copy(0, rows, some)
 
 
 def _logprobs_of_values(

@@ -6,7 +6,11 @@ checked against the known-answer vectors of Random123.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
+
+Word = TypeVar("Word", int, Tensor)
 
 WORD = 0xFFFFFFFF
 """Mask of the 32 bits of a word."""
@@ -15,23 +19,22 @@ _NUM_ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
-FourWords = tuple[Tensor, Tensor, Tensor, Tensor]
-
 
 def split_seed(seed: int) -> tuple[int, int]:
     """The key of a uint64 seed: its low and its high 32 bits."""
     return seed & WORD, (seed >> 32) & WORD
 
 
-def philox4x32(counter: FourWords, key: tuple[Tensor, Tensor]) -> FourWords:
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
     """Four random words for each counter.
 
     Args:
-        counter: four words c0..c3, int64 tensors that broadcast together, each below 2^32.
+        counter: four words c0..c3, each below 2^32: Python's integers, or int64 tensors that broadcast together.
         key: two words of the same kind.
 
     Returns:
-        Words w0..w3, int64, in the broadcast shape of `counter` and `key`. Integers only, so the same everywhere.
+        Words w0..w3 of that kind, tensors in the broadcast shape of `counter` and `key`. Integers only, so the same
+        everywhere.
     """
     # A word lives in the low half of an int64, so that one product gives both of its halves. Its high
     # half is not kept clear: xor moves nothing down, and what is multiplied or shifted is masked first.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.sampler.decider import Decider, Vocabulary
+from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.logprobs import logprobs_of
 from outrider.engine.sampler.native_decider import NativeDecider
@@ -21,7 +22,7 @@ from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.engine.sampler.torch_decider import TorchDecider
 from outrider.errors import InternalError
-from outrider.request import LogprobsRequest, SamplingParams
+from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
 
 
 class Sampler:
@@ -99,14 +100,38 @@ class Sampler:
         Returns:
             A token for each row, and logprobs for those of samples that asked for them.
         """
+        logits = self._checked(logits, rows)
+        if len(logits) == 0:
+            return SampledRows()
+        token_ids = self._decider.decide(logits, rows)
+        return SampledRows(token_ids, self.logprobs(logits, rows, token_ids))
+
+    def distribution(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+        """What each row's token is drawn from.
+
+        Args:
+            logits: [num_rows, vocab] float32, not changed.
+            rows: whose they are, as for `sample`; at least one.
+
+        Returns:
+            [num_rows, num_ids] float32, values whose softmax it is: -inf for what is out. Greedy rows: after step 4.
+        """
+        decisions = [decision for part in rows for decision in part.decisions()]
+        with torch.inference_mode():
+            return drawn_from(self._editor.edit(self._checked(logits, rows), decisions), decisions)
+
+    def logprobs(
+        self, logits: Tensor, rows: Sequence[SampleRows], token_ids: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Of a token for each row, None where the sample did not ask for them. Arguments as for `sample`."""
+        if all(part.state.logprobs is None for part in rows):
+            return [None] * len(token_ids)
+        decisions = [decision for part in rows for decision in part.decisions()]
+        return logprobs_of(self._checked(logits, rows), decisions, token_ids, self._editor)
+
+    def _checked(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+        """Float32 and contiguous. Raises: InternalError where they do not fit the rows."""
         num_rows = sum(part.num_rows for part in rows)
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
-        if num_rows == 0:
-            return SampledRows()
-        logits = logits.detach().to(torch.float32).contiguous()
-        token_ids = self._decider.decide(logits, rows)
-        if all(part.state.logprobs is None for part in rows):
-            return SampledRows(token_ids, [None] * num_rows)
-        decisions = [decision for part in rows for decision in part.decisions()]
-        return SampledRows(token_ids, logprobs_of(logits, decisions, token_ids, self._editor))
+        return logits.detach().to(torch.float32).contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from outrider.engine.sampler.arrivals import RaceKey
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
 
@@ -60,6 +61,10 @@ class Decision:
     @property
     def params(self) -> SamplingParams:
         return self.state.params
+
+    @property
+    def key(self) -> RaceKey:
+        return RaceKey(self.state.params.seed, self.state.sample, self.position)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.node import NodeLoad, NodeRole
-from outrider.request import FinishReason
+from outrider.request import FinishReason, VerificationMethod
 from outrider.session import SpeculationCounts
 
 # vLLM's buckets, in seconds.
@@ -95,6 +95,9 @@ class EngineMetrics:
         self._cache_queries = family.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = family.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
         self._drafts = family.counter("vllm:spec_decode_num_drafts", "Verifications with draft tokens.")
+        self._drafts_by_method = family.labelled_counter(
+            "outrider:verified_drafts", "Verifications with draft tokens, by method; one is lossy.", "method"
+        )
         self._draft_tokens = family.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = family.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self._accepted_at = family.labelled_counter(
@@ -161,6 +164,11 @@ class EngineMetrics:
                 self._accepted_at(str(position)).inc(reached)
         self._wanting.inc(counts.num_wanting_steps)
         self._hits.inc(counts.num_hit_steps)
+
+    def add_verified_drafts(self, num_drafts: Mapping[VerificationMethod, int]) -> None:
+        """Of one step."""
+        for method, number in num_drafts.items():
+            self._drafts_by_method(method.label).inc(number)
 
     def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
         """The first two are known on draft nodes, the last on decode nodes."""

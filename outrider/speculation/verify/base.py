@@ -1,0 +1,60 @@
+"""The interface of verification methods: logits and drafts in, committed tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from outrider.request import TokenLogprobs, VerificationMethod
+from outrider.speculation.token_distribution import TokenDistribution
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.engine.sampler import SampleRows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """One sequence's share of a step: a row for each draft token, and one after the last."""
+
+    rows: SampleRows
+    distributions: tuple[TokenDistribution, ...] = ()  # of each draft token; empty: each had probability 1
+    method: VerificationMethod = VerificationMethod.COUPLED
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        return self.rows.draft_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What is committed for one sequence: the accepted draft tokens, then a recovered or a bonus token."""
+
+    token_ids: tuple[int, ...]  # at least one
+    logprobs: tuple[TokenLogprobs | None, ...]  # of each; None: not asked for
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.token_ids) - 1
+
+
+class Verifier(Protocol):
+    """One verification method. One owner thread.
+
+    A sequence's outcome depends on its own logits, parameters, tokens and draft, never on what else is in the batch.
+    Without a draft every method commits what coupled sampling does.
+    """
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether committed tokens have the target model's distribution, whatever the drafter."""
+
+    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
+        """The outcome for each draft, in order.
+
+        Args:
+            logits: [num_rows, vocab_size] float32, the rows of all drafts in order; not changed.
+            drafts: at least one.
+        """

@@ -1,0 +1,48 @@
+"""Verifies each draft of a step by the method of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outrider.engine.sampler import Sampler
+from outrider.engine.sampler.transfer import upload_ids
+from outrider.request import VerificationMethod
+from outrider.speculation.verify.base import DraftRows, Verified, Verifier
+from outrider.speculation.verify.coupled import CoupledVerifier
+from outrider.speculation.verify.rejection import RejectionVerifier
+from outrider.speculation.verify.rows import row_starts
+from outrider.speculation.verify.typical import TypicalThresholds, TypicalVerifier
+
+
+class RequestVerifier:
+    """All methods over one sampler. One owner thread."""
+
+    def __init__(self, sampler: Sampler, *, typical: TypicalThresholds | None = None) -> None:
+        self.verifiers: dict[VerificationMethod, Verifier] = {
+            VerificationMethod.COUPLED: CoupledVerifier(sampler),
+            VerificationMethod.REJECTION: RejectionVerifier(sampler),
+            VerificationMethod.TYPICAL: TypicalVerifier(sampler, typical),
+        }
+
+    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
+        """The outcome for each draft, in order. Arguments as for `Verifier.verify`; drafts may be empty."""
+        by_method: dict[VerificationMethod, list[int]] = {}
+        for place, draft in enumerate(drafts):
+            by_method.setdefault(_method_of(draft), []).append(place)
+        if len(by_method) == 1:
+            return self.verifiers[next(iter(by_method))].verify(logits, drafts)
+        starts = row_starts(drafts)
+        found: dict[int, Verified] = {}
+        for method, places in by_method.items():
+            some = [drafts[place] for place in places]
+            rows = [starts[place] + row for place in places for row in range(drafts[place].rows.num_rows)]
+            part = logits.index_select(0, upload_ids(rows, logits.device))
+            found.update(zip(places, self.verifiers[method].verify(part, some), strict=True))
+        return [found[place] for place in range(len(drafts))]
+
+
+def _method_of(draft: DraftRows) -> VerificationMethod:
+    """With temperature 0 the target has one token only, and all methods are the same."""
+    return VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method

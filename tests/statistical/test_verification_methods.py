@@ -1,0 +1,222 @@
+"""Verification methods against float64: what is committed has the target's distribution, whatever was drafted.
+
+The negative controls are the mistakes that such code is known for, each built in by a patch; the check must notice.
+Seeds are fixed: a passing test passes always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler.arrivals import RaceKey
+from outrider.request import SamplingParams, VerificationMethod
+from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
+from outrider.speculation.verify import rejection
+from outrider.speculation.verify.base import DraftRows
+from outrider.speculation.verify.by_request import RequestVerifier
+from tests.statistical.chi_square import PASS, chi_square_z, large_logits, pairs_z, probabilities, small_logits
+
+MAX_DRAFT = 4
+NUM_STREAMS = 64
+SETTINGS = [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 20, "min_p": 0.02}]
+EXACT = [VerificationMethod.COUPLED, VerificationMethod.REJECTION]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class ModelDrafter:
+    """Draws from a noisy copy of the target's logits, cut to its likeliest ids, by the race of each position."""
+
+    def __init__(self, logits, *, noise=1.0, most=MAX_DISTRIBUTION_IDS, **settings):
+        drafted = logits + np.random.default_rng(5).standard_normal(len(logits)) * noise
+        params = params_of(settings)
+        self.params = replace(params, top_k=min(params.top_k or most, most)) if most else params
+        self.logits = torch.from_numpy(drafted.astype(np.float32))
+        self.sampler = sampler_of(logits)
+
+    def draw(self, sample, num_positions):
+        """Tokens of the first positions of a stream, and what they were drawn from."""
+        state = self.sampler.start(self.params, sample=sample, prompt_token_ids=[])
+        rows = [SampleRows(state, 0, (0,) * (num_positions - 1))]
+        tokens = self.sampler.sample(self.logits.expand(num_positions, -1), rows).token_ids
+        values = self.sampler.distribution(self.logits[None], [SampleRows(state, 0)])[0]
+        probs = torch.softmax(values, dim=0)
+        ids = probs.topk(MAX_DISTRIBUTION_IDS).indices.tolist()
+        kept = [token_id for token_id in ids if probs[token_id] > 0]
+        return tokens, TokenDistribution(tuple(kept), tuple(probs[kept].tolist()))
+
+
+class LookupDrafter:
+    """Knows no probabilities: proposes now a likely token, now any."""
+
+    def __init__(self, logits, **_settings):
+        self.likely = np.argsort(-logits)[:5].tolist()
+
+    def draw(self, sample, num_positions):
+        return [(self.likely[t % 5] if t % 3 else (7 * t + sample) % 100) for t in range(num_positions)], None
+
+
+def params_of(settings):
+    return SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
+
+
+def sampler_of(logits):
+    return Sampler(vocab_size=len(logits), known_token_ids=torch.ones(len(logits), dtype=torch.bool))
+
+
+def generate(
+    method, logits, drafter, *, num_tokens=100, num_streams=NUM_STREAMS, send=lambda tokens, q: len(tokens), **settings
+):
+    """Tokens of many streams whose every position has the same logits, [num_streams, num_tokens]; and acceptance.
+
+    Steps verify 0 to 4 draft tokens. What is left of a draft serves later steps, as it does behind a real drafter.
+    `send(token_ids, distribution)`: how many of these drafted tokens the drafter hands over.
+    """
+    sampler = sampler_of(logits)
+    verifier = RequestVerifier(sampler)
+    rows = torch.from_numpy(logits.astype(np.float32))
+    states = [sampler.start(params_of(settings), sample=i, prompt_token_ids=[]) for i in range(num_streams)]
+    drawn = [drafter.draw(i, num_tokens + MAX_DRAFT) for i in range(num_streams)]
+    texts: list[list[int]] = [[] for _ in range(num_streams)]
+    num_drafted = num_accepted = step = 0
+    while min(map(len, texts)) < num_tokens:
+        drafts = []
+        for i, (text, (tokens, q)) in enumerate(zip(texts, drawn, strict=True)):
+            position = min(len(text), num_tokens)
+            draft = tuple(tokens[position : position + (step + i) % (MAX_DRAFT + 1)])
+            draft = draft[: send(draft, q)]
+            distributions = () if q is None else (q,) * len(draft)
+            drafts.append(DraftRows(SampleRows(states[i], position, draft), distributions, method))
+        step += 1
+        verified = verifier.verify(rows.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
+        for text, draft, outcome in zip(texts, drafts, verified, strict=True):
+            text.extend(outcome.token_ids if len(text) < num_tokens else ())
+            num_drafted += len(draft.draft_token_ids)
+            num_accepted += outcome.num_accepted
+    return np.asarray([text[:num_tokens] for text in texts]), num_accepted / num_drafted
+
+
+def worst_z(tokens, probs):
+    return max(chi_square_z(tokens.ravel(), probs), pairs_z(tokens.ravel(), probs))
+
+
+@pytest.mark.parametrize("make_drafter", [ModelDrafter, LookupDrafter])
+@pytest.mark.parametrize(
+    ("method", "settings"),  # coupled sampling has tests of its own
+    [(VerificationMethod.COUPLED, {}), *((VerificationMethod.REJECTION, each) for each in SETTINGS)],
+    ids=str,
+)
+def test_exact_methods_commit_the_targets_distribution(method, settings, make_drafter, is_full):
+    logits = small_logits()
+    num_tokens = 3_000 if is_full else 100
+    tokens, _ = generate(method, logits, make_drafter(logits, **settings), num_tokens=num_tokens, **settings)
+    assert worst_z(tokens, probabilities_of(logits, settings)) < PASS
+
+
+def test_large_vocabulary(is_full):
+    logits = large_logits()
+    num_tokens = 1_000 if is_full else 30
+    tokens, _ = generate(
+        VerificationMethod.REJECTION, logits, ModelDrafter(logits), num_tokens=num_tokens, num_streams=16
+    )
+    assert worst_z(tokens, probabilities(logits)) < PASS
+
+
+def probabilities_of(logits, settings):
+    """As `probabilities`, with min_p."""
+    settings = dict(settings)
+    min_p = settings.pop("min_p", 0.0)
+    probs = probabilities(logits, **settings)
+    probs[probs < min_p * probs.max()] = 0.0
+    return probs / probs.sum()
+
+
+def test_rejection_accepts_more_than_coupled_sampling():
+    logits = small_logits()
+    acceptance = {method: generate(method, logits, ModelDrafter(logits, noise=0.6))[1] for method in EXACT}
+    assert acceptance[VerificationMethod.REJECTION] > acceptance[VerificationMethod.COUPLED]
+
+
+# Negative controls
+
+
+def test_typical_acceptance_is_lossy_and_accepts_more():
+    """It is named lossy everywhere because of this."""
+    logits = small_logits()
+    tokens, acceptance = generate(VerificationMethod.TYPICAL, logits, ModelDrafter(logits))
+    assert worst_z(tokens, probabilities(logits)) > PASS
+    assert acceptance > generate(VerificationMethod.COUPLED, logits, ModelDrafter(logits))[1]
+
+
+def rejection_z(logits, drafter=None, **options):
+    tokens, _ = generate(VerificationMethod.REJECTION, logits, drafter or ModelDrafter(logits, noise=2.0), **options)
+    return worst_z(tokens, probabilities(logits))
+
+
+def test_recovering_from_the_whole_target_is_noticed(monkeypatch):
+    """Mistake: after a rejection a token is drawn from p instead of max(p - q, 0)."""
+    recover = rejection._recover
+    nothing = TokenDistribution((0,), (1e-30,))
+
+    def recover_from_target(masses, rejected):
+        return recover(masses, [replace(each, distribution=replace(nothing)) for each in rejected])
+
+    monkeypatch.setattr(rejection, "_recover", recover_from_target)
+    monkeypatch.setattr(TokenDistribution, "total", property(lambda self: max(sum(self.probabilities), 1.0)))
+    assert rejection_z(small_logits()) > PASS
+
+
+def test_shared_luck_for_draft_and_recovered_token_is_noticed(monkeypatch):
+    """Mistake: the recovered token is decided by the race that the drafter has drawn with."""
+    logits = small_logits()
+    sampler = sampler_of(logits)
+
+    def recover_by_race(masses, rejected):
+        if not rejected:
+            return []
+        left = masses[[each.row for each in rejected]].to(torch.float64)
+        for row, each in zip(left, rejected, strict=True):
+            ids = list(each.distribution.token_ids)
+            row[ids] -= torch.tensor(each.distribution.probabilities, dtype=torch.float64) * row.sum()
+        values = left.clamp(min=0.0).log().to(torch.float32)
+        rows = [SampleRows(each.decision.state, each.decision.position) for each in rejected]
+        return sampler.sample(values, rows).token_ids
+
+    monkeypatch.setattr(rejection, "_recover", recover_by_race)
+    assert rejection_z(logits) > PASS
+
+
+def test_probabilities_that_were_not_drawn_from_are_noticed():
+    """Mistake: the drafter draws from all of q and sends its likeliest ids, renormalised."""
+    logits = small_logits()
+    assert rejection_z(logits, ModelDrafter(logits, noise=2.0, most=0)) > PASS
+
+
+def test_draft_tokens_dropped_for_being_unlikely_are_noticed():
+    """Mistake: a draft ends where the drafter's own probability of its token is low."""
+
+    def send_until_unlikely(token_ids, q):
+        likely = [q.probability_of(token_id) > 0.1 for token_id in token_ids]
+        return likely.index(False) if False in likely else len(token_ids)
+
+    drafter = ModelDrafter(small_logits(), noise=0.5, seed=78)  # with luck of its own, which is just as exact
+    assert rejection_z(small_logits(), drafter) < PASS
+    assert rejection_z(small_logits(), drafter, send=send_until_unlikely) > PASS
+
+
+def test_luck_used_for_two_positions_is_noticed(monkeypatch):
+    """Mistake: neighbours share their random numbers. Every token alone may be right, pairs are not."""
+    words = RaceKey.words
+    monkeypatch.setattr(RaceKey, "words", lambda key, purpose: words(key._replace(position=key.position // 2), purpose))
+    assert rejection_z(small_logits()) > PASS
