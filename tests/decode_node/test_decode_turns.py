@@ -93,7 +93,7 @@ def test_a_turn_that_nothing_is_left_for_is_given_back(node, turns):
 def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
     """There is work, and nothing can be planned: transfers under way hold the blocks."""
     node.open(prompt=SHORT_PROMPT)
-    node.engine.scheduler.plan = lambda _: StepPlan()
+    node.engine.scheduler.plan = lambda *_, **__: StepPlan()
     held = []
     wait = node.loop._wait_for_blocks
     node.loop._wait_for_blocks = lambda: (held.append(turns.is_held), wait())
