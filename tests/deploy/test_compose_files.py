@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 import yaml
 
 from outrider import __version__
+from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
+from outrider.cli.connection import read_tls
 from outrider.config import load_config
+from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +81,21 @@ def test_kv_and_drafts_have_a_network_of_their_own(compose):
         *("router", "router_2"),
         "prometheus",  # which reads every node's metrics
     }
+
+
+def test_with_tls_every_service_has_the_files_and_its_health_check_shows_them(compose):
+    secured = yaml.safe_load((ROOT / "compose.tls.yaml").read_text(encoding="utf-8"))["services"]
+    assert set(secured) == {name for name, service in compose["services"].items() if "env_file" in service} - {"model"}
+    for service in secured.values():
+        security = load_config({"security": SecurityConfig}, file=None, environ=service["environment"])["security"]
+        parser = argparse.ArgumentParser()
+        probe.add_arguments(parser)
+        command = service["healthcheck"]["test"]
+        arguments = parser.parse_args(command[3:])
+        assert command[:3] == ["CMD", "outrider", "probe"]
+        assert (read_tls(arguments), arguments.server_name) == (security.tls, security.peer_name)
+        (mount,) = service["volumes"]
+        assert all(str(path).startswith(f"{mount.split(':')[-2]}/") for path in (security.tls.certificate,))
 
 
 SECRETS = {

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.errors import ConfigError
 from outrider.rpc.channels import channel_options, open_channel, server_options
 from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
 from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.server import bind
@@ -16,11 +17,11 @@ from outrider.service.server import bind
 WAIT_SECONDS = 10.0
 
 
-async def serve(config: ServerConfig) -> tuple[grpc.aio.Server, str]:
+async def serve(config: ServerConfig, security: PeerSecurity = PLAINTEXT) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=server_options(max_message_bytes=config.max_message_bytes))
     health = Health(())
     await health.add_to(server)
-    address = bind(server, config, role="router")
+    address = bind(server, config, security, role="router")
     await server.start()
     await health.set_serving(is_serving=True)
     return server, address
@@ -55,6 +56,15 @@ async def test_a_router_asks_its_clients_for_certificates_where_it_has_an_author
     for stranger in (None, trusting):
         async with open_channel(address, credentials=client_credentials(stranger, None)) as channel:
             assert await refusal(channel) is grpc.StatusCode.UNAVAILABLE
+    await server.stop(0)
+
+
+async def test_a_router_may_show_its_clients_another_certificate_than_its_nodes(tls_folder, certificate):
+    security = PeerSecurity(SecurityConfig(tls=replace(certificate, authority=tls_folder / "ca.pem")))
+    server, address = await serve(ServerConfig(tls=certificate), security)
+    credentials = client_credentials(TlsConfig(authority=tls_folder / "ca.pem"), None)
+    async with open_channel(address, credentials=credentials) as channel:  # which is not asked for one
+        assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
     await server.stop(0)
 
 
