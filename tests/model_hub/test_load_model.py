@@ -5,16 +5,17 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.cpu_kernels.decoder_packing import why_not_native
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.errors import ConfigError, ModelError, NotFoundError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.load import load_model, resolve_dtype
+from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.tiny import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
 
 
@@ -222,15 +223,25 @@ def test_a_window_hidden_from_attention_is_noticed(tiny, monkeypatch):
         load(tiny, kernels="torch")
 
 
-def test_a_quantized_checkpoint_is_run_by_its_quantizers_layers(copy):
-    """Bitnet's weights are four to a byte: nothing that the native kernels could pack."""
-    weights = load_file(copy / "model.safetensors")
-    for name in [name for name in weights if name.endswith("proj.weight")]:
-        rows, columns = weights[name].shape
-        generator = torch.Generator().manual_seed(0)
-        weights[name] = torch.randint(0, 256, (rows // 4, columns), dtype=torch.uint8, generator=generator)
-        weights[f"{name}_scale"] = torch.ones(1)
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitnet"}}))
-    assert not isinstance(load(copy).native, NativeDecoder)
+class QuantizedLinear(torch.nn.Module):
+    """As quantizers put into the places of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features = self.out_features = 64
+        self.register_buffer("qweight", torch.zeros(16, 64, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["another layer", "another dtype"])
+def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
+    """Packing them for the native decoder ended in an AttributeError or a KeyError."""
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=ATTENTION_NAME)
+    spec, layers = describe_decoder(model, dtype="float32")
+    assert why_not_native(model, spec, layers) == ""
+    attention = model.base_model.layers[1].self_attn
+    if kind == "another layer":
+        attention.o_proj = QuantizedLinear()
+    else:
+        attention.o_proj.weight = torch.nn.Parameter(torch.zeros(16, 64, dtype=torch.uint8), requires_grad=False)
+    assert why_not_native(model, spec, layers) == "its 1.self_attn.o_proj is no plain linear layer"
