@@ -134,7 +134,7 @@ class Attempt:
             num_speculative_tokens=request.num_speculative_tokens,
             verification_method=request.verification_method,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=place.kv_salt(request.cache_salt),
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
         self._session: DecodeSession | None = None  # None: not opened, or left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
 from collections import OrderedDict
@@ -108,8 +109,19 @@ class Place:
         self._num_prefill_tokens = num_prefill_tokens
         self._holds_decode = True
 
+    def kv_salt(self, cache_salt: bytes) -> bytes:
+        """What seeds the hashes of this place's KV, for a request of this salt.
+
+        KV that nodes of different numerics have made together differs in bits from what the decode
+        node computes alone: it is shared among its like only.
+        """
+        kinds = (self.decode.numerics, self.prefill.numerics)
+        if kinds[0] == kinds[1] or not all(kinds):
+            return cache_salt
+        return hashlib.sha256("\0".join((*kinds, cache_salt.hex())).encode()).digest()
+
     def change_prefill(self, demand: Demand) -> bool:
-        """Another prefill node in place of the one held. False: there is none, and none is held any more."""
+        """Another prefill node in place of the one held, of its numerics. False: there is none, and none is held."""
         self.release_prefill()
         chosen = self._placement.choose_other_prefill(demand, self.prefill)
         if chosen is None:
@@ -118,7 +130,7 @@ class Place:
         return True
 
     def has_other_prefill(self) -> bool:
-        """Whether another prefill node serves whose progress is not overdue."""
+        """Whether another prefill node of the same numerics serves whose progress is not overdue."""
         return self._placement.has_timely_prefill_node(besides=self.prefill)
 
     def release_prefill(self) -> None:
@@ -215,7 +227,10 @@ class Placement:
         return bool(self._nodes.prefill_nodes) and self.can_fit_elsewhere(demand.excluded)
 
     def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
-        return any(link is not besides and not link.is_late for link in self._nodes.prefill_nodes)
+        return any(
+            link is not besides and not link.is_late and link.numerics == besides.numerics
+            for link in self._nodes.prefill_nodes
+        )
 
     def can_fit_elsewhere(self, excluded: frozenset[bytes]) -> bool:
         """Whether a decode node is left that has not called the request too large."""
@@ -265,12 +280,15 @@ class Placement:
     ) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there) with the least work ahead, this prompt included; None without room.
 
-        `avoided` comes last; it does not come at all while it is late or lost. Without `is_limited`
-        room is not asked for: the blocks of this prompt are reserved already.
+        `avoided` comes last; it does not come at all while it is late or lost, nor do nodes that
+        compute differently: the hashes of the reservation's KV say by what it was made. Without
+        `is_limited` room is not asked for: the blocks of this prompt are reserved already.
         """
         best: tuple[tuple[bool, bool, int, int, str], PrefillLink, int] | None = None
         for link in self._nodes.prefill_nodes:
             if link is avoided and link.is_late:
+                continue
+            if avoided is not None and link.numerics != avoided.numerics:
                 continue
             held = self._held_by_prefill.num_held_tokens(demand.prefix_hashes, link.incarnation)
             num_uncached = max(len(demand.token_ids) - 1 - held, 1)

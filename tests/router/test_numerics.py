@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import structlog
 
@@ -68,3 +70,33 @@ async def test_a_node_that_does_not_say_how_it_computes_is_not_held_against_othe
     await cluster.generate(sampling=cluster.sampling(max_tokens=2))
     assert warnings() == []
     assert num_mixed(cluster) == 0
+
+
+@pytest.mark.parametrize("prefill", [EXACT, OTHER, UNKNOWN], ids=["same", "other", "unknown"])
+async def test_kv_of_other_numerics_is_not_taken_for_ones_own(cluster, prefill):
+    cluster.decode.model, cluster.prefill.model = EXACT, prefill
+    await cluster.serve()
+    for _ in range(2):
+        await cluster.generate(sampling=cluster.sampling(max_tokens=2))
+    first, second = (opened.cache_salt for opened in cluster.decode.opened)
+    assert first == second
+    assert (len(first) == 32) is (prefill is OTHER)
+
+
+async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
+    """The hashes of its KV say which."""
+    node_pair.prefills[0].model, node_pair.prefills[1].model = EXACT, OTHER
+    for node in node_pair.decodes:
+        node.model = EXACT
+    await node_pair.serve()
+    for prefill in node_pair.prefills:
+        prefill.prefill_seconds = 30.0
+    answer = asyncio.ensure_future(node_pair.generate(sampling=node_pair.sampling(max_tokens=2)))
+    await node_pair.eventually(lambda: any(prefill.requests for prefill in node_pair.prefills))
+    busy = next(prefill for prefill in node_pair.prefills if prefill.requests)
+    free = next(prefill for prefill in node_pair.prefills if prefill is not busy)
+    await busy.stop()
+    assert len((await answer).token_ids()) == 2
+    assert free.requests == []
+    retargets = [retarget for node in node_pair.decodes for retarget in node.retargeted]
+    assert [retarget.transfer_id for retarget in retargets] == [b""]
