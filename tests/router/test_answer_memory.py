@@ -12,6 +12,7 @@ from outrider.request import OutputOptions, Request, SamplingParams, StopConditi
 from outrider.v1 import router_pb2
 from router import answer_budget
 from router.answer_budget import STALLED_SECONDS, AnswerBudget
+from router.caller import Caller
 from router.fakes import fake_model_info
 
 TOKEN = 96
@@ -119,7 +120,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
     await cluster.serve(journal_bytes=65_536)
     sampling = cluster.sampling(max_tokens=400)
-    unread = await cluster.service.desk.open(cluster.request(sampling=sampling))
+    unread = await cluster.service.desk.open(cluster.request(sampling=sampling), Caller())
 
     async def never_taken(_event):
         await asyncio.Event().wait()
