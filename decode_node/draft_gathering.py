@@ -60,6 +60,7 @@ class DraftGatherer:
                 sample=start.sample,
                 prompt_length=len(opened.prompt_token_ids),
                 stop_token_ids=opened.stop_token_ids,
+                verification_method=opened.verification_method,
             ),
             opened.known_token_ids(start),
         )

@@ -18,6 +18,7 @@ from outrider.speculation.draft_stream import (
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
 from outrider.speculation.proposal_table import ProposalTable
+from outrider.speculation.token_distribution import TokenDistribution
 
 MAX_TOKENS_AHEAD = 64
 """A branch may begin so far after what is committed: the node drafted past its own draft."""
@@ -251,6 +252,11 @@ class DraftedSequence:
         if len(tree) > most_tokens_offered(most_wanted):
             return False
         if not all(0 <= token_id < vocab_size for token_id in tree.token_ids):
+            return False
+        if tree.distributions and not (
+            len(tree.distributions) == len(tree)
+            and all(map(TokenDistribution.can_have_drawn, tree.distributions, tree.token_ids))
+        ):
             return False
         num_committed = len(self.committed)
         if tree.length > num_committed:

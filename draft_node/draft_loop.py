@@ -351,6 +351,7 @@ def _tree_of(branch: AheadBranch, held: HeldSequence, hello: DraftHello) -> Draf
         prefix_hash=held.tokens.hash_after(assumed),
         token_ids=branch.token_ids[:num_known],
         probability=branch.probability,
+        distributions=branch.distributions[:num_known],
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.errors import MismatchError
 from outrider.node import NodeInfo
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, negotiate
-from outrider.request import SamplingParams
+from outrider.request import SamplingParams, VerificationMethod
 from outrider.speculation.draft_tree import DraftTree
 
 MAX_BRANCHES_PER_SEQUENCE = 8
@@ -56,6 +56,12 @@ class SequenceStart:
     sample: int
     prompt_length: int
     stop_token_ids: tuple[int, ...] = ()
+    verification_method: VerificationMethod = VerificationMethod.COUPLED
+
+    @property
+    def wants_distributions(self) -> bool:
+        """Whether drafts that were drawn come with what they were drawn from."""
+        return self.verification_method is VerificationMethod.REJECTION and not self.params.is_greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.path_estimates import PathEstimates
+from outrider.speculation.token_distribution import TokenDistribution, certain
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class DraftPath:
     kv: SequenceKV  # of committed and path tokens, as far as computed
     token_ids: list[int] = field(default_factory=list)
     runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of each token; none for assumed tokens
+    distributions: list[TokenDistribution | None] = field(default_factory=list)  # what each token was drawn from
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # an alternative's: which runner-up it assumes
     num_sent: int = 0  # tokens that the decode node has been told of
@@ -31,15 +33,24 @@ class DraftPath:
     def num_decided(self) -> int:
         return len(self.token_ids) - self.num_assumed
 
-    def append(self, token_id: int, runners_up: tuple[int, ...]) -> None:
+    def append(self, token_id: int, runners_up: tuple[int, ...], distribution: TokenDistribution | None = None) -> None:
         """The draft model's decision after the path."""
         self.token_ids.append(token_id)
         self.runners_up.append(runners_up)
+        self.distributions.append(distribution)
+
+    def distributions_of(self, start: int, end: int) -> tuple[TokenDistribution, ...]:
+        """As in DraftTree, of the tokens from `start` to `end`."""
+        some = list(zip(self.token_ids, self.distributions, strict=True))[start:end]
+        if all(distribution is None for _, distribution in some):
+            return ()
+        return tuple(distribution or certain(token_id) for token_id, distribution in some)
 
     def cut_front(self, num_tokens: int) -> None:
         """The first tokens have been committed. What was sent of the path is no longer counted as sent."""
         del self.token_ids[:num_tokens]
         del self.runners_up[:num_tokens]
+        del self.distributions[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
 
@@ -117,7 +128,7 @@ class PathTree:
         if not following:
             num, path = max(num_agreeing, key=lambda each: min(each[0], each[1].kv.num_tokens - len(self) + size))
             path.kv.truncate(min(path.kv.num_tokens, len(self) - size + num))
-            path.token_ids, path.runners_up = list(new), [()] * size
+            path.token_ids, path.runners_up, path.distributions = list(new), [()] * size, [None] * size
             following = [path]
         for path in self.paths:
             if path not in following:
@@ -188,7 +199,8 @@ class PathTree:
         kv = main.kv.fork()
         kv.truncate(len(self) + index)
         assumed = [*main.token_ids[:index], main.runners_up[index][opening.rank]]
-        path = DraftPath(kv, assumed, [()] * len(assumed), num_assumed=len(assumed), rank=opening.rank)
+        size = len(assumed)
+        path = DraftPath(kv, assumed, [()] * size, [None] * size, num_assumed=size, rank=opening.rank)
         self.alternatives.append(path)
         return path
 

@@ -12,9 +12,10 @@ from outrider.speculation.draft_stream import (
     SequenceUpdate,
 )
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 from outrider.v1 import draft_pb2
-from outrider.wire.enums import EnumTable
-from outrider.wire.request import sampling_from_proto, sampling_to_proto
+from outrider.wire.enums import VERIFICATION_METHODS, EnumTable
+from outrider.wire.request import sampling_from_proto, sampling_to_proto, verification_method_from_proto
 
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
@@ -87,6 +88,10 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
                 prefix_hash=branch.prefix_hash,
                 token_ids=branch.token_ids,
                 probability=branch.probability,
+                distributions=[
+                    draft_pb2.TokenDistribution(token_ids=each.token_ids, probabilities=each.probabilities)
+                    for each in branch.distributions
+                ],
             )
             for branch in proposals.branches
         ],
@@ -110,11 +115,17 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
                 branch.prefix_hash,
                 tuple(branch.token_ids[:TOO_MANY_TOKENS]),
                 probability=_probability_from(branch.probability),
+                distributions=tuple(map(_distribution_from, branch.distributions[:TOO_MANY_TOKENS])),
             )
             for branch in proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1]
         ),
         num_computed=proto.num_computed,
     )
+
+
+def _distribution_from(proto: draft_pb2.TokenDistribution) -> TokenDistribution:
+    most = MAX_DISTRIBUTION_IDS + 1
+    return TokenDistribution(tuple(proto.token_ids[:most]), tuple(proto.probabilities[:most]))
 
 
 def _probability_from(value: float) -> float:
@@ -138,6 +149,7 @@ def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:
         sampling=sampling_to_proto(start.params),
         prompt_length=start.prompt_length,
         stop_token_ids=start.stop_token_ids,
+        verification_method=VERIFICATION_METHODS.to_proto(start.verification_method),
     )
 
 
@@ -147,4 +159,5 @@ def _start_from_proto(proto: draft_pb2.SequenceStart) -> SequenceStart:
         sample=proto.sample,
         prompt_length=proto.prompt_length,
         stop_token_ids=tuple(proto.stop_token_ids),
+        verification_method=verification_method_from_proto(proto.verification_method),
     )

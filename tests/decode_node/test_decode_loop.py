@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
 from outrider.profile import Capture, ProfileOptions, StartProfile, StepKind
-from outrider.request import FinishReason, LogprobsRequest, SamplingParams
+from outrider.request import FinishReason, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.rpc.peer_security import PLAINTEXT
 from outrider.session import (
     CancelSequenceGroup,
@@ -415,6 +415,18 @@ def test_chunked_recomputation_gives_the_same_tokens(make_node):
     prompt = tuple(random.Random(5).randrange(3, 299) for _ in range(33))
     expected = generate(make_node(), prompt=prompt)
     assert generate(make_node(max_rows_per_step=16), prompt=prompt) == expected
+
+
+@pytest.mark.parametrize("method", VerificationMethod)
+def test_a_request_is_verified_by_its_method(make_node, method):
+    node = make_node(drafts=ScriptedDrafts(lambda tokens, n: [(tokens[-1] + 7) % 299] * n))
+    flat = {"temperature": 5.0}  # so that any draft is likely enough for the lossy method
+    found = generate(node, verification_method=method, sampling=flat)
+    assert len(found) == 40
+    plain = generate(make_node(), sampling=flat)
+    assert (found == plain) == (method is VerificationMethod.COUPLED), "drafts change the tokens, or they must not"
+    assert {each for stats in node.stats for each in stats.num_drafts_by_method} == {method}
+    node.assert_nothing_is_held()
 
 
 def test_negative_control_the_comparison_sees_a_wrong_acceptance(make_node, monkeypatch):

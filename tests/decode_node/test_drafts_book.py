@@ -22,6 +22,7 @@ from outrider.speculation.draft_stream import (
 )
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
+from outrider.speculation.token_distribution import TokenDistribution
 
 
 class Clock:
@@ -320,6 +321,23 @@ def test_a_quarantined_sequence_is_offered_to_another_target(clock):
     (update,) = book.take_updates(1)
     book.take_proposals(1, [answer_to(update, 9)])
     assert tokens(book.find([DraftWant(1, [1], 1)], wait_seconds=0.0)[0]) == {1: (9,)}
+
+
+@pytest.mark.parametrize(
+    "distributions",
+    [
+        (TokenDistribution((9, 8), (0.5, 0.5)),),  # one for two tokens
+        (TokenDistribution((9, 8), (0.5, 0.5)), TokenDistribution((9, 8), (0.5, 0.5))),  # the second lacks token 7
+    ],
+    ids=["too few", "another token"],
+)
+def test_a_draft_that_was_not_drawn_from_what_it_comes_with_is_not_believed(book, distributions):
+    book.open(1, *start_of(1), num_wanted=2)
+    (update,) = book.take_updates(0)
+    tree = DraftTree(update.length, update.prefix_hash, (9, 7), distributions=distributions)
+    book.take_proposals(0, [answer_to(update, branches=(tree,))])
+    assert book.counters().num_quarantined == 1
+    assert tokens(book.find([DraftWant(1, [1], 2)], wait_seconds=0.0)[0]) == {}
 
 
 def test_a_stream_that_leaves_an_update_unanswered_for_very_long_is_stuck(book, clock):

@@ -19,7 +19,7 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.request import SamplingParams
 from outrider.speculation.acceptance import accept
 from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
-from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.draft_forward import Decided, PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 
 VOCAB_SIZE = 64
@@ -52,7 +52,7 @@ class ScriptedForward:
         assert isinstance(sampling, list)
         sampling += token_ids
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         self.calls.append((self._clock(), sum(len(row.token_ids) for row in rows)))
         self._cache.copy_blocks(block_copies)
         for row in rows:
@@ -60,7 +60,7 @@ class ScriptedForward:
                 slot = row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 self._cache.write_token(0, slot, token_id=token_id, position=position)
         self._clock.advance(self._forward_seconds)
-        return [self._decided(row) for row in rows]
+        return [Decided(self._decided(row)) for row in rows]
 
     def _decided(self, row: PathRows) -> tuple[int, ...]:
         if not row.num_decisions:

@@ -45,6 +45,18 @@ def test_tokens_are_the_same_with_and_without_speculation(running, parameters):
     assert summary.metrics.speculation.num_draft_tokens == 0
 
 
+@pytest.mark.parametrize("method", ["rejection", "typical"])
+def test_other_verification_methods_are_served(running, method):
+    parameters = {"temperature": 0.9, "seed": 8, "max_tokens": 60, **REPETITIVE}
+    tokens, summary = running.generate(LONG_PROMPT, verification_method=method, **parameters)
+    assert len(tokens) == 60
+    assert set(tokens) <= {30, 31, 32}
+    assert summary.metrics.speculation.num_accepted_draft_tokens > 0
+    plain, _ = running.generate(LONG_PROMPT, verification_method=method, speculation=False, **parameters)
+    coupled, _ = running.generate(LONG_PROMPT, **parameters)
+    assert plain == coupled, "without drafts all methods are the same"
+
+
 def test_drafts_are_accepted_where_the_text_repeats(running):
     """How many are tried depends on what rows cost at the moment: a node that has just started knows little of that."""
     answers = [

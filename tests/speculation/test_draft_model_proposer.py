@@ -16,11 +16,12 @@ from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.tiny import make_tiny_model
-from outrider.request import SamplingParams
+from outrider.request import SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
+from outrider.speculation.token_distribution import TokenDistribution
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
@@ -77,6 +78,14 @@ class Reference:
             )
             found += self._sampler.sample(self.logits(text), [SampleRows(state, len(text), ())]).token_ids
         return tuple(found)
+
+    def probabilities(self, token_ids, params) -> torch.Tensor:
+        """What the next token is drawn from.  # [num_ids]"""
+        state = self._sampler.start(
+            params, sample=0, prompt_token_ids=PROMPT, generated_token_ids=token_ids[len(PROMPT) :]
+        )
+        values = self._sampler.distribution(self.logits(token_ids), [SampleRows(state, len(token_ids), ())])
+        return values[0].softmax(dim=0)
 
     def logits(self, token_ids) -> torch.Tensor:
         """After all of them.  # [1, vocab_size]"""
@@ -196,6 +205,39 @@ def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_pre
         assumed = [*PROMPT, *branch.assumed_token_ids]
         assert branch.token_ids == reference.continuation(assumed, params, len(branch.token_ids))
     proposer.check_integrity()
+
+
+@pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])
+def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
+    reference, start = Reference(model), start_of(params)
+    start = dataclasses.replace(start, verification_method=VerificationMethod.REJECTION)
+    proposer = proposer_of(model)
+    request = ProposalRequest(1, PROMPT, 5, start, max_alternatives=2)
+    (proposal,) = drafts_of(proposer, request)
+    kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
+    assert proposal.tree.token_ids == reference.continuation(PROMPT, kept, 5)
+    assert len(proposal.tree.distributions) == 5
+    for index, (token_id, distribution) in enumerate(
+        zip(proposal.tree.token_ids, proposal.tree.distributions, strict=True)
+    ):
+        assert distribution.can_have_drawn(token_id)
+        text = [*PROMPT, *proposal.tree.token_ids[:index]]
+        probs = reference.probabilities(text, kept)
+        assert len(distribution.token_ids) == int((probs > 0).sum()) <= 32
+        assert distribution.probabilities == pytest.approx(probs[list(distribution.token_ids)].tolist(), abs=1e-6)
+    (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+    while ahead.may_go_on and not ahead.ahead:
+        (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+    for branch in ahead.ahead:
+        assert all(map(TokenDistribution.can_have_drawn, branch.distributions, branch.token_ids))
+        assert len(branch.distributions) == len(branch.token_ids)
+
+
+def test_other_methods_and_greedy_drafts_send_no_distributions(model):
+    for params, method in ((HOT, VerificationMethod.COUPLED), (GREEDY, VerificationMethod.REJECTION)):
+        start = dataclasses.replace(start_of(params), verification_method=method)
+        (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
+        assert proposal.tree.distributions == ()
 
 
 def test_a_runner_up_is_the_winner_of_the_race_without_the_winner(model):

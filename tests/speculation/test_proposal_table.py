@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens, prefix_hash
 from outrider.speculation.proposal_table import ProposalTable
+from outrider.speculation.token_distribution import TokenDistribution
 
 EMPTY = HashedTokens()
 
@@ -34,6 +37,14 @@ def test_an_older_branch_serves_if_its_first_tokens_were_committed_since():
     table.add(branch_after([5, 6], 7, 8, 9), EMPTY, now=0.0)
     assert taken(table, HashedTokens([5, 6, 7]), 4) == (8, 9)
     assert taken(table, HashedTokens([5, 6, 7, 8]), 4) == (9,)
+
+
+def test_what_tokens_were_drawn_from_is_cut_with_them():
+    drawn_from = tuple(TokenDistribution((token_id, 1), (0.5, 0.5)) for token_id in (7, 8, 9))
+    table = ProposalTable()
+    table.add(replace(branch_after([5, 6], 7, 8, 9), distributions=drawn_from), EMPTY, now=0.0)
+    assert table.take(HashedTokens([5, 6]), 2).tree.distributions == drawn_from[:2]
+    assert table.take(HashedTokens([5, 6, 7]), 4).tree.distributions == drawn_from[1:]
 
 
 def test_a_branch_that_was_wrong_or_is_spent_is_dropped():

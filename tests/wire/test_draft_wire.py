@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from outrider.request import SamplingParams
+from outrider.request import SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.token_distribution import TokenDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import (
     hello_from_proto,
@@ -32,6 +33,7 @@ START = SequenceStart(
     sample=3,
     prompt_length=2,
     stop_token_ids=(0, 5),
+    verification_method=VerificationMethod.REJECTION,
 )
 
 
@@ -63,7 +65,10 @@ def test_an_update_survives_the_wire(update):
             sequence_id=1,
             status=DraftStatus.PROPOSED,
             acked_length=9,
-            branches=(DraftTree(9, 2**64 - 1, (1, 2)), DraftTree(8, 0, (3,))),
+            branches=(
+                DraftTree(9, 2**64 - 1, (1, 2)),
+                DraftTree(8, 0, (3,), distributions=(TokenDistribution((3, 2**32 - 1), (0.75, 0.25)),)),
+            ),
         ),
         SequenceProposals(sequence_id=1, status=DraftStatus.CATCHING_UP, acked_length=9, num_computed=4),
         SequenceProposals(sequence_id=1, status=DraftStatus.UNKNOWN_PREFIX),

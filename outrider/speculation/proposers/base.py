@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.token_distribution import TokenDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class AheadBranch:
     assumed_token_ids: tuple[int, ...]  # after the request's committed tokens
     token_ids: tuple[int, ...]
     probability: float  # the proposer's estimate that the text does
+    distributions: tuple[TokenDistribution, ...] = ()  # as in DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.token_distribution import TokenDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,15 @@ class PathRows:
     sampling: object  # of the sequence: from `start`
     assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
     num_decisions: int = 0  # 0: only its KV is wanted; 1: the token that follows; n: n - 1 runners-up too
+    wants_distribution: bool = False  # what the token that follows is drawn from
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a forward has decided after one path."""
+
+    token_ids: tuple[int, ...]  # the winner of the race at the next position, then the winners without those before
+    distribution: TokenDistribution | None = None  # what the first was drawn from, where it was asked for
 
 
 class DraftForward(Protocol):
@@ -40,9 +50,5 @@ class DraftForward(Protocol):
     def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
         """Counts newly committed tokens."""
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Copies blocks, then one forward pass over all rows.
-
-        Returns for each of the rows, in order, the winner of the race at its next position, then the winners of the
-        same race without those before: as many as it asked for.
-        """
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
+        """Copies blocks, then one forward pass over all rows. For each of them, in order, as much as it asked for."""

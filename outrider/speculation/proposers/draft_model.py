@@ -277,7 +277,15 @@ class DraftModelProposer:
             except NoFreeBlocksError:
                 if evicts_beside is None or not self._evict(now, evicts_beside):
                     return False
-        rows = PathRows(missing, start, path.kv.block_table(), drafted.sampling, tuple(path.token_ids), num_decisions)
+        rows = PathRows(
+            missing,
+            start,
+            path.kv.block_table(),
+            drafted.sampling,
+            tuple(path.token_ids),
+            num_decisions,
+            drafted.start.wants_distributions,
+        )
         now.rows.append(_Row(drafted, path, rows))
         return True
 
@@ -306,11 +314,11 @@ class DraftModelProposer:
         num_rows = sum(len(row.rows.token_ids) for row in now.rows)
         if num_rows == len(now.rows):
             self._cost.observe(num_rows=num_rows, step_seconds=self._clock() - started)
-        for row, token_ids in zip(now.rows, decided, strict=True):
+        for row, outcome in zip(now.rows, decided, strict=True):
             kv = row.path.kv
             kv.advance(row.rows.start_position + len(row.rows.token_ids))
-            if token_ids:
-                row.path.append(token_ids[0], token_ids[1:])
+            if outcome.token_ids:
+                row.path.append(outcome.token_ids[0], outcome.token_ids[1:], outcome.distribution)
             if row.path is row.drafted.tree.main:
                 kv.publish(row.drafted.tree.token_ids)
 
@@ -336,7 +344,11 @@ class DraftModelProposer:
             main.num_sent = num_offered = min(len(main.token_ids), request.num_wanted)
         return Proposal(
             sequence_id=request.sequence_id,
-            tree=DraftTree(length, token_ids=tuple(main.token_ids[:num_offered])),
+            tree=DraftTree(
+                length,
+                token_ids=tuple(main.token_ids[:num_offered]),
+                distributions=main.distributions_of(0, num_offered),
+            ),
             progress=progress,
             num_computed=main.kv.num_tokens if progress is Progress.CATCHING_UP else 0,
         )
@@ -359,4 +371,5 @@ class DraftModelProposer:
                     assumed_token_ids=tuple(path.token_ids[:start]),
                     token_ids=tuple(path.token_ids[start : start + most]),
                     probability=tree.probability(path, start),
+                    distributions=path.distributions_of(start, start + most),
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
+from outrider.engine.sampler.transfer import download, upload_ids
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,11 @@ class ModelForward:
         return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)
 
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
+        params = start.params
+        if start.wants_distributions:  # what is sent is what was drawn from
+            params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
         return self.sampler.start(
-            start.params,
+            params,
             sample=start.sample,
             prompt_token_ids=token_ids[: start.prompt_length],
             generated_token_ids=token_ids[start.prompt_length :],
@@ -68,7 +73,7 @@ class ModelForward:
         self.sampler.commit(sampling, token_ids)
 
     @torch.inference_mode()
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if block_copies:
             self.kv_cache.copy_blocks(block_copies)
         fed = [
@@ -77,6 +82,7 @@ class ModelForward:
         logits = self.runner.forward(build_input_batch(fed, self.pool.block_size))
         decided: list[list[int]] = [[] for _ in rows]
         deciding = [index for index, row in enumerate(rows) if row.num_decisions]
+        distributions = self._distributions(logits, rows, deciding)
         while deciding:
             sampled = self.sampler.sample(logits, [_sample_rows(rows[index]) for index in deciding]).token_ids
             for index, token_id in zip(deciding, sampled, strict=True):
@@ -85,7 +91,26 @@ class ModelForward:
             if again:
                 logits = _without(logits, again, [sampled[place] for place in again])
             deciding = [deciding[place] for place in again]
-        return [tuple(token_ids) for token_ids in decided]
+        return [Decided(tuple(token_ids), distributions.get(index)) for index, token_ids in enumerate(decided)]
+
+    def _distributions(
+        self, logits: Tensor, rows: Sequence[PathRows], deciding: Sequence[int]
+    ) -> dict[int, TokenDistribution]:
+        """What the next token of some rows is drawn from, by row. `logits`: [len(deciding), vocab_size]."""
+        places = [place for place, index in enumerate(deciding) if rows[index].wants_distribution]
+        if not places:
+            return {}
+        asking = [deciding[place] for place in places]
+        values = self.sampler.distribution(
+            logits.index_select(0, upload_ids(places, logits.device)), [_sample_rows(rows[index]) for index in asking]
+        )
+        likely = values.topk(min(MAX_DISTRIBUTION_IDS, values.shape[1]), dim=1)
+        probs = likely.values.softmax(dim=1)  # [len(places), 32] float32
+        found = {}
+        for index, ids, weights in zip(asking, download(likely.indices), download(probs), strict=True):
+            kept = [(token_id, weight) for token_id, weight in zip(ids, weights, strict=True) if weight > 0.0]
+            found[index] = TokenDistribution(tuple(token_id for token_id, _ in kept), tuple(w for _, w in kept))
+        return found
 
 
 def _sample_rows(row: PathRows) -> SampleRows:
