@@ -30,18 +30,25 @@ class Numerics:
         return f"{self.promise} ({self.kernels})"
 
 
-def native_numerics(path: str, *, by_layers: bool = False, has_int8_weights: bool = False) -> Numerics:
+def native_numerics(
+    path: str, *, by_layers: bool = False, has_int8_weights: bool = False, promise: Promise = Promise.EXACT
+) -> Numerics:
     """`path`: an instruction path, whose kernels keep the order of every sum fixed (see cpu_kernels).
 
     `by_layers`: transformers runs the model and native layers compute in it, which rounds
     at other places than a whole native decoder does. `has_int8_weights`: exact, but of a
-    model whose weights have been rounded.
+    model whose weights have been rounded. `promise`: less than exact for a model of which torch
+    computes something that depends on the batch.
     """
     notes = [path, *["by layers"] * by_layers, *["lossy int8 weights"] * has_int8_weights]
-    return Numerics(Promise.EXACT, ", ".join(notes))
+    return Numerics(promise, ", ".join(notes))
+
+
+def promise_of_torch(dtype: str) -> Promise:
+    """What its kernels keep; `dtype` "float32" or "bfloat16"."""
+    return Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
 
 
 def torch_numerics(dtype: str, device_type: str) -> Numerics:
     """Of torch's own kernels; `dtype` "float32" or "bfloat16", `device_type` "cpu" or "cuda"."""
-    promise = Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
-    return Numerics(promise, f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}")
+    return Numerics(promise_of_torch(dtype), f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}")

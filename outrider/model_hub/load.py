@@ -22,13 +22,20 @@ from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_laye
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.engine.linear import can_pack, pack_linear_layers
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.numerics import native_numerics, promise_of_torch
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels, torch_instead
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.model_hub.support import check_paged_forward, describe_decoder, own_logits, refuse_by_config
+from outrider.model_hub.support import (
+    check_paged_forward,
+    depends_on_batch,
+    describe_decoder,
+    own_logits,
+    refuse_by_config,
+)
 from outrider.model_hub.weight_files import check_weight_files
 
 
@@ -77,6 +84,12 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         weights_from="checkpoint",
     )
     check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
+    if isinstance(native, NativeLayers) and depends_on_batch(loaded):
+        # Experts, Conv1D and whatever else is no linear layer are torch's.
+        numerics = native_numerics(
+            kernels.path, by_layers=True, has_int8_weights=has_int8_weights, promise=promise_of_torch(dtype)
+        )
+        loaded = replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
     return loaded
 
 

@@ -26,6 +26,8 @@ from outrider.errors import ConfigError, ModelError
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+_COMPARED_ROWS = 32
+_ROWS_ALONE = 8
 LOSSY_TOLERANCE = 0.3
 """Of the largest logit. A wrong mask, position or cache is off by far more, rounding by far less."""
 
@@ -133,6 +135,33 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
             f"{spec.architecture}: the {what} differs from the model's own by {difference:.2g} of the largest logit "
             f"({allowed} allowed), {conclusion}"
         )
+
+
+def depends_on_batch(model: RunnableModel) -> bool:
+    """Whether the logits of some rows have other bits in company than alone: seen on random tokens, at load.
+
+    Equal bits prove nothing of other batches; unequal ones prove that something in the model, which
+    torch computes, adds in an order that depends on the rows beside it.
+    """
+    spec = model.spec
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(0, spec.vocab_size, (2, _COMPARED_ROWS), generator=generator).tolist()
+    cache = PagedKVCache(spec.planes, num_blocks=6, block_size=_COMPARED_ROWS, device=model.device)
+    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
+
+    def logits(*sequences: SequenceRows) -> Tensor:
+        """Of the first sequence: [num_rows, vocab_size] float32."""
+        result = runner.forward(build_input_batch(list(sequences), cache.block_size))
+        return result[: len(sequences[0].token_ids)].clone()
+
+    def part(which: int, start: int, end: int, block: int) -> SequenceRows:
+        return SequenceRows(rows[which][start:end], start, (block,), end - start)
+
+    alone = torch.cat([logits(part(0, at, at + 1, 0)) for at in range(_ROWS_ALONE)])
+    whole = logits(part(0, 0, _COMPARED_ROWS, 1))
+    company = [part(1, 0, _COMPARED_ROWS, 3), part(1, 0, _COMPARED_ROWS // 2, 4), part(0, 0, 1, 5)]
+    together = logits(part(0, 0, _COMPARED_ROWS, 2), *company)
+    return not (torch.equal(alone, whole[:_ROWS_ALONE]) and torch.equal(whole, together))
 
 
 def architecture_name(config: PretrainedConfig) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels import modules
@@ -15,11 +18,13 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
+from outrider.model_hub.support import depends_on_batch
 from outrider.model_hub.tiny import ARCHITECTURES, make_tiny_model
 
 pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 
 NUM_TOKENS = 60
+TOLD = {"float32": "exact up to ties", "bfloat16": "batch-dependent"}
 BLOCKS = ([3, 4, 5, 6], [9, 8, 20, 11], [13, 14, 15, 16])
 
 
@@ -106,3 +111,36 @@ def test_a_norm_of_another_kind_is_left_alone():
     assert kernels.replace_norms(model) == 1
     assert model[0] is layer_norm
     assert isinstance(model[1], modules.NativeRMSNorm)
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONV1D = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"), [("mixtral", EXPERTS), ("gpt2", CONV1D)], ids=["experts", "conv1d"]
+)
+def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, architecture, settings):
+    """Its order of sums depends on the number of rows: seen at load, by comparing bits."""
+    directory = make_tiny_model(tmp_path)
+    common = json.loads((directory / "config.json").read_text())
+    names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+    sizes = () if architecture == "gpt2" else ("hidden_size", "intermediate_size", "num_hidden_layers")
+    config = AutoConfig.for_model(architecture, **{name: common[name] for name in (*names, *sizes)}, **settings)
+    if architecture == "mixtral":
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 16
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    model = load_model(ModelConfig(id=str(directory), dtype="float32"))
+    assert isinstance(model.native, NativeLayers)
+    seen = "exact up to ties" if depends_on_batch(model) else "exact"  # on every processor that we know: the former
+    assert model.info.numerics == f"{seen} ({model.kernels.path}, by layers)"
+
+
+def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypatch):
+    directory = make_tiny_model(tmp_path, architecture="gemma", dtype="bfloat16")
+    monkeypatch.setattr(load_module, "depends_on_batch", lambda _model: True)
+    numerics = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
+    path = choose_kernels().path
+    assert numerics == [f"{promise} ({path}, by layers)" for promise in TOLD.values()]
