@@ -61,6 +61,7 @@ class DraftGatherer:
                 prompt_length=len(opened.prompt_token_ids),
                 stop_token_ids=opened.stop_token_ids,
                 verification_method=opened.verification_method,
+                cache_salt=opened.cache_salt,
             ),
             opened.known_token_ids(start),
         )

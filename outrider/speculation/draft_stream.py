@@ -57,6 +57,7 @@ class SequenceStart:
     prompt_length: int
     stop_token_ids: tuple[int, ...] = ()
     verification_method: VerificationMethod = VerificationMethod.COUPLED
+    cache_salt: bytes = b""
 
     @property
     def wants_distributions(self) -> bool:

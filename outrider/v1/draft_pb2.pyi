@@ -75,18 +75,20 @@ class SequenceUpdate(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("sample", "sampling", "prompt_length", "stop_token_ids", "verification_method")
+    __slots__ = ("sample", "sampling", "prompt_length", "stop_token_ids", "verification_method", "cache_salt")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     sample: int
     sampling: _router_pb2.SamplingParams
     prompt_length: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     verification_method: _router_pb2.VerificationMethod
-    def __init__(self, sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ...) -> None: ...
+    cache_salt: bytes
+    def __init__(self, sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
 
 class DraftProposals(_message.Message):
     __slots__ = ("hello", "sequences")

@@ -150,6 +150,7 @@ def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:
         prompt_length=start.prompt_length,
         stop_token_ids=start.stop_token_ids,
         verification_method=VERIFICATION_METHODS.to_proto(start.verification_method),
+        cache_salt=start.cache_salt,
     )
 
 
@@ -160,4 +161,5 @@ def _start_from_proto(proto: draft_pb2.SequenceStart) -> SequenceStart:
         prompt_length=proto.prompt_length,
         stop_token_ids=tuple(proto.stop_token_ids),
         verification_method=verification_method_from_proto(proto.verification_method),
+        cache_salt=proto.cache_salt,
     )

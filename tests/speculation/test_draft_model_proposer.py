@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,6 +110,17 @@ def test_after_a_partly_accepted_draft_it_goes_on_as_from_a_fresh_prefix(model, 
     (second,) = drafts_of(proposer, ProposalRequest(1, text, 5, start_of(HOT)))
     assert second.tree.token_ids == Reference(model).continuation(text, HOT, 5)
     proposer.check_integrity()
+
+
+def test_a_prompt_of_one_tenant_is_not_cached_for_another(model):
+    proposer, prompt = proposer_of(model), PROMPT * 4
+    drafts_of(proposer, ProposalRequest(1, prompt, 2, replace(start_of(GREEDY), cache_salt=b"alice")))
+    pool = proposer._forward.pool
+    found = {
+        salt: len(pool.match_prefix(prompt, max_tokens=len(prompt), hashes=pool.new_hashes(salt)))
+        for salt in (b"alice", b"bob", b"")
+    }
+    assert found == {b"alice": len(prompt) // pool.block_size, b"bob": 0, b"": 0}
 
 
 def test_each_sample_runs_its_own_race(model):

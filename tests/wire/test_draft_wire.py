@@ -21,6 +21,7 @@ from outrider.wire.draft import (
 )
 
 START = SequenceStart(
+    cache_salt=b"alice",
     params=SamplingParams(
         seed=2**64 - 1,
         max_tokens=7,

@@ -161,7 +161,12 @@ class DraftModelProposer:
             return None
         if drafted is None:
             # The last token is always computed: its logits begin the draft.
-            kv = SequenceKV.create(self._forward.pool, token_ids, max_cached_tokens=len(token_ids) - 1)
+            kv = SequenceKV.create(
+                self._forward.pool,
+                token_ids,
+                max_cached_tokens=len(token_ids) - 1,
+                cache_salt=request.start.cache_salt,
+            )
             tree = PathTree(kv, token_ids, stop_token_ids=request.start.stop_token_ids)
             drafted = _Drafted(tree, request.start, self._forward.start(request.start, token_ids))
         else:
