@@ -16,7 +16,12 @@ from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
 from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.logging import get_logger
-from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftHello, check_fits
+from outrider.speculation.draft_stream import (
+    MAX_ANSWERS_PER_MESSAGE,
+    MAX_BRANCHES_PER_MESSAGE,
+    DraftHello,
+    check_fits,
+)
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_to_proto, proposals_from_proto, step_to_proto, update_to_proto
 from outrider.wire.node import info_from_proto
@@ -193,8 +198,9 @@ class DraftLink:
             message = await call.read()
             if not isinstance(message, draft_pb2.DraftProposals):
                 raise PeerLostError(f"{self.target} ended the stream", node=self.target)
-            if len(message.sequences) > MAX_ANSWERS_PER_MESSAGE:
-                raise PeerLostError(f"{self.target} sends {len(message.sequences)} answers at once", node=self.target)
+            num_answers = len(message.sequences)
+            if num_answers > MAX_ANSWERS_PER_MESSAGE or _num_branches(message) > MAX_BRANCHES_PER_MESSAGE:
+                raise PeerLostError(f"{self.target} sends {num_answers} answers at once", node=self.target)
             answers = [proposals_from_proto(proto) for proto in message.sequences]
             with self._changed:
                 num_quarantined = self._book.counters().num_quarantined
@@ -209,6 +215,10 @@ class DraftLink:
                 _log.warning("draft node answers nonsense", node=self.node_name, num_sequences=num_quarantined)
             if has_unsent:
                 self._wake.set()
+
+
+def _num_branches(message: draft_pb2.DraftProposals) -> int:
+    return sum(len(answer.branches) for answer in message.sequences)
 
 
 def draft_rank(hello: DraftHello, target: str) -> int:

@@ -24,12 +24,17 @@ class DraftNodeConfig(ProposerSettings):
     )
     look_ahead: str = setting(
         "auto",
-        choices=("off", "auto", *map(str, range(1, MAX_ALTERNATIVES + 1))),
-        help="Alternatives of a sequence that a draft model follows while the target verifies. "
-        "auto: as many as its time allows; off where processors are shared with the target.",
+        help="Alternatives of a sequence that a draft model follows while the target verifies: off, auto, or "
+        f"1 to {MAX_ALTERNATIVES}. auto: as many as its time allows; off where processors are shared with the target.",
     )
     shares_processors: bool = setting(False, help="Whether target models compute on this node's processors.")
     max_sequences: int = setting(512, at_least=1, at_most=65_536, help="Sequences held, of all decode nodes together.")
+
+    def __post_init__(self) -> None:
+        ProposerSettings.__post_init__(self)
+        is_number = self.look_ahead.isdecimal() and 1 <= int(self.look_ahead) <= MAX_ALTERNATIVES
+        if self.look_ahead not in ("off", "auto") and not is_number:
+            raise ValueError(f"look_ahead {self.look_ahead!r} is not off, auto or 1 to {MAX_ALTERNATIVES}")
 
     @property
     def max_alternatives(self) -> int:

@@ -37,6 +37,7 @@ RATE_WINDOW_SECONDS = 10.0
 IDLE_SECONDS = 0.5
 
 ROUND_SMOOTHING = 0.2
+FADING = 0.95
 
 _log = get_logger("draft_loop")
 
@@ -164,11 +165,17 @@ class DraftLoop:
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward
         answers = self._answers(requests, proposals)
         self._push([*refused, *answers])
-        if requests and requests[0].looks_ahead:
-            weight = ROUND_SMOOTHING if self._ahead_seconds > 0.0 else 1.0
-            self._ahead_seconds += weight * (self._clock() - started - self._ahead_seconds)
+        self._learn_time(requests, self._clock() - started)
         num_wasted = self._proposer.num_wasted_tokens - num_wasted
         return self._finish(started, len(updates), len(refused), len(requests), answers, num_wasted)
+
+    def _learn_time(self, requests: Sequence[ProposalRequest], seconds: float) -> None:
+        """How long a step that only looks ahead takes. While there are none, an estimate that forbids them fades."""
+        if requests and requests[0].looks_ahead:
+            weight = ROUND_SMOOTHING if self._ahead_seconds > 0.0 else 1.0
+            self._ahead_seconds += weight * (seconds - self._ahead_seconds)
+        else:
+            self._ahead_seconds *= FADING
 
     def _take_updates(self) -> list[tuple[DraftPeer, ReceivedUpdate]]:
         with self._changed:
@@ -205,32 +212,35 @@ class DraftLoop:
 
     def _requests(self, now: float) -> list[ProposalRequest]:
         """Whoever waits, first. No look-ahead is begun that would not be over when its target is."""
-        too_late = [key for key, held in self._ahead.items() if now + self._ahead_seconds >= held.verified_by]
-        for key in too_late:
-            del self._ahead[key]
+        self._ahead = {key: held for key, held in self._ahead.items() if self._may_look_ahead(held, now)}
         return [
-            *(self._request(held, looks_ahead=False) for held in self._pending.values()),
-            *(self._request(held, looks_ahead=True) for held in self._ahead.values()),
+            *(self._request(held, now, looks_ahead=False) for held in self._pending.values()),
+            *(self._request(held, now, looks_ahead=True) for held in self._ahead.values()),
         ]
 
-    def _request(self, held: HeldSequence, *, looks_ahead: bool) -> ProposalRequest:
-        can_look_ahead = held.num_wanted > 0 and self._proposer.can_look_ahead
+    def _request(self, held: HeldSequence, now: float, *, looks_ahead: bool) -> ProposalRequest:
+        max_alternatives = self._limits.max_alternatives if self._may_look_ahead(held, now) else 0
         return ProposalRequest(
             sequence_id=held.key,
             token_ids=held.tokens.token_ids,
-            num_wanted=self._num_offered(held),
+            num_wanted=self._num_offered(held, looks_ahead=max_alternatives > 0),
             start=held.start,
-            max_alternatives=self._limits.max_alternatives if can_look_ahead else 0,
+            max_alternatives=max_alternatives,
             looks_ahead=looks_ahead,
             owner=held.name[0],
         )
 
-    def _num_offered(self, held: HeldSequence) -> int:
-        """What is wanted and, without a look-ahead, some more; but nothing past the sequence's end."""
+    def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
+        """Whether what is begun now is over when the target is."""
+        is_able = self._limits.max_alternatives > 0 and self._proposer.can_look_ahead
+        return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.verified_by
+
+    def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
+        """What is wanted and, where nothing more follows by look-ahead, some more; but nothing past the end."""
         if held.num_wanted <= 0:
             return 0
         offered = wanted = min(held.num_wanted, self._limits.num_speculative_tokens)
-        if not (self._limits.max_alternatives and self._proposer.can_look_ahead):
+        if not looks_ahead:
             offered = min(wanted + self._proposer.num_extra_tokens, most_tokens_offered(wanted))
         num_left = held.start.prompt_length + held.start.params.max_tokens - len(held.tokens)
         return max(0, min(offered, num_left))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from outrider.errors import CapacityError
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
+    MAX_BRANCHES_PER_MESSAGE,
     MAX_BRANCHES_PER_SEQUENCE,
     DraftHello,
     DraftStatus,
@@ -106,11 +107,13 @@ class DraftPeer:
     def take_answers(self) -> list[SequenceProposals]:
         """As many as one message may carry, oldest first; empty when none wait."""
         taken: list[SequenceProposals] = []
+        num_branches = 0
         with self._lock:
             while self._unsent:
                 sequence_id = next(iter(self._unsent))
                 answers = self._unsent[sequence_id].answers(sequence_id)
-                if len(taken) + len(answers) > MAX_ANSWERS_PER_MESSAGE:
+                num_branches += sum(len(answer.branches) for answer in answers)
+                if len(taken) + len(answers) > MAX_ANSWERS_PER_MESSAGE or num_branches > MAX_BRANCHES_PER_MESSAGE:
                     break
                 del self._unsent[sequence_id]
                 taken += answers

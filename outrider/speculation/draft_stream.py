@@ -15,14 +15,20 @@ from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, neg
 from outrider.request import SamplingParams, VerificationMethod
 from outrider.speculation.draft_tree import DraftTree
 
-MAX_BRANCHES_PER_SEQUENCE = 8
+MAX_BRANCHES_PER_SEQUENCE = 32
 """Branches of one sequence in one message; more is taken for a broken peer."""
 
-MAX_AHEAD_BRANCHES = 16
-"""Branches that one update allows besides its answer; what is sent beyond that is stale."""
+MAX_AHEAD_BRANCHES = 4 * MAX_BRANCHES_PER_SEQUENCE
+"""Branches that one update allows besides its answer: some, each again as it grows. What is sent beyond is stale."""
 
 MAX_ANSWERS_PER_MESSAGE = 1024
 """More is taken for a broken peer."""
+
+MAX_BRANCHES_PER_MESSAGE = 4096
+"""More is taken for a broken peer."""
+
+MAX_BRANCH_TOKENS = 32
+"""Of any branch: nobody verifies more in one step."""
 
 MAX_PROPOSAL_TOKENS = 16
 """Tokens of one branch that are offered beyond num_wanted or with it, at most."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 
-LEAST_PROBABILITY = 0.02
+LEAST_PROBABILITY = 0.005
 """A token that the text reaches less often is not worth a row, even of a drafter that has nothing else to do."""
 
 
@@ -19,6 +19,7 @@ class AheadRow:
     probability: float  # that the text reaches this token
     tree: PathTree
     path: DraftPath | Opening
+    is_wanted: bool = False  # part of the draft that was asked for
 
 
 def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int, max_length: int) -> list[AheadRow]:
@@ -36,12 +37,14 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
         most = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
         if num_tokens >= most or tree.is_over(path, max_length=max_length):
             continue
-        rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path))
-    if len(tree.alternatives) < max_alternatives and len(tree) + 1 < max_length:
-        opening = tree.next_opening(num_wanted + 1)
-        if opening is not None:
-            rows.append(AheadRow(owner, opening.probability * acceptance, tree, opening))
-    return [row for row in rows if row.probability >= LEAST_PROBABILITY]
+        is_wanted = path is tree.main and num_tokens < num_wanted
+        rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path, is_wanted))
+    num_left = max_alternatives - len(tree.alternatives) if len(tree) + 1 < max_length else 0
+    rows += [
+        AheadRow(owner, opening.probability * acceptance, tree, opening)
+        for opening in tree.openings(num_wanted + 1)[: max(0, num_left)]
+    ]
+    return [row for row in rows if row.is_wanted or row.probability >= LEAST_PROBABILITY]
 
 
 def by_worth(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:

@@ -80,7 +80,7 @@ class PathTree:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._token_ids = list(token_ids)
         self._source = token_ids
-        self._openings: list[Opening] = []  # most likely last
+        self._openings: list[Opening] = []  # likeliest first
         self._num_listed = 0  # of the main path's first tokens, by which `_openings` was made
 
     def __len__(self) -> int:
@@ -181,20 +181,18 @@ class PathTree:
         num_after = num_tokens - path.num_assumed
         return self._probability_of(path.num_assumed - 1, path.rank) * float(acceptance**num_after)
 
-    def next_opening(self, num_positions: int) -> Opening | None:
-        """The likeliest alternative to one of the main path's first tokens that is not there yet."""
+    def openings(self, num_positions: int) -> Sequence[Opening]:
+        """Alternatives to the main path's first tokens that are not there yet, the likeliest first."""
         main = self.main
         num_forkable = main.kv.num_tokens - len(self) + 1  # the KV before a replaced token must be there
         num_positions = min(num_positions, num_forkable, len(main.token_ids))
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
-        return self._openings[-1] if self._openings else None
+        return self._openings
 
     def open(self, opening: Opening) -> DraftPath:
         """Begins an alternative, on a fork of the main path's KV. It needs no forward until it is continued."""
-        assert self._openings
-        assert self._openings[-1] is opening
-        self._openings.pop()
+        self._openings.remove(opening)
         main, index = self.main, opening.index
         kv = main.kv.fork()
         kv.truncate(len(self) + index)
@@ -214,7 +212,7 @@ class PathTree:
             for rank in range(len(runners_up))
             if (index, rank) not in taken
         ]
-        return sorted(openings, key=lambda opening: opening.probability)
+        return sorted(openings, key=lambda opening: -opening.probability)
 
     def _probability_of(self, index: int, rank: int) -> float:
         acceptance = self.estimates.acceptance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
+from outrider.speculation.draft_stream import MAX_BRANCH_TOKENS, MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
 
@@ -22,7 +22,8 @@ class ProposalTable:
 
     Late, early, re-based and merged proposals are one case: a draft of an older prefix still serves if its first
     tokens equal what was committed since, one of a prefix that is not committed yet may serve later. Bounded: stale
-    drafts give way first, then the least likely one. Not thread-safe: confined to its owner's thread or lock.
+    drafts give way first, then the least likely one. A look-up costs the same however many there are. Not
+    thread-safe: confined to its owner's thread or lock.
     """
 
     __slots__ = ("_kept", "_max_trees")
@@ -51,17 +52,15 @@ class ProposalTable:
         """At most `num_wanted` tokens proposed after `committed`; None when there are none.
 
         Of several drafts that fit, the one made from the longest prefix wins, since it
-        saw most. Stale drafts are dropped; the one used stays, because what is left of it
-        may fit the next commit as well.
+        saw most. It stays, because what is left of it may fit the next commit as well.
         """
-        self._drop_stale(committed)
-        fitting = [kept for kept in self._kept.values() if kept.tree.length <= len(committed)]
-        if not fitting:
-            return None
-        best = max(fitting, key=lambda kept: kept.tree.length)
-        rest = best.tree.after(committed.token_ids)
-        assert rest is not None, "stale drafts are gone"
-        return replace(best, tree=rest.cut(num_wanted))
+        num_committed = len(committed)
+        for length in range(num_committed, max(-1, num_committed - MAX_BRANCH_TOKENS), -1):
+            kept = self._kept.get((length, committed.hash_at(length)))
+            rest = None if kept is None else kept.tree.after(committed.token_ids)
+            if kept is not None and rest is not None:
+                return replace(kept, tree=rest.cut(num_wanted))
+        return None
 
     def clear(self) -> None:
         self._kept.clear()

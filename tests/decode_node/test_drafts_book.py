@@ -15,6 +15,7 @@ from outrider.request import SamplingParams
 from outrider.speculation import prefix_hash as prefix_hash_module
 from outrider.speculation.draft_stream import (
     MAX_AHEAD_BRANCHES,
+    MAX_BRANCHES_PER_SEQUENCE,
     DraftStatus,
     SequenceProposals,
     SequenceStart,
@@ -547,7 +548,7 @@ def test_an_assumption_that_did_not_come_true_is_no_lie(book):
         {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than anybody drafts
         {"branches": (DraftTree(4, 0, (1000,)),)},  # no such id
         {"branches": (DraftTree(4, 0, (1,) * 11),)},  # longer than anybody asked for
-        {"branches": (DraftTree(4, 0, (1,)),) * 9},
+        {"branches": (DraftTree(4, 0, (1,)),) * (MAX_BRANCHES_PER_SEQUENCE + 1)},
         {"acked_length": 3},  # of what it was never sent
     ],
 )
@@ -559,7 +560,7 @@ def test_what_no_honest_node_could_say_ahead_costs_it_the_sequence(book, lie):
 
 def test_what_exceeds_the_allowance_is_stale_and_counts_as_flooding(book):
     update = opened(book)
-    for _ in range(4):
+    for _ in range(MAX_AHEAD_BRANCHES // 4):
         book.take_proposals(0, [ahead_of(update, *(((9, index), (1,)) for index in range(4)))])
     assert (book.counters().num_ahead_branches, book.counters().num_stale_answers) == (MAX_AHEAD_BRANCHES, 0)
     book.take_proposals(0, [ahead_of(update, ((7, 8, 9), (1, 2)))] * (MAX_UNASKED_IN_A_ROW + 1))

@@ -183,7 +183,7 @@ class SimulatedPair:
         step_seconds: float = 0.030,
         forward_seconds: float = 0.002,
         delay_seconds: float = 0.005,
-        max_alternatives: int = 7,
+        max_alternatives: int = 31,
         num_blocks: int = 4096,
     ) -> None:
         self.clock = FakeClock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.speculation.draft_stream import DraftStatus
 from tests.draft_node.simulated_pair import SimulatedPair, target_that_decides_like
 
 
@@ -27,7 +28,7 @@ def test_an_oracle_is_accepted_whole_with_every_step_a_hit_after_the_first(delay
 
 def test_without_look_ahead_a_draft_comes_a_step_late():
     texts = []
-    for max_alternatives in (0, 7):
+    for max_alternatives in (0, 31):
         pair = SimulatedPair(max_alternatives=max_alternatives)
         node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
         pair.run(1.0)
@@ -59,7 +60,7 @@ def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
 
 def test_the_text_is_the_targets_own_whatever_is_drafted():
     texts = []
-    for max_alternatives, forward_seconds in ((0, 0.002), (7, 0.002), (7, 0.02)):
+    for max_alternatives, forward_seconds in ((0, 0.002), (31, 0.002), (31, 0.02)):
         pair = SimulatedPair(max_alternatives=max_alternatives, forward_seconds=forward_seconds)
         node = pair.add_node(target_that_decides_like(pair.forward.model, 0.5, 0.2))
         pair.run(0.6)
@@ -85,11 +86,39 @@ def test_a_confirmed_path_is_answered_without_a_forward():
     num_forwards = len(pair.forward.calls)
     node._finish_step()
     (update,) = node.book.take_updates(0)
-    pair.loop.submit(node.peer, [update])  # no time to verify is named: there is no look-ahead
+    pair.loop.submit(node.peer, [update], step_seconds=0.03)
     pair.loop.step()
     (answer,) = node.peer.take_answers()
     assert len(answer.branches[0]) == 4
     assert len(pair.forward.calls) == num_forwards
+
+
+def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
+    pair = SimulatedPair()
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    (update,) = node.book.take_updates(0)
+    pair.loop.submit(node.peer, [update], step_seconds=0.03)
+    sizes = []
+    for _ in range(4):
+        pair.loop.step()
+        sizes += [
+            (each.status, len(branch))
+            for each in node.peer.take_answers()
+            for branch in each.branches
+            if branch.length == update.length
+        ]
+    assert sizes == [(DraftStatus.PROPOSED, 1), (DraftStatus.AHEAD, 2), (DraftStatus.AHEAD, 4)]
+
+
+def test_without_a_step_time_the_answer_is_the_whole_draft():
+    pair = SimulatedPair()
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    (update,) = node.book.take_updates(0)
+    pair.loop.submit(node.peer, [update])
+    while not (answers := node.peer.take_answers()):
+        pair.loop.step()
+    assert [len(answer.branches[0]) for answer in answers] == [4 + pair.proposer.num_extra_tokens]
+    assert not pair.loop.has_work
 
 
 def test_eight_decode_nodes_of_sixteen_sequences_are_served_alike():
@@ -97,7 +126,7 @@ def test_eight_decode_nodes_of_sixteen_sequences_are_served_alike():
     decide = target_that_decides_like(pair.forward.model, 0.8, 0.1)
     for _ in range(8):
         pair.add_node(decide, num_sequences=16)
-    pair.run(0.15)
+    pair.run(0.1)
     hits = [sum(sequence.num_hits for sequence in node.sequences.values()) for node in pair.nodes]
     assert min(hits) > 0.6 * max(hits) > 0
 

@@ -47,14 +47,14 @@ def test_what_tokens_were_drawn_from_is_cut_with_them():
     assert table.take(HashedTokens([5, 6, 7]), 4).tree.distributions == drawn_from[1:]
 
 
-def test_a_branch_that_was_wrong_or_is_spent_is_dropped():
-    table = ProposalTable()
-    table.add(branch_after([5, 6], 7, 8), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5, 6, 9]), 4) == ()
-    assert len(table) == 0
-    table.add(branch_after([5, 6], 7, 8), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5, 6, 7, 8]), 4) == ()
-    assert len(table) == 0
+def test_a_branch_that_was_wrong_or_is_spent_is_not_used_and_gives_way_first():
+    table = ProposalTable(max_trees=2)
+    for text in ([5, 6, 9], [5, 6, 7, 8]):
+        table.add(branch_after([5, 6], 7, 8), EMPTY, now=0.0)
+        assert taken(table, HashedTokens(text), 4) == ()
+        for last in (1, 2):
+            table.add(branch_after([*text, last], 3, probability=0.1), HashedTokens(text), now=0.0)
+        assert [taken(table, HashedTokens([*text, last]), 1) for last in (1, 2)] == [(3,), (3,)]
 
 
 def test_a_branch_of_another_text_of_the_same_length_is_not_used():

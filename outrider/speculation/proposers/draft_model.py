@@ -31,6 +31,9 @@ NUM_EXTRA_TOKENS = 2
 MAX_AHEAD_ROWS = 64
 """Of one forward."""
 
+LEAST_GAIN = 0.03
+"""Tokens that a branch has to be expected to win beyond what was told of it, to be sent before it is complete."""
+
 AHEAD_SHARE_BESIDE_ANSWERS = 0.25
 """A forward that somebody waits for may take longer by this share for what nobody has asked for yet."""
 
@@ -189,11 +192,11 @@ class DraftModelProposer:
         drafted.tree.num_wasted_tokens = 0
 
     def _is_drafted(self, request: ProposalRequest, drafted: _Drafted) -> bool:
-        """Whether the draft is here, as far as it is wanted."""
+        """Whether there is an answer: the whole draft, or its first token if the rest may follow by look-ahead."""
         tree, main = drafted.tree, drafted.tree.main
         if request.num_wanted <= 0:
             return main.kv.num_tokens >= len(tree)
-        return len(main.token_ids) >= request.num_wanted or (
+        return len(main.token_ids) >= (1 if request.max_alternatives else request.num_wanted) or (
             bool(main.token_ids) and tree.is_over(main, max_length=drafted.max_length(self._forward.max_model_len))
         )
 
@@ -236,18 +239,25 @@ class DraftModelProposer:
                 now.looking_ahead.add(request.sequence_id)
                 drafted_by_tree[id(drafted.tree)] = drafted
                 candidates += rows
+        wanted = [row for row in candidates if row.is_wanted]
+        for row in wanted:
+            self._add_ahead(now, drafted_by_tree[id(row.tree)], row)
         num_left = self._num_ahead_rows(len(now.rows))
-        for row in by_worth(candidates):
+        for row in by_worth(row for row in candidates if not row.is_wanted):
             if num_left <= 0:
-                return
-            tree = row.tree
-            path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
-            if self._add(now, drafted_by_tree[id(tree)], path, num_rows=1, num_decisions=1 + NUM_RUNNERS_UP):
-                num_left -= 1
-            elif isinstance(row.path, Opening):
-                tree.free_alternative(path)
+                break
+            num_left -= self._add_ahead(now, drafted_by_tree[id(row.tree)], row)
         if not now.rows:
             now.looking_ahead.clear()  # there is no block for any: asking again would not help
+
+    def _add_ahead(self, now: _Round, drafted: _Drafted, row: AheadRow) -> bool:
+        """False: there is no block for it."""
+        tree = row.tree
+        path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
+        is_added = self._add(now, drafted, path, num_rows=1, num_decisions=1 + NUM_RUNNERS_UP)
+        if not is_added and isinstance(row.path, Opening):
+            tree.free_alternative(path)
+        return is_added
 
     def _num_ahead_rows(self, num_waiting: int) -> int:
         """Rows of look-ahead in a forward: few beside drafts that somebody waits for, else what doubles its time."""
@@ -359,15 +369,20 @@ class DraftModelProposer:
         )
 
     def _due(self, request: ProposalRequest, drafted: _Drafted) -> Iterator[AheadBranch]:
-        """Branches that have grown to half of a draft, or to a whole one, and have not been told of as such."""
+        """Paths that have grown to twice of what was told of them, if that wins enough, or to their end."""
         tree, num_wanted = drafted.tree, request.num_wanted
-        half = (num_wanted + 1) // 2
         max_length = drafted.max_length(self._forward.max_model_len)
         for path in tree.paths:
-            num_before = path.num_assumed or num_wanted + 1  # the main path: what is verified now, and one more
-            size, told = len(path.token_ids) - num_before, path.num_sent - num_before
-            is_whole = size >= num_wanted or tree.is_over(path, max_length=max_length)
-            if size > max(told, 0) and ((is_whole and told < num_wanted) or (size >= half and told < half)):
+            # The main path has two drafts: what is verified now, and after one more token the next.
+            is_next = path is tree.main and len(path.token_ids) > num_wanted + 1
+            num_before = num_wanted + 1 if is_next else path.num_assumed
+            size, told = len(path.token_ids) - num_before, max(0, path.num_sent - num_before)
+            is_complete = size >= num_wanted or tree.is_over(path, max_length=max_length)
+            if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
+                continue
+            estimates = tree.estimates
+            gain = tree.probability(path, num_before) * (estimates.tokens_won(size) - estimates.tokens_won(told))
+            if is_complete or gain >= LEAST_GAIN:
                 path.num_sent = len(path.token_ids)
                 # The main path begins earlier if there is room, for a target that verifies less than it asked for.
                 most = most_tokens_offered(num_wanted)
