@@ -224,7 +224,7 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
     reference, start = Reference(model), start_of(params)
     start = dataclasses.replace(start, verification_method=VerificationMethod.REJECTION)
     proposer = proposer_of(model)
-    request = ProposalRequest(1, PROMPT, 5, start, max_alternatives=2)
+    request = ProposalRequest(1, PROMPT, 5, start)
     (proposal,) = drafts_of(proposer, request)
     kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
     assert proposal.tree.token_ids == reference.continuation(PROMPT, kept, 5)
@@ -237,9 +237,10 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
         probs = reference.probabilities(text, kept)
         assert len(distribution.token_ids) == int((probs > 0).sum()) <= 32
         assert distribution.probabilities == pytest.approx(probs[list(distribution.token_ids)].tolist(), abs=1e-6)
-    (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+    request = dataclasses.replace(request, max_alternatives=2, looks_ahead=True)
+    (ahead,) = proposer.propose([request])
     while ahead.may_go_on and not ahead.ahead:
-        (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+        (ahead,) = proposer.propose([request])
     for branch in ahead.ahead:
         assert all(map(TokenDistribution.can_have_drawn, branch.distributions, branch.token_ids))
         assert len(branch.distributions) == len(branch.token_ids)
