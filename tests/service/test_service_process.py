@@ -192,10 +192,12 @@ def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_wi
 
 
 def test_sigterm_while_loading_ends_with_0():
-    service = service_process("router.server.port=0", START_SECONDS="60")
+    service = service_process("router.server.port=0", "router.server.host=0.0.0.0", START_SECONDS="60")
     service.announcement("progress")
-    status, _ = service.end()
+    status, log = service.end()
     assert status == 0
+    (warning,) = [line["event"] for line in log if line["level"] == "warning"]  # of the host, before anything loads
+    assert warning.startswith("ANYBODY who reaches this machine can use this router")
 
 
 def test_a_start_that_fails_is_one_clear_line_and_status_1():
