@@ -14,6 +14,8 @@ from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, De
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.rotation import cosines_and_sines, inverse_frequencies
+from outrider.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,6 +25,9 @@ _WIDTH_STEP = 32
 """Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
 
 _POSITIONS_AT_ONCE = 4096
+_COMPARED_POSITIONS = 64
+_ALLOWED_ANGLE = 2.5e-7
+"""For each position: two units in the last place of a frequency."""
 
 
 def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
@@ -149,15 +154,36 @@ class _Packing:
         _drop_weights(layer)
 
 
-def _rotation_tables(rotary: nn.Module, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, as the model itself computes them: each [num_positions, head_dim / 2]."""
-    tables: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, num_positions, _POSITIONS_AT_ONCE):
-        positions = torch.arange(start, min(start + _POSITIONS_AT_ONCE, num_positions)).unsqueeze(0)
-        cosines, sines = rotary(torch.empty(1), positions)  # each [1, n, head_dim], both halves alike
-        half = cosines.shape[-1] // 2
-        tables.append((cosines[0, :, :half], sines[0, :, :half]))
-    return torch.cat([cosines for cosines, _ in tables]), torch.cat([sines for _, sines in tables])
+def _rotation_tables(rotary: Any, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, by our own arithmetic: each [num_positions, head_dim / 2].
+
+    Raises: ModelError where the model's own differ, at its far positions too.
+    """
+    frequencies = rotary.inv_freq.float().numpy()  # [head_dim / 2]
+    if rotary.rope_type == "default":
+        own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
+        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model means something else by it
+            frequencies = own
+    positions = np.arange(num_positions, dtype=np.float32)
+    tables = [
+        cosines_and_sines(positions[start : start + _POSITIONS_AT_ONCE, None] * frequencies)
+        for start in range(0, num_positions, _POSITIONS_AT_ONCE)
+    ]
+    scaling = np.float32(rotary.attention_scaling)
+    cosines, sines = (torch.from_numpy(np.concatenate(parts) * scaling) for parts in zip(*tables, strict=True))
+    _compare_with_own(rotary, cosines, sines)
+    return cosines, sines
+
+
+def _compare_with_own(rotary: Any, cosines: Tensor, sines: Tensor) -> None:
+    """Raises: ModelError."""
+    num_positions, half = cosines.shape
+    positions = torch.linspace(0, num_positions - 1, _COMPARED_POSITIONS).long()
+    for ours, theirs in zip((cosines, sines), rotary(torch.empty(1), positions.unsqueeze(0)), strict=True):
+        difference = float((ours[positions] - theirs[0, :, :half]).abs().max())
+        allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
+        if not difference <= max(allowed, 1e-5):
+            raise ModelError(f"the model rotates otherwise than its frequencies say, by {difference:.2g}")
 
 
 def _drop_weights(module: nn.Module) -> None:

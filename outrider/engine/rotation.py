@@ -1,0 +1,76 @@
+"""Cosines and sines of rotary position embeddings, whose every step is one operation that IEEE 754 rounds.
+
+Libraries choose their cosine by processor, and differ in its last bit. Plus, minus and times
+of float64 do not: with them, nodes of equal numerics rotate by equal bits on every machine.
+The reduction is Cody and Waite's, the polynomials are those of fdlibm (Sun, 1993): good to
+one unit in the last place of float64, before the result is rounded to float32.
+"""
+
+from __future__ import annotations
+
+from decimal import Context, Decimal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+MAX_ANGLE = float(1 << 20)
+"""Beyond, the reduction would lose bits: 2/pi of it times the first part of pi/2 (33 bits) is exact up to here."""
+
+_HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+_TWO_OVER_PI = 6.36619772367581382433e-01
+_SINE = (
+    1.58969099521155010221e-10,
+    -2.50507602534068634195e-08,
+    2.75573137070700676789e-06,
+    -1.98412698298579493134e-04,
+    8.33333333332248946124e-03,
+    -1.66666666666666324348e-01,
+)
+_COSINE = (
+    -1.13596475577881948265e-11,
+    2.08757232129817482790e-09,
+    -2.75573143513906633035e-07,
+    2.48015872894767294178e-05,
+    -1.38888888888741095749e-03,
+    4.16666666666666019037e-02,
+)
+_DIGITS = Context(prec=40)
+
+
+def inverse_frequencies(theta: float, num_dims: int) -> Floats:
+    """theta^(-2i / num_dims), the nearest float32: [num_dims / 2]. In decimal arithmetic, which no library chooses."""
+    base = Decimal(theta)
+    exponents = (_DIGITS.divide(Decimal(-2 * index), Decimal(num_dims)) for index in range(num_dims // 2))
+    return np.array([float(_DIGITS.power(base, exponent)) for exponent in exponents], dtype=np.float32)
+
+
+def cosines_and_sines(angles: Floats) -> tuple[Floats, Floats]:
+    """Of angles from 0 to `MAX_ANGLE`, in radians: two arrays of the same shape."""
+    x = angles.astype(np.float64)
+    assert x.size == 0 or (x.min() >= 0 and x.max() <= MAX_ANGLE), "angles of positions within a window"
+    quarters = np.rint(x * _TWO_OVER_PI)
+    for part in _HALF_PI:
+        x -= quarters * part  # now within pi/4 of 0
+    squares = x * x
+    sines = x + x * squares * _evaluate(_SINE, squares)
+    cosines = 1.0 - squares * 0.5 + squares * squares * _evaluate(_COSINE, squares)
+    turns = quarters.astype(np.int64) & 3
+    is_odd = (turns & 1).astype(bool)
+    signs_of_cosine = np.where((turns == 1) | (turns == 2), -1.0, 1.0)
+    signs_of_sine = np.where(turns >= 2, -1.0, 1.0)
+    return (
+        (np.where(is_odd, sines, cosines) * signs_of_cosine).astype(np.float32),
+        (np.where(is_odd, cosines, sines) * signs_of_sine).astype(np.float32),
+    )
+
+
+def _evaluate(coefficients: tuple[float, ...], x: Doubles) -> Doubles:
+    """The polynomial with these coefficients, that of the highest power first."""
+    value = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        value *= x
+        value += coefficient
+    return value
