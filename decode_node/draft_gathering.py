@@ -13,8 +13,8 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_policy import DraftPolicy
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.draft_tree import DraftSource
-from outrider.speculation.proposers.base import ProposalRequest, Proposer
+from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
 
@@ -48,11 +48,15 @@ class DraftGatherer:
         self._num_speculative_tokens = num_speculative_tokens
         self._max_wait_seconds = max_wait_seconds
         self._last_step_seconds = 0.0
+        self._unindexed: dict[int, Sequence[int]] = {}  # tokens that the fallback does not know yet, by sequence
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
-        """From the grant on the sequence is announced; a draft node warms its cache while the prompt is prefilled."""
+        """From the grant on the sequence is announced; drafters learn the prompt while it is prefilled."""
         if self._maximum(opened) == 0:
             return
+        known_token_ids = opened.known_token_ids(start)
+        if self._fallback is not None:
+            self._unindexed[sequence_id] = known_token_ids
         self._client.open(
             sequence_id,
             SequenceStart(
@@ -63,13 +67,14 @@ class DraftGatherer:
                 verification_method=opened.verification_method,
                 cache_salt=opened.cache_salt,
             ),
-            opened.known_token_ids(start),
+            known_token_ids,
         )
 
     def close(self, sequence_id: int) -> None:
         """The sequence has ended, or will not start."""
         self._client.close(sequence_id)
         self._policy.forget(sequence_id)
+        self._unindexed.pop(sequence_id, None)
         if self._fallback is not None:
             self._fallback.forget(sequence_id)
 
@@ -85,10 +90,25 @@ class DraftGatherer:
                 [sample for sample in samples if not taken.of(sample.sequence_id)], DraftSource.FALLBACK
             )
             wanting.update(want.sequence_id for want in missing)
-            requests = [ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted) for want in missing]
-            for proposal in self._fallback.propose(requests) if requests else ():
-                trees[proposal.sequence_id] = replace(proposal.tree, source=DraftSource.FALLBACK)
+            trees |= self._propose(self._fallback, missing)
         return replace(taken, trees=trees, wanting=frozenset(wanting))
+
+    def _propose(self, fallback: Proposer, wants: Sequence[DraftWant]) -> dict[int, DraftTree]:
+        """Drafts from here. What time the indexing of new tokens leaves goes to prompts that are being prefilled."""
+        requests = [ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted) for want in wants]
+        wanting = {want.sequence_id for want in wants}
+        requests += [
+            ProposalRequest(sequence_id, token_ids, num_wanted=0)
+            for sequence_id, token_ids in self._unindexed.items()
+            if sequence_id not in wanting
+        ]
+        trees: dict[int, DraftTree] = {}
+        for proposal in fallback.propose(requests) if requests else ():
+            if proposal.progress is not Progress.CATCHING_UP:
+                self._unindexed.pop(proposal.sequence_id, None)
+            if proposal.tree:
+                trees[proposal.sequence_id] = replace(proposal.tree, source=DraftSource.FALLBACK)
+        return trees
 
     def observe_verdict(self, sample: Sample, verdict: Verdict, source: DraftSource) -> None:
         self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted, source=source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from outrider.config import setting
 from outrider.service.config import ServerConfig
 from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
-from outrider.speculation.proposers.factory import PROPOSERS, ProposerSettings
+from outrider.speculation.proposers.factory import PROPOSERS, SECOND_PROPOSERS, ProposerSettings
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
 """All of them and the main path fit one message."""
@@ -18,7 +18,12 @@ class DraftNodeConfig(ProposerSettings):
     """Section `draft_node`."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
-    proposer: str = setting("ngram", choices=PROPOSERS, help="Who guesses: prompt lookup, or a smaller model.")
+    proposer: str = setting(
+        "ngram", choices=PROPOSERS, help="Who guesses: prompt lookup, what most often followed, or a smaller model."
+    )
+    second_proposer: str = setting(
+        "none", choices=SECOND_PROPOSERS, help="Who guesses for a sequence for which the first has nothing."
+    )
     num_speculative_tokens: int = setting(
         5, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
     )

@@ -24,7 +24,7 @@ from outrider.service.node_service import NodeServicer, default_node_name, make_
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.speculation.proposers.base import Proposer
-from outrider.speculation.proposers.factory import make_proposer
+from outrider.speculation.proposers.factory import make_ladder
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 EXIT_LOOP_FAILED = 70  # EX_SOFTWARE
@@ -91,7 +91,9 @@ class DraftNode:
         """In the draft loop's thread."""
         proposer = self._proposer
         if proposer is None:
-            proposer = make_proposer(self._config.proposer, self._config, progress=announce_progress)
+            proposer = make_ladder(
+                self._config.proposer, self._config.second_proposer, self._config, progress=announce_progress
+            )
             self._proposer = proposer
         limits = DraftLimits(
             num_speculative_tokens=self._config.num_speculative_tokens,

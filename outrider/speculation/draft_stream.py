@@ -119,6 +119,7 @@ def check_fits(hello: DraftHello, info: NodeInfo) -> None:
     if draft_vocabulary and draft_vocabulary != hello.vocabulary_fingerprint:
         raise MismatchError(
             f"decode node {hello.name} has vocabulary {hello.vocabulary_fingerprint[:16]}, "
-            f"draft node {info.name} has vocabulary {draft_vocabulary[:16]}",
+            f"draft node {info.name} has vocabulary {draft_vocabulary[:16]}: a draft model needs the tokenizer of the "
+            "target model (the same string for every id)",
             reason="VOCABULARY_MISMATCH",
         )

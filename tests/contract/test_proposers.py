@@ -10,6 +10,7 @@ from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.scripted import ScriptedProposer
 
 PATTERN = [5, 9, 14, 20, 27, 35]
@@ -25,10 +26,12 @@ def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE)
 
 
-@pytest.fixture(params=["ngram", "draft_model", "scripted"])
+@pytest.fixture(params=["ngram", "suffix", "draft_model", "scripted", "ladder"])
 def proposer(request):
     if request.param == "scripted":
         return ScriptedProposer([TEXT])
+    if request.param == "ladder":
+        return LadderProposer([ScriptedProposer([]), make_proposer("suffix")])
     settings = ProposerSettings()
     if request.param == "draft_model":
         import torch

@@ -74,6 +74,22 @@ def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes
     assert client.announced == {}
 
 
+def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_node):
+    """Not when the sequence is first drafted for: a long prompt would make that step long."""
+    fallback = ScriptedProposer([])
+    node = node_with(make_scripted_node, NoDrafts(), fallback=fallback)
+    node.open()  # something to step for
+    node.iterate()
+    waiting = node.open(prompt=PROMPT)
+    node.iterate()
+    assert [(each.token_ids, each.num_wanted) for each in fallback.requests if each.token_ids == PROMPT] == [
+        (PROMPT, 0)
+    ]
+    assert not node.find(KvReady, waiting)
+    node.iterate()
+    assert sum(each.token_ids == PROMPT for each in fallback.requests) == 1, "once is enough"
+
+
 def test_a_fallback_that_is_always_wrong_does_not_switch_a_good_drafter_off(make_scripted_node, monkeypatch):
     """The drafter knows every fourth draft only; between them the fallback guesses wrong."""
     turn = [0]

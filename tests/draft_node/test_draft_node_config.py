@@ -19,9 +19,9 @@ def test_prompt_lookup_is_the_default():
 
 
 def test_an_unknown_proposer_is_refused_and_the_known_ones_are_named():
-    with pytest.raises(ConfigError, match="ngram, draft_model"):
+    with pytest.raises(ConfigError, match="ngram, suffix, draft_model"):
         load("draft_node.proposer=psychic")
-    with pytest.raises(ConfigError, match="ngram, draft_model"):
+    with pytest.raises(ConfigError, match="ngram, suffix, draft_model"):
         make_proposer("psychic")
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
 from outrider.speculation.proposers.ngram import NgramIndex, NgramProposer
 
 
@@ -34,6 +34,15 @@ def test_the_index_finds_what_a_search_of_the_whole_text_finds(pieces, sizes, nu
         text += piece
         expected = brute_force(text, num_tokens, max_ngram=min_ngram + more, min_ngram=min_ngram)
         assert index.continuation(num_tokens) == expected
+
+
+def test_a_long_prompt_is_indexed_in_several_calls_and_while_no_draft_is_wanted():
+    text = [place % 997 for place in range(2 * MAX_INDEXED_TOKENS)]
+    proposer = NgramProposer()
+    (first,) = proposer.propose([ProposalRequest(1, text, 0)])
+    assert (first.progress, first.num_computed) == (Progress.CATCHING_UP, MAX_INDEXED_TOKENS)
+    (second,) = proposer.propose([ProposalRequest(1, text, 4)])
+    assert (second.progress, len(second.tree)) == (Progress.DONE, 4)
 
 
 def test_nothing_is_proposed_where_no_ngram_of_the_least_length_repeats():

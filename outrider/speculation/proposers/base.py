@@ -58,6 +58,20 @@ class Proposal:
     may_go_on: bool = False  # where it looks ahead: another call may find more
 
 
+MAX_INDEXED_TOKENS = 1024
+"""Of one call of a proposer that indexes texts: 3 to 10 ms. A long prompt is indexed in several calls."""
+
+
+def catching_up(request: ProposalRequest, num_computed: int) -> Proposal:
+    """No draft yet: so many of the tokens are known."""
+    return Proposal(
+        sequence_id=request.sequence_id,
+        tree=DraftTree(len(request.token_ids)),
+        progress=Progress.CATCHING_UP,
+        num_computed=num_computed,
+    )
+
+
 class Proposer(Protocol):
     """Guesses tokens for a batch of sequences. One owner thread.
 

@@ -11,9 +11,13 @@ from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import no_progress
 from outrider.speculation.proposers.base import Proposer
+from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.ngram import MAX_NGRAM, MIN_NGRAM, NgramProposer
+from outrider.speculation.proposers.suffix import SuffixProposer
 
-PROPOSERS = ("ngram", "draft_model")
+PROPOSERS = ("ngram", "suffix", "draft_model")
+SECOND_PROPOSERS = ("none", "ngram", "suffix")
+"""Those that work on any vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +32,34 @@ class ProposerSettings:
     )
     max_ngram: int = setting(MAX_NGRAM, at_least=1, at_most=16, help="Longest run of tokens that is looked up.")
     min_ngram: int = setting(MIN_NGRAM, at_least=1, at_most=16, help="Shortest run of tokens that is looked up.")
+    remembered_tokens: int = setting(
+        0,
+        at_least=0,
+        at_most=1 << 24,
+        help="Past outputs that `suffix` drafts from, of all requests of this node: tokens, 300 bytes each. "
+        "0: a request's own text only.",
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
 
     def __post_init__(self) -> None:
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram {self.min_ngram} is above max_ngram {self.max_ngram}")
+
+
+def make_ladder(
+    name: str,
+    second: str,
+    settings: ProposerSettings | None = None,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Proposer:
+    """The proposer of this name and, unless it is "none", a second one for what the first has nothing for.
+
+    Raises: as `make_proposer`.
+    """
+    first = make_proposer(name, settings, progress=progress)
+    return first if second in ("none", name) else LadderProposer([first, make_proposer(second, settings)])
 
 
 def make_proposer(
@@ -49,6 +75,8 @@ def make_proposer(
     settings = settings or ProposerSettings()
     if name == "ngram":
         return NgramProposer(max_ngram=settings.max_ngram, min_ngram=settings.min_ngram)
+    if name == "suffix":
+        return SuffixProposer(remembered_tokens=settings.remembered_tokens)
     if name == "draft_model":
         from outrider.model_hub.open import open_model
         from outrider.speculation.proposers.draft_model import DraftModelProposer

@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import Proposal, ProposalRequest
+from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Proposal, ProposalRequest, catching_up
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2
@@ -108,26 +108,28 @@ class NgramProposer:
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty where no n-gram repeats."""
-        return [
-            Proposal(
-                sequence_id=request.sequence_id,
-                tree=DraftTree(len(request.token_ids), token_ids=self._continuation(request)),
-            )
-            for request in requests
-        ]
+        found: list[Proposal] = []
+        num_left = MAX_INDEXED_TOKENS
+        for request in requests:
+            index, length = self._index(request), len(request.token_ids)
+            start = len(index)
+            if start < length:
+                index.extend(request.token_ids[start : start + num_left])
+                num_left -= len(index) - start
+            if len(index) < length:
+                found.append(catching_up(request, len(index)))
+                continue
+            token_ids = index.continuation(request.num_wanted) if request.num_wanted > 0 else ()
+            found.append(Proposal(sequence_id=request.sequence_id, tree=DraftTree(length, token_ids=token_ids)))
+        return found
 
     def forget(self, sequence_id: int) -> None:
         """Frees the index of a sequence; an unknown one is fine."""
         self._indexes.pop(sequence_id, None)
-
-    def _continuation(self, request: ProposalRequest) -> tuple[int, ...]:
-        return self._index(request).continuation(request.num_wanted) if request.num_wanted > 0 else ()
 
     def _index(self, request: ProposalRequest) -> NgramIndex:
         index = self._indexes.get(request.sequence_id)
         if index is None or not index.is_prefix_of(request.token_ids):
             index = NgramIndex(max_ngram=self._max_ngram, min_ngram=self._min_ngram)
             self._indexes[request.sequence_id] = index
-        if len(index) < len(request.token_ids):
-            index.extend(request.token_ids[len(index) :])
         return index

@@ -1,0 +1,95 @@
+"""Counts what followed the endings of texts: the longest ending that is known says what comes next, and how surely.
+
+Source: the frequencies of SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), kept by hashed contexts of a few
+lengths instead of a suffix tree: adding and removing a token cost the same however long the texts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONTEXT_SIZES = (16, 8, 4, 2)
+"""Longest first. Single tokens mean too little, as for n-grams."""
+
+_Followers = dict[int, int]  # by token id: how often
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What follows most often, and its share of all that followed."""
+
+    token_id: int
+    share: float  # (0, 1]
+
+
+class SuffixIndex:
+    """What followed each context of `sizes` tokens. Texts may grow, and be removed again. One owner."""
+
+    __slots__ = ("_followers", "_sizes")
+
+    def __init__(self, *, sizes: Sequence[int] = CONTEXT_SIZES) -> None:
+        self._sizes = tuple(sorted(sizes, reverse=True))
+        # One follower, the usual case, is kept as its id alone: a dictionary would be three times as large.
+        self._followers: dict[int, int | _Followers] = {}
+
+    def __len__(self) -> int:
+        """Different contexts: what memory grows with."""
+        return len(self._followers)
+
+    def add(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
+        """Counts that each token of `text[start:end]` followed the tokens before it; seen under the same salt only."""
+        followers = self._followers
+        for place in range(start, end):
+            token_id = text[place]
+            for size in self._sizes:
+                if size > place:
+                    continue
+                key = _key(salt, text, place, size)
+                known = followers.get(key)
+                if known is None:
+                    followers[key] = token_id
+                elif isinstance(known, dict):
+                    known[token_id] = known.get(token_id, 0) + 1
+                else:
+                    followers[key] = {known: 1, token_id: 1} if known != token_id else {token_id: 2}
+
+    def remove(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
+        """Takes back what `add` has counted with the same arguments."""
+        followers = self._followers
+        for place in range(start, end):
+            token_id = text[place]
+            for size in self._sizes:
+                if size > place:
+                    continue
+                key = _key(salt, text, place, size)
+                known = followers.get(key)
+                # Where contexts share a key, another one may have taken it.
+                if isinstance(known, dict):
+                    if known.get(token_id, 0) > 1:
+                        known[token_id] -= 1
+                    else:
+                        known.pop(token_id, None)
+                    if not known:
+                        del followers[key]
+                elif known == token_id:
+                    del followers[key]
+
+    def predict(self, text: Sequence[int], *, salt: bytes = b"") -> Prediction | None:
+        """What follows the longest known ending of `text`; of equal counts the latest wins. None: nothing is known."""
+        for size in self._sizes:
+            if size > len(text):
+                continue
+            known = self._followers.get(_key(salt, text, len(text), size))
+            if known is None:
+                continue
+            if not isinstance(known, dict):
+                return Prediction(known, 1.0)
+            token_id = max(reversed(known), key=known.__getitem__)
+            return Prediction(token_id, known[token_id] / sum(known.values()))
+        return None
+
+
+def _key(salt: bytes, text: Sequence[int], end: int, size: int) -> int:
+    """Of a salt and the `size` tokens before `end`. Contexts may share one by accident: a wrong guess, nothing more."""
+    return hash((salt, size, *text[end - size : end]))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.request import SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
+from outrider.speculation.proposers.suffix import PastOutputs, SuffixProposer
+from outrider.speculation.suffix_index import SuffixIndex
+
+START = SequenceStart(params=SamplingParams(seed=1, max_tokens=500), sample=0, prompt_length=3)
+
+
+def draft(proposer, token_ids, num_wanted=4, *, sequence_id=1, start=START):
+    (proposal,) = proposer.propose([ProposalRequest(sequence_id, token_ids, num_wanted, start)])
+    return proposal.tree.token_ids
+
+
+texts = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6)
+
+
+@given(texts=texts, ending=st.lists(st.integers(0, 3), max_size=8))
+def test_a_prediction_is_the_most_frequent_follower_of_the_longest_known_ending(texts, ending):
+    index = SuffixIndex(sizes=(3, 1))
+    followers = {}
+    for text in texts:
+        index.add(text, 0, len(text))
+        for place, token_id in enumerate(text):
+            for size in (3, 1):
+                if size <= place:
+                    followers.setdefault(tuple(text[place - size : place]), Counter())[token_id] += 1
+    endings = [tuple(ending[-size:]) for size in (3, 1) if size <= len(ending)]
+    known = next((followers[each] for each in endings if each in followers), None)
+    found = index.predict(ending)
+    if known is None:
+        assert found is None
+    else:
+        assert known[found.token_id] == max(known.values())
+        assert found.share == known[found.token_id] / known.total()
+
+
+@given(texts=texts)
+def test_what_is_removed_leaves_nothing(texts):
+    index = SuffixIndex(sizes=(3, 1))
+    for text in texts:
+        index.add(text, 0, len(text))
+    for text in texts:
+        index.remove(text, 0, len(text))
+    assert len(index) == 0
+
+
+def test_the_likelier_continuation_is_proposed_and_a_doubtful_one_is_not():
+    proposer = SuffixProposer(min_confidence=0.6)
+    assert draft(proposer, [1, 2, 8, 3, 1, 2, 9, 4, 1, 2, 8, 5, 1, 2], 1) == (8,)  # two of three
+    assert draft(proposer, [1, 2, 8, 3, 1, 2, 9, 4, 1, 2], 1, sequence_id=2) == ()  # one of two
+
+
+def test_a_draft_ends_where_its_confidence_does():
+    text = [1, 2, 8, 5, 1, 2, 8, 6, 1, 2]
+    assert draft(SuffixProposer(min_confidence=0.9), text) == (8,)
+    assert len(draft(SuffixProposer(min_confidence=0.4), text)) > 1
+
+
+def test_other_requests_learn_from_an_output_only_where_that_is_configured():
+    output = [1, 2, 3, 4, 5, 6, 7]
+    for remembered, expected in ((0, ()), (100, (6, 7))):
+        proposer = SuffixProposer(remembered_tokens=remembered)
+        draft(proposer, output)
+        assert draft(proposer, [9, 9, 9, 4, 5], sequence_id=2) == ()
+        proposer.forget(1)
+        assert draft(proposer, [9, 9, 9, 4, 5], sequence_id=3) == expected
+
+
+def test_outputs_of_one_tenant_are_not_drafted_for_another():
+    proposer = SuffixProposer(remembered_tokens=100)
+    mine, other = replace(START, cache_salt=b"a"), replace(START, cache_salt=b"b")
+    draft(proposer, [1, 2, 3, 4, 5, 6, 7], start=mine)
+    proposer.forget(1)
+    assert draft(proposer, [9, 9, 9, 4, 5], sequence_id=2, start=other) == ()
+    assert draft(proposer, [9, 9, 9, 4, 5], sequence_id=3, start=mine) == (6, 7)
+
+
+def test_prompts_are_not_remembered():
+    proposer = SuffixProposer(remembered_tokens=100)
+    draft(proposer, [1, 2, 3, 4], start=SequenceStart(params=START.params, sample=0, prompt_length=4))
+    proposer.forget(1)
+    assert draft(proposer, [8, 1, 2], sequence_id=2) == ()
+
+
+def test_memory_for_past_outputs_is_bounded_over_a_long_run():
+    chance, past = random.Random(1), PastOutputs(max_tokens=500)
+    for _ in range(100):
+        text = [chance.randrange(40) for _ in range(chance.randrange(700))]
+        past.add(text, chance.randrange(30))
+        assert past.num_tokens <= 500
+        assert len(past.index) <= 4 * 500
+
+
+def test_a_long_prompt_is_indexed_in_several_calls():
+    text = [place % 997 for place in range(3 * MAX_INDEXED_TOKENS)]
+    request, proposer = ProposalRequest(1, text, 4), SuffixProposer()
+    progress = [proposer.propose([request])[0] for _ in range(3)]
+    assert [each.progress for each in progress] == [Progress.CATCHING_UP, Progress.CATCHING_UP, Progress.DONE]
+    assert progress[0].num_computed == MAX_INDEXED_TOKENS
+    assert len(progress[-1].tree) == 4
