@@ -92,6 +92,21 @@ def test_no_port_answers_without_a_certificate(cluster, trusting):
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE, node.name
 
 
+def test_a_client_opens_no_work_on_nodes(cluster, tls):
+    """Its certificate is of the same authority, and passes the handshake."""
+    methods = {
+        "decode-0": "/outrider.v1.DecodeService/Session",
+        "prefill-0": "/outrider.v1.PrefillService/Prefill",
+        "draft-0": "/outrider.v1.DraftService/Draft",
+    }
+    for name, method in methods.items():
+        with open_sync_channel(cluster.node(name).address, credentials=client_credentials(tls, None)) as channel:
+            with pytest.raises(grpc.RpcError) as refused:
+                next(channel.stream_stream(method)(iter([b""]), timeout=WAIT_SECONDS))
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED, name
+            assert "outrider-node; yours has outrider-operator" in refused.value.details()
+
+
 def test_tokens_are_asked_for_and_keep_tenants_apart(cluster, tls):
     for token in (None, "guessed"):
         with Client(cluster.router_address, tls=tls, token=token) as stranger, pytest.raises(UnauthenticatedError):
