@@ -153,15 +153,27 @@ class _Cursor:
     has_end: bool = False
 
 
+BEHIND_SECONDS = 0.02
+"""A reader that gets its turn so late is on an event loop that has more to do than it can."""
+MAX_MERGE_SECONDS = 0.1
+
+
 class AnswerReader:
-    """One client's stream of an answer. Slow clients get fewer, larger deltas; no node waits for them."""
+    """One client's stream of an answer. Slow clients get fewer, larger deltas; no node waits for them.
+
+    So do all clients while the event loop is behind: a reader whose turn came late waits as long again, and
+    what comes meanwhile is in one delta. The first tokens never wait.
+    """
 
     def __init__(self, answer: Answer, positions: list[int]) -> None:
         self._answer = answer
         self._cursors = [_Cursor(position) for position in positions]
         self._is_superseded = False
+        self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._news.set()
+        self._news_at = 0.0  # the loop's time of the oldest news
+        self._has_told_tokens = False
+        self.wake()
 
     async def batches(self) -> AsyncGenerator[list[AnswerEvent], None]:
         """Started, then at each turn everything new, the Summary last.
@@ -174,6 +186,8 @@ class AnswerReader:
         try:
             while True:
                 await self._news.wait()
+                if self._has_told_tokens:
+                    await self._merge()
                 self._news.clear()
                 if self._is_superseded:
                     raise AbortedError("another stream of this answer was attached", reason="RESUMED_ELSEWHERE")
@@ -185,6 +199,7 @@ class AnswerReader:
                     events += self._take_new()
                 if events:
                     yield events
+                    self._news_at = self._loop.time()
                     self._news.set()  # the client's turn took time: look again
                     continue
                 if answer.failure is not None:
@@ -196,11 +211,18 @@ class AnswerReader:
             answer.leave(self)
 
     def wake(self) -> None:
-        self._news.set()
+        if not self._news.is_set():
+            self._news_at = self._loop.time()
+            self._news.set()
 
     def supersede(self) -> None:
         self._is_superseded = True
-        self._news.set()
+        self.wake()
+
+    async def _merge(self) -> None:
+        late = self._loop.time() - self._news_at
+        if late > BEHIND_SECONDS:
+            await asyncio.sleep(min(late, MAX_MERGE_SECONDS))
 
     def _take_new(self) -> list[AnswerEvent]:
         """One delta for each sample with something new, each sample's end after its last."""
@@ -209,6 +231,7 @@ class AnswerReader:
             if cursor.position <= sample.next_position and not cursor.has_end:
                 delta = sample.delta(cursor.position)
                 if delta is not None:
+                    self._has_told_tokens = True
                     cursor.position += len(delta.token_ids)
                     events.append(delta)
                 tail = sample.tail()
