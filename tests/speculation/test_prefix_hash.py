@@ -40,3 +40,7 @@ def test_an_id_outside_uint32_is_refused_and_nothing_changes():
 def test_a_prefix_that_does_not_exist_has_no_hash():
     with pytest.raises(ValueError, match="no prefix of 4"):
         HashedTokens([1, 2, 3]).hash_at(4)
+
+
+def test_the_hash_that_the_documentation_names():
+    assert prefix_hash([1, 2, 3]) == 0x6BBF7429332BEA48  # docs/protocol.md: what other clients compute
