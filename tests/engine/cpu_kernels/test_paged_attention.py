@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.library import Workspace
+from outrider.engine.cpu_kernels.paths import PREFERENCE
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
+from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, PATHS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows, paged_attention, rounding_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -327,3 +329,40 @@ def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams):
     kernels = teams(rule_breaking_library, 1)
     batches = [batch for of_company in COMPANIES.values() for batch in of_company]
     assert rows_that_differ(kernels, kernels, cache, batches, OPTIONS["full"])
+
+
+class Allocated(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes():
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = Allocated
+    found = read()
+    return found.hblkhd + found.uordblks
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library does not say what it has given")
+@pytest.mark.parametrize("library", PATHS[: len(PREFERENCE)], indirect=True)
+@pytest.mark.parametrize(("num_sequences", "num_rows"), [(32, 1), (9, 24)], ids=["decode", "prompts"])
+def test_scratch_of_long_contexts_and_many_members_stays_small(library, teams, num_sequences, num_rows):
+    """Results of all spans would take 32 MB for as many rows as fit a task, and 75 MB for these rows of prompts."""
+    heads, num_tokens = Heads(head_dim=128, num_kv_heads=2, group=8), 10_000
+    cache = Cache([num_tokens], heads, torch.float32, block_size=256)
+    parts = [(0, num_rows, num_tokens - num_rows)] * num_sequences
+    options = AttentionOptions(heads.head_dim**-0.5)
+    kernels = teams(library, 32)
+    workspace = Workspace(kernels.library)
+    before = allocated_bytes()
+    together = cache.attend(kernels, parts, options, workspace=workspace)
+    assert allocated_bytes() - before < 24 << 20
+    alone = cache.attend(teams(library, 1), parts[:1], options)
+    assert torch.equal(together, alone.repeat(num_sequences, 1, 1))

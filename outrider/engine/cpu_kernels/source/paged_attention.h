@@ -24,6 +24,7 @@ constexpr int kSpan = 256;
 constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
 constexpr int kRowsWithoutPanel = 3;  // query rows whose sums, of four vectors of columns, fit the registers
 constexpr int kKeysAhead = 32;  // how early a key or value is asked for: they lie apart, which no processor foresees
+constexpr int64_t kMaxPartialBytes = 64 << 20;  // of a split plan: beyond, members share tiles only
 constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
 
 // Consecutive rows of one sequence.
@@ -48,6 +49,7 @@ struct AttentionPlan {
     tiles.clear();
     spans.clear();
     num_partials = 0;
+    query_rows = 0;
     const int64_t group = options.num_heads / options.num_kv_heads;
     const int64_t together = std::max<int64_t>(1, kRowsTogether / group);
     for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
@@ -59,17 +61,23 @@ struct AttentionPlan {
         tile.first_span = first / kSpan;
         tile.last_span = last / kSpan + 1;
         num_partials += tile.last_span - tile.first_span;
+        query_rows = std::max(query_rows, tile.num_rows * group);
         tiles.push_back(tile);
       }
     }
-    query_rows = together * group;
     // Few tiles leave members idle at the end: then spans are given out one by one.
     const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * options.num_kv_heads;
-    is_split = num_members > 1 && num_tasks < 8 * num_members && num_partials > static_cast<int64_t>(tiles.size());
+    is_split = num_members > 1 && num_tasks < 8 * num_members && num_partials > static_cast<int64_t>(tiles.size()) &&
+               partial_bytes(options) <= kMaxPartialBytes;
     if (is_split)
       for (size_t tile = 0; tile < tiles.size(); tile++)
         for (int64_t span = tiles[tile].first_span; span < tiles[tile].last_span; span++)
           spans.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(span));
+  }
+
+  // What the results of all spans take if the plan is split.
+  int64_t partial_bytes(const OutriderAttention& options) const {
+    return num_partials * options.num_kv_heads * query_rows * (options.head_dim + 2) * static_cast<int64_t>(sizeof(float));
   }
 };
 
