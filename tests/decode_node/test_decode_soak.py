@@ -57,7 +57,7 @@ def _soak(make_scripted_node, seed):
         node.iterate()
         _push_some(node, opened, choice)
         node.engine.pool.check_integrity(_tables(node))
-    for _ in range(2):  # pushes that never came, then their reservations
+    for _ in range(3):  # what waits for blocks gets them; pushes that never came end, then their reservations
         node.clock.advance(node.transfer_timeout_seconds)
         node.run()
     _check_tokens(node, opened)
