@@ -78,7 +78,7 @@ def test_an_answer_is_the_same_alone_and_in_a_crowd(real, prompts):
 @pytest.mark.timeout(7200)
 def test_random_requests_are_answered_alike_with_and_without_drafts(real, is_full):
     assert_exact(real)
-    num_requests = int(os.environ.get("OUTRIDER_SOAK_REQUESTS", "100" if is_full else "12"))
+    num_requests = int(os.environ.get("OUTRIDER_SOAK_REQUESTS", "100" if is_full else "8"))
     assert soak(real, num_requests, bench_texts()) > 0
 
 

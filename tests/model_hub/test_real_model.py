@@ -34,7 +34,7 @@ def loaded():
 @pytest.fixture(scope="module")
 def num_tokens(is_full):
     """Of each answer."""
-    return 200 if is_full else 60
+    return 200 if is_full else 45
 
 
 def decode(loaded, prompt, *, num_rows, num_tokens):
