@@ -217,7 +217,7 @@ class PrefillNode:
         parts = self._parts
         return NodeLoad(
             num_running=parts.scheduler.num_running,
-            num_waiting=parts.scheduler.num_waiting,
+            num_waiting=parts.loop.num_waiting,
             kv_blocks_total=parts.pool.num_blocks,
             kv_blocks_free=parts.pool.num_free_blocks,
             tokens_per_second=parts.loop.prompt_tokens.tokens_per_second(),

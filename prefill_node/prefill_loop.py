@@ -8,6 +8,7 @@ has been sent. There are no logits: the decode node samples every token.
 
 from __future__ import annotations
 
+import heapq
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from outrider.engine.kv_cache.block_pool import BlockPool
     from outrider.kv_transfer.base import Connector
 
+MAX_PUSHES = 64
+"""A push has three threads, and may go on for long after its prompt is computed, or its job is cancelled."""
 STOP_SECONDS = 2.0
 TURN_WAIT_SECONDS = 0.1
 """So often a node that waits for its turn looks whether it is to stop."""
@@ -72,8 +75,12 @@ class PrefillLoop:
         emit: Callable[[Sequence[JobEnded], StepStats | None], None],
         cpu_turns: CpuTurns | None = None,
         turn_seconds: float = 0.0,
+        max_pushes: int = MAX_PUSHES,
     ) -> None:
-        """`turn_seconds`: of a turn, where other nodes compute on the same processors (see `cpu_turns`)."""
+        """`turn_seconds`: of a turn, where other nodes compute on the same processors (see `cpu_turns`).
+
+        `max_pushes`: jobs that are computed or pushed; the others wait.
+        """
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._pool = pool
@@ -90,6 +97,9 @@ class PrefillLoop:
         self._turn_seconds = turn_seconds
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
+        self._max_pushes = max_pushes
+        self._num_in_work = 0
+        self._held: list[tuple[int, int, PrefillTask]] = []  # a heap of those that wait for others' pushes
         self._ended: list[JobEnded] = []
         self._is_stopping = False  # a Stop is in the inbox; set by any thread
         self._is_stopped = False
@@ -158,6 +168,11 @@ class PrefillLoop:
             self._time.mark(Part.EMIT)
 
     @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for blocks, or for others' pushes. May be read by any thread."""
+        return self._scheduler.num_waiting + len(self._held)
+
+    @property
     def num_tasks(self) -> int:
         """Jobs that hold blocks or wait for some."""
         return len(self._tasks)
@@ -190,7 +205,17 @@ class PrefillLoop:
 
     def _add(self, job: PrefillJob) -> None:
         task = self._tasks[job.job_id] = PrefillTask.of(job)
-        self._scheduler.add(task.sequence)
+        heapq.heappush(self._held, (-job.priority, job.job_id, task))
+        self._take_held()
+
+    def _take_held(self) -> None:
+        """As many jobs as there is room for beside the pushes under way."""
+        while self._held and self._num_in_work < self._max_pushes:
+            task = heapq.heappop(self._held)[2]
+            if not task.is_cancelled:
+                task.is_in_work = True
+                self._num_in_work += 1
+                self._scheduler.add(task.sequence)
 
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
@@ -349,6 +374,9 @@ class PrefillLoop:
     def _forget(self, task: PrefillTask) -> None:
         task.unpin()
         del self._tasks[task.job.job_id]
+        if task.is_in_work:
+            self._num_in_work -= 1
+            self._take_held()
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
 

@@ -19,6 +19,7 @@ class PrefillTask:
     sequence: EngineSequence
     push: KvPush | None = None  # since its admission
     pinned: SequenceKV | None = None  # what the push may still read, once nothing is computed any more
+    is_in_work: bool = False  # computed or pushed: no longer held
     is_cancelled: bool = False
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0

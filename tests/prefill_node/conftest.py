@@ -46,6 +46,7 @@ class DecodeSide:
         self._next_block = itertools.count()
         self.gate = threading.Event()  # writes wait for it
         self.gate.set()
+        self.is_writing = threading.Event()
         self.regions = []
 
     def expect(self, token_ids, *, held=0):
@@ -68,6 +69,7 @@ class BlockSink:
     blocks: list
 
     def write(self, plane, layers, start_token, end_token, payload):
+        self.side.is_writing.set()
         assert self.side.gate.wait(20)
         self.side.regions.append((plane, layers, start_token, end_token))
         slots = [

@@ -297,3 +297,28 @@ def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():
                 (layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)
             ]
         assert sorted(cells) == [(layer, token) for layer in range(1, 6) for token in range(3, 40)]
+
+
+def num_push_threads():
+    return sum(thread.name == "kv-push" for thread in threading.enumerate())
+
+
+def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
+    """A decode node that takes nothing holds threads, not more and more of them."""
+    rig = make_rig(max_pushes=2)
+    rig.decode.gate.clear()
+    stuck = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(4)]
+    rig.start()
+    assert rig.decode.is_writing.wait(10)
+    for job in stuck:
+        rig.loop.submit(CancelJob(job.job_id))
+    jobs = [rig.submit(prompt(8, first=1000 * (n + 1))) for n in range(4)]
+    urgent, _ = rig.submit(prompt(8, first=9000), priority=1)
+    assert num_push_threads() <= 3, "one that was cancelled while it connected, too"
+    rig.decode.gate.set()
+    for job, _ in jobs:
+        assert isinstance(rig.result(job), PrefillResult)
+        assert num_push_threads() <= 3, "one that has just ended, too"
+    assert isinstance(rig.result(urgent), PrefillResult)
+    assert rig.computed.index(9000) < rig.computed.index(2000)
+    rig.wait_until_idle()
