@@ -10,7 +10,6 @@ from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.request import chat_from_proto, request_from_proto, skips_special_tokens
 from router.caller import Caller
 from router.node_directory import ServedModel
-from router.tokenizer import Tokenizer
 from router.validation import check_lengths
 
 SEED_LIMIT = 1 << 53
@@ -34,7 +33,7 @@ async def read_request(
     tokenizer = served.tokenizer
     if proto.HasField("text"):
         check_lengths(proto, max(tokenizer.least_num_tokens(proto.text), 1), served.info)
-    token_ids = await encode_prompt(proto, tokenizer, client=caller.share)
+    token_ids = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_lengths(proto, len(token_ids), served.info)
     prompt_text = ""
     if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
@@ -73,14 +72,22 @@ def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
 
 
 async def encode_prompt(
-    proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, tokenizer: Tokenizer, *, client: str = ""
+    proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, served: ServedModel, *, client: str = ""
 ) -> list[int]:
-    """Raises: InvalidRequestError when the chat template refuses the messages; CapacityError."""
+    """Raises: InvalidRequestError when the chat template refuses the messages or the window is too small for certain.
+
+    CapacityError when too many texts wait.
+    """
+    tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
         return list(proto.token_ids.ids)
     if proto.HasField("chat"):
         messages, add_generation_prompt = chat_from_proto(proto.chat)
         return await tokenizer.encode_chat(
-            messages, add_generation_prompt=add_generation_prompt, num_bytes=proto.chat.ByteSize(), client=client
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            num_bytes=proto.chat.ByteSize(),
+            client=client,
+            max_tokens=max_tokens,
         )
-    return await tokenizer.encode_text(proto.text, client=client)
+    return await tokenizer.encode_text(proto.text, client=client, max_tokens=max_tokens)

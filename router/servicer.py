@@ -113,7 +113,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             served = self._nodes.model()
             if kind == "chat":
                 check_chat(request.chat, served.info)
-            response.token_ids.extend(await encode_prompt(request, served.tokenizer, client=caller.share))
+            response.token_ids.extend(await encode_prompt(request, served, client=caller.share))
         return response
 
     async def Detokenize(  # noqa: N802

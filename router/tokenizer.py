@@ -51,11 +51,13 @@ class Tokenizer:
         """A lower bound of what `text` encodes to, for refusing what is far too long without encoding it."""
         return len(text) // self._longest_token if self._longest_token else 0
 
-    async def encode_text(self, text: str, *, client: str = "") -> list[int]:
+    async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
         """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such.
 
-        Raises: CapacityError when too many texts wait.
+        Raises: InvalidRequestError for a text that has more than `max_tokens` for certain, before it is encoded;
+        CapacityError when too many texts wait.
         """
+        self._check_length(text, max_tokens, field="text")
         return await self._queue.run(
             lambda: self._encode(text, add_special_tokens=True), client=client, num_bytes=len(text)
         )
@@ -67,11 +69,12 @@ class Tokenizer:
         add_generation_prompt: bool,
         num_bytes: int = 0,
         client: str = "",
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The chat template's rendering, nothing added. `messages`, of about `num_bytes`, are read in the thread.
 
-        Raises: InvalidRequestError when the model has no template or its template refuses the messages;
-        CapacityError when too many texts wait.
+        Raises: InvalidRequestError when the model has no template or its template refuses the messages, and as
+        `encode_text`; CapacityError when too many texts wait.
         """
         template = self._template
         if template is None:
@@ -79,6 +82,7 @@ class Tokenizer:
 
         def encode() -> list[int]:
             text = template.render(messages, add_generation_prompt=add_generation_prompt)
+            self._check_length(text, max_tokens, field="chat.messages")
             return self._encode(text, add_special_tokens=False)
 
         return await self._queue.run(encode, client=client, num_bytes=num_bytes)
@@ -102,6 +106,15 @@ class Tokenizer:
     def close(self) -> None:
         """Ends the threads; a second call does nothing."""
         self._queue.close()
+
+    def _check_length(self, text: str, max_tokens: int | None, *, field: str) -> None:
+        least = self.least_num_tokens(text)
+        if max_tokens is not None and least > max_tokens:
+            raise InvalidRequestError(
+                f"the text has at least {least} tokens; the window is {max_tokens}",
+                field=field,
+                reason="PROMPT_TOO_LONG",
+            )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)

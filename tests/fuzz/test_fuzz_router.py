@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-
 import grpc
 import pytest
 from hypothesis import given
@@ -13,10 +9,9 @@ from hypothesis import strategies as st
 
 from outrider.v1 import router_pb2
 from tests.fuzz.messages import fuzzed, wire_bytes
-from tests.router.conftest import Cluster
+from tests.router.threaded_router import ThreadedRouter
 
 R = router_pb2
-SERVICE = "/outrider.v1.RouterService/"
 METHODS = {
     "Generate": R.GenerateRequest,
     "Complete": R.GenerateRequest,
@@ -36,53 +31,12 @@ REFUSALS = {
     grpc.StatusCode.ABORTED,
 }
 """What a client's own mistakes may end with: not UNKNOWN, INTERNAL, or UNAVAILABLE for everybody."""
-CALL_SECONDS = 20.0
 MAX_STALL_SECONDS = 0.25
-
-
-class Serving:
-    """A router before fake nodes on an event loop in a thread, and the longest stall of that loop."""
-
-    def __init__(self):
-        self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
-        self.cluster = Cluster()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        self.run(self.cluster.serve())
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
-        self.channel = grpc.insecure_channel(self.cluster.address)
-
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
-
-    def stop(self):
-        self.channel.close()
-        self._watching.cancel()
-        self.run(self.cluster.stack.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_SECONDS)
-        self._loop.close()
-
-    def call(self, method, data):
-        """(status, messages) of a call with these bytes."""
-        answers = self.channel.unary_stream(SERVICE + method)(data, timeout=CALL_SECONDS)
-        try:
-            return grpc.StatusCode.OK, list(answers)
-        except grpc.RpcError as error:
-            return error.code(), []
-
-    async def _watch(self):
-        """The loop's thread's own time between two turns of a task: another client would have waited for it."""
-        while True:
-            asked_at = time.thread_time()
-            await asyncio.sleep(0.005)
-            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)
 
 
 @pytest.fixture(scope="module")
 def serving():
-    serving = Serving()
+    serving = ThreadedRouter()
     yield serving
     serving.stop()
 

@@ -197,3 +197,17 @@ async def test_readiness_follows_the_nodes(cluster):
     await cluster.eventually(lambda: told[-1] is False)
     await cluster.prefill.start(int(cluster.prefill.address.rpartition(":")[2]))
     await cluster.eventually(lambda: told[-1] is True, seconds=20.0)
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_what_is_longer_than_the_window_for_certain_is_not_encoded(serving, kind):
+    encoded = []
+    serving.service.nodes.served.tokenizer._encode = lambda *args, **_: encoded.append(args)
+    text = "x" * 1_000_000
+    chat = R.Chat(messages=[R.ChatMessage(role="user", content=text)])
+    request = R.TokenizeRequest(text=text) if kind == "text" else R.TokenizeRequest(chat=chat)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await serving.stub.Tokenize(request, timeout=20)
+    failure = serving.failure_of(caught.value)
+    assert (failure.code, failure.reason) == (INVALID, "PROMPT_TOO_LONG")
+    assert encoded == []
