@@ -145,7 +145,7 @@ class Reservations:
             return False  # the first frame has come just now
         assert group.kv is not None
         group.kv.free()
-        group.kv = SequenceKV(self._pool)
+        group.kv = SequenceKV(self._pool, cache_salt=group.opened.cache_salt)
         return True
 
     def tend(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
@@ -245,7 +245,9 @@ class Reservations:
         assert group.kv is not None
         if group.kv.capacity >= num_shared:
             return True
-        kv = SequenceKV.create(self._pool, group.shared_token_ids, max_cached_tokens=num_shared)
+        kv = SequenceKV.create(
+            self._pool, group.shared_token_ids, max_cached_tokens=num_shared, cache_salt=group.opened.cache_salt
+        )
         if kv.num_blocks_needed(num_shared) > self._num_spare_blocks():
             kv.free()
             return False

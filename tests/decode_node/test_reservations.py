@@ -354,3 +354,23 @@ def test_a_reclaimed_reservation_may_be_computed_here(make_scripted_node):
     assert node.tokens(waiting) == node.model.generate(PROMPT, 5)
     assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
     node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("transfer_id", [SECOND, b""])
+def test_what_a_reclaimed_reservation_computes_or_receives_stays_with_its_tenant(make_scripted_node, transfer_id):
+    node, _, waiting = open_two_long_and_a_reservation(make_scripted_node, cache_salt=b"one")
+    until_reclaimed(node, waiting)
+    node.retarget(waiting, transfer_id)
+    node.run()
+    node.iterate()
+    if transfer_id:
+        node.push(waiting, PROMPT, transfer_id=transfer_id)
+    node.run()
+    held = {}
+    for salt in (b"", b"two", b"one"):
+        again = node.open(prompt=PROMPT, cache_salt=salt)
+        held[salt] = node.granted(again).held_prefix_length
+        node.cancel(again)
+        node.iterate()
+    assert held == {b"": 0, b"two": 0, b"one": 28}
+    node.assert_nothing_is_held()
