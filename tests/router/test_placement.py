@@ -244,3 +244,44 @@ def test_prefixes_are_known_by_whole_chunks_and_by_node():
         prefixes.remember(prefix_hashes(list(range(start, start + PREFIX_CHUNK_TOKENS + 1))), b"a")
     assert len(prefixes._nodes) == 8
     assert prefixes.num_held_tokens(hashes, b"a") == 0, "the least recently used is forgotten"
+
+
+async def test_an_earlier_outage_does_not_count_in_a_later_one():
+    places = FakePlaces()
+    now = [0.0]
+    admission = make_admission(places, no_node_timeout_seconds=5.0)
+    admission._clock = lambda: now[0]
+    (task,) = await queue_up(admission, waiting())
+    places.has_nodes = False
+    admission.pump()
+    now[0] = 4.0
+    places.has_nodes = True  # full, but there
+    admission.pump()
+    places.has_nodes = False
+    now[0] = 100.0
+    admission.pump()
+    now[0] = 104.0
+    admission.pump()
+    await asyncio.sleep(0)
+    assert not task.done()
+    now[0] = 105.0
+    admission.pump()
+    with pytest.raises(PeerLostError):
+        await task
+
+
+async def test_a_head_that_no_serving_node_can_take_holds_up_nobody():
+    places = FakePlaces()
+    too_large, small = waiting(), waiting()
+    places.could_serve = lambda demand: demand is not too_large.demand
+    admission = make_admission(places)
+    head, behind = await queue_up(admission, too_large, small)
+    places.num_free = 1
+    admission.pump()
+    await asyncio.sleep(0)
+    assert (head.done(), behind.done()) == (False, True)
+    places.could_serve = lambda _demand: True  # another node has come
+    places.num_free = 1
+    admission.pump()
+    await asyncio.sleep(0)
+    assert head.done()
