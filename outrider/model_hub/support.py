@@ -26,6 +26,8 @@ from outrider.errors import ConfigError, ModelError
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+_PROBE_TOKENS = 40
+"""Of each sequence of the probe: several blocks in each half. Far positions are compared by their rotations alone."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
 LOSSY_TOLERANCE = 0.3
@@ -107,9 +109,10 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
     spec = model.spec
     allowed = LOSSY_TOLERANCE if is_lossy else RELATIVE_TOLERANCE[spec.dtype]
     token_ids = _probe_token_ids(spec.vocab_size)
-    cache = PagedKVCache(spec.planes, num_blocks=8, block_size=4, device=model.device)
+    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=4, device=model.device)
     runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
-    tables = ((6, 1, 4), (2, 7, 0))
+    tables = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
+    half = _PROBE_TOKENS // 2
     halves = [
         runner.forward(
             build_input_batch(
@@ -120,9 +123,9 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
                 cache.block_size,
             )
         ).unflatten(0, (2, -1))
-        for part in (slice(0, 6), slice(6, 12))
+        for part in (slice(0, half), slice(half, _PROBE_TOKENS))
     ]
-    paged = torch.cat(halves, dim=1)  # [2, 12, vocab_size]
+    paged = torch.cat(halves, dim=1)  # [2, _PROBE_TOKENS, vocab_size]
     scale = expected.abs().max().clamp_min(1e-6)
     difference = float((paged - expected).abs().max() / scale)
     if not difference <= allowed:
@@ -204,15 +207,15 @@ _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})
 
 
 def _probe_token_ids(vocab_size: int) -> Tensor:
-    """Twelve varied ids for each of two sequences: [2, 12] int64."""
+    """Varied ids for each of two sequences: [2, _PROBE_TOKENS] int64."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, vocab_size, (2, 12), generator=generator)
+    return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
 
 
 def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
     """The model's own forward, with transformers' eager attention, on the probe's tokens.
 
-    Returns [2, 12, vocab_size] float32.
+    Returns [2, _PROBE_TOKENS, vocab_size] float32.
     """
     token_ids = _probe_token_ids(vocab_size)
     model.set_attn_implementation("eager")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -11,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder_packing import why_not_native
 from outrider.engine.cpu_kernels.library import ElementType
+from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError, ModelError, NotFoundError
+from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.load import load_model, resolve_dtype
@@ -245,3 +248,18 @@ def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
     else:
         attention.o_proj.weight = torch.nn.Parameter(torch.zeros(16, 64, dtype=torch.uint8), requires_grad=False)
     assert why_not_native(model, spec, layers) == "its 1.self_attn.o_proj is no plain linear layer"
+
+
+@pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
+    """Its window is 20 tokens: a check of twelve positions would not see that it is missing."""
+    directory = make_tiny_model(tmp_path, architecture="mistral")
+    assert load(directory).spec.num_layers == 3
+
+    def describe(*arguments, **keywords):
+        spec, layers = describe_decoder(*arguments, **keywords)
+        return spec, [dataclasses.replace(options, sliding_window=None) for options in layers]
+
+    monkeypatch.setattr(load_module, "describe_decoder", describe)
+    with pytest.raises(ModelError, match="differs from the model's own"):
+        load(directory)
