@@ -7,7 +7,7 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
@@ -111,7 +111,7 @@ class Admission:
             try:
                 self._make_room(waiting)
             except CapacityError:
-                self._order.refund(waiting.client, waiting.cost)
+                self._refund(waiting)
                 raise
             waiting.has_waited = True
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
@@ -124,8 +124,11 @@ class Admission:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().release()  # given out at the moment it was no longer wanted
-            elif not waiting.had_place:
-                self._order.refund(waiting.client, waiting.cost)
+            else:
+                self._refund(waiting)
+            raise
+        except OutriderError:  # it gave way to another client, or no node serves
+            self._refund(waiting)
             raise
         finally:
             waiting.place = None
@@ -177,14 +180,22 @@ class Admission:
         waiting.had_place = True
         self._order.serve(waiting.turn[1])
 
+    def _refund(self, waiting: Waiting) -> None:
+        """It leaves without having had a place."""
+        if not waiting.had_place:
+            self._order.refund(waiting.client, waiting.cost)
+
     def _make_room(self, waiting: Waiting) -> None:
-        """In the queue, where another client gives way if need be. Raises: CapacityError."""
-        while (error := self._why_full(waiting)) is not None:
-            displaced = self._last_of_busiest(besides=waiting.client)
-            if displaced is None:
+        """In the queue, where others give way if need be, and if it helps. Raises: CapacityError."""
+        displaced: dict[Waiting, CapacityError] = {}
+        while (error := self._why_full(waiting, without=displaced)) is not None:
+            last = self._last_of_busiest(besides=waiting.client, without=displaced)
+            if last is None:
                 raise error
-            self.withdraw(displaced, error)
-            self._count_out(displaced)
+            displaced[last] = error
+        for other, error in displaced.items():
+            self.withdraw(other, error)
+            self._count_out(other)
 
     def _count_in(self, waiting: Waiting) -> None:
         waiting.num_counted_tokens = waiting.num_tokens
@@ -198,15 +209,16 @@ class Admission:
             self._num_waiting_tokens -= waiting.num_counted_tokens
             waiting.num_counted_tokens = None
 
-    def _why_full(self, waiting: Waiting) -> CapacityError | None:
+    def _why_full(self, waiting: Waiting, *, without: Collection[Waiting]) -> CapacityError | None:
         retry_after = min(max(self._mean_service_seconds, 0.1), _MAX_RETRY_SECONDS)
-        if self._num_waiting + 1 > self._max_waiting:
+        if self._num_waiting - len(without) + 1 > self._max_waiting:
             return CapacityError(
                 f"{self._num_waiting} requests are waiting; at most {self._max_waiting} may",
                 retry_after_seconds=retry_after,
                 reason="QUEUE_FULL",
             )
-        if self._num_waiting_tokens + waiting.num_tokens > self._max_waiting_tokens:
+        num_tokens = self._num_waiting_tokens - sum(other.num_tokens for other in without)
+        if num_tokens + waiting.num_tokens > self._max_waiting_tokens:
             return CapacityError(
                 f"{self._num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
                 f" {self._max_waiting_tokens}",
@@ -215,9 +227,9 @@ class Admission:
             )
         return None
 
-    def _last_of_busiest(self, *, besides: str) -> Waiting | None:
+    def _last_of_busiest(self, *, besides: str, without: Collection[Waiting]) -> Waiting | None:
         """Of the client with the most in the queue, if that is at least two more than `besides` has."""
-        in_queue = [waiting for _, waiting in self._heap if waiting.is_in_queue]
+        in_queue = [waiting for _, waiting in self._heap if waiting.is_in_queue and waiting not in without]
         counts = Counter(waiting.client for waiting in in_queue)
         client, most = max(counts.items(), key=lambda item: item[1], default=(besides, 0))
         if client == besides or most < counts[besides] + 2:

@@ -158,6 +158,15 @@ async def test_a_client_that_was_idle_saves_nothing_up():
     assert stamps == [5.0, 4.0, 5.0, 6.0]
 
 
+def test_clients_that_are_seen_once_are_not_remembered_for_ever():
+    order = FairOrder(max_clients=100)
+    order.stamp("busy", 5.0)
+    for number in range(1000):  # one after the other, each from the present on
+        order.serve(order.stamp(f"client {number}", 1.0))
+        assert len(order) <= 100
+    assert order.stamp("busy", 1.0) == 5.0, "who has had most is remembered"
+
+
 async def test_in_a_full_queue_the_busiest_clients_last_request_gives_way():
     admission = make_admission(FakePlaces(), max_waiting=4)
     flood = await queue_up(admission, *(waiting(client="flood") for _ in range(4)))
@@ -177,6 +186,48 @@ async def test_in_a_full_queue_the_busiest_clients_last_request_gives_way():
         task.cancel()
     await asyncio.gather(*flood, *others, return_exceptions=True)
     assert admission.num_waiting == admission.num_waiting_tokens == 0
+
+
+async def test_nobody_gives_way_to_a_request_that_does_not_fit_all_the_same():
+    admission = make_admission(FakePlaces(), max_waiting=100, max_waiting_tokens=100)
+    others = await queue_up(admission, *(waiting(20, client="a") for _ in range(5)))
+    with pytest.raises(CapacityError):
+        await admission.wait_for_place(waiting(90, client="b"))
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in others)
+    (fits,) = await queue_up(admission, waiting(50, client="b"))
+    await asyncio.sleep(0)
+    assert [task.done() for task in (*others, fits)] == [False, False, True, True, True, False]
+    for task in (*others, fits):
+        task.cancel()
+    await asyncio.gather(*others, fits, return_exceptions=True)
+    assert admission.num_waiting == admission.num_waiting_tokens == 0
+
+
+async def test_a_client_does_not_pay_for_requests_that_gave_way():
+    places = FakePlaces()
+    admission = make_admission(places, max_waiting=4)
+    served = []
+
+    async def serve(entry):
+        place = await admission.wait_for_place(entry)
+        served.append(entry.client)
+        return place
+
+    for _ in range(20):  # over and over it fills the queue, and another client asks for a part of it
+        flood = await queue_up(admission, *(waiting(client="flood") for _ in range(4)))
+        others = await queue_up(admission, waiting(client="b"), waiting(client="b"))
+        for task in (*flood, *others):
+            task.cancel()
+        await asyncio.gather(*flood, *others, return_exceptions=True)
+    tasks = [asyncio.ensure_future(serve(waiting(client=client))) for client in ("flood", "flood", "b", "b")]
+    await asyncio.sleep(0)
+    for _ in tasks:
+        places.num_free = 1
+        admission.pump()
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert served == ["flood", "b", "flood", "b"]
 
 
 async def test_what_has_begun_is_displaced_by_nobody():
