@@ -32,7 +32,6 @@ from outrider.errors import InternalError, NotFoundError, PeerLostError
 
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
-MAX_DOUBLINGS = 20
 """Default patience of `wait_serving`: a first start may download the model."""
 MAX_DOUBLINGS = 64
 """Of the wait for a restart."""
@@ -247,19 +246,12 @@ class Cluster:
             return
         if child.has_served_for(self.config.stable_seconds):
             child.num_failures = 0
-        delay = self._restart_delay(child)
+        delay = restart_delay(self.config, child.num_failures, has_served=child.serving_since is not None)
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
         self._become(child, ChildState.DOWN)
         self._tell(child, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
-
-    def _restart_delay(self, child: Child) -> float:
-        """0 after a first failure in a long time: requests wait for the node. Then longer and longer."""
-        if child.num_failures == 0 and child.serving_since is not None:
-            return 0.0
-        doublings = min(child.num_failures - 1, MAX_DOUBLINGS) if child.num_failures else 0
-        return min(self.config.restart_seconds * 2.0**doublings, self.config.restart_most_seconds)
 
     def _is_due(self, child: Child) -> bool:
         if child.state is ChildState.DOWN:
@@ -365,9 +357,15 @@ class Cluster:
         raise NotFoundError(f"no node {name}; there are {', '.join(child.spec.name for child in self._children)}")
 
 
-def restart_delay(config: ClusterConfig, num_failures: int) -> float:
-    """Seconds, after so many deaths in a row: doubled each time, up to the most. (2.0**1024 would be an error.)"""
-    return min(config.restart_seconds * 2.0 ** min(num_failures, MAX_DOUBLINGS), config.restart_most_seconds)
+def restart_delay(config: ClusterConfig, num_failures: int, *, has_served: bool) -> float:
+    """Seconds, after so many earlier failures in a row: doubled each time, up to the most.
+
+    0 after the first failure of a child that has served: requests wait for it.
+    """
+    if num_failures == 0 and has_served:
+        return 0.0
+    doublings = min(max(num_failures - 1, 0), MAX_DOUBLINGS)  # 2.0**1024 would be an error
+    return min(config.restart_seconds * 2.0**doublings, config.restart_most_seconds)
 
 
 def describe_status(status: int) -> str:

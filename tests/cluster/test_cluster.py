@@ -165,5 +165,6 @@ def test_the_supervisor_never_loads_torch(module):
 
 def test_a_node_that_dies_for_hours_is_still_restarted():
     config = ClusterConfig(restart_seconds=1.0, restart_most_seconds=30.0)
-    delays = [restart_delay(config, num_failures) for num_failures in (0, 1, 4, 5, 1024, 100_000)]
-    assert delays == [1.0, 2.0, 16.0, 30.0, 30.0, 30.0]
+    delays = [restart_delay(config, num_failures, has_served=True) for num_failures in (0, 1, 2, 5, 6, 7, 2000, 10**9)]
+    assert delays == [0.0, 1.0, 2.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+    assert restart_delay(config, 0, has_served=False) == 1.0
