@@ -5,8 +5,10 @@ Pure bookkeeping without IO, so that the whole protocol can be tested in microse
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from decode_node.draft_targets import DraftTarget, DraftTargets
 from decode_node.drafted_sequence import DraftedSequence, Stage
@@ -66,7 +68,7 @@ class DraftBook:
         self._vocab_size = vocab_size
         self._sequences: dict[int, DraftedSequence] = {}
         self._targets = DraftTargets(clock)
-        self._counters = DraftCounters()
+        self._counts: Counter[str] = Counter()
         self.has_unsent = False
 
     # The engine thread's side.
@@ -188,16 +190,19 @@ class DraftBook:
         updates = [SequenceUpdate(sequence_id=sequence_id, closed=True) for sequence_id in state.closed]
         state.closed.clear()
         tokens_left = MAX_TOKENS_PER_MESSAGE
-        self.has_unsent = False
-        for drafted in self._sequences.values():
-            if drafted.target is None or not drafted.has_news:
-                continue
-            if drafted.target != target or tokens_left <= 0:
+        self.has_unsent = any(other.news or other.closed for other in self._targets if other is not state)
+        for sequence_id in tuple(state.news):
+            drafted = self._sequences[sequence_id]
+            stage = drafted.stage(now)
+            if stage in TELLABLE and tokens_left <= 0:
                 self.has_unsent = True
-            elif drafted.stage(now) in TELLABLE:  # else its answer, or the clock of the stream, brings us back
+                break
+            if stage in TELLABLE and drafted.has_news:
                 update = drafted.make_update(now, most_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left))
                 tokens_left -= len(update.token_ids)
                 updates.append(update)
+            if stage is not Stage.POSTPONED:  # else its answer notes what is left, here the clock brings us back
+                del state.news[sequence_id]
         if updates:
             state.sent(now)
             self._count(num_messages_sent=1, num_updates_sent=len(updates))
@@ -276,7 +281,8 @@ class DraftBook:
         return self._targets[target].num_sequences
 
     def counters(self) -> DraftCounters:
-        return replace(self._counters, num_breaker_openings=self._targets.num_breaker_openings)
+        counts: Mapping[str, Any] = self._counts
+        return DraftCounters(**counts, num_breaker_openings=self._targets.num_breaker_openings)
 
     # Inside.
 
@@ -294,6 +300,7 @@ class DraftBook:
 
     def _note_news(self, drafted: DraftedSequence) -> None:
         if drafted.has_news and drafted.target is not None:
+            self._targets[drafted.target].news[drafted.sequence_id] = None
             self.has_unsent = True
 
     def _quarantine(self, drafted: DraftedSequence, target: DraftTarget) -> None:
@@ -317,6 +324,7 @@ class DraftBook:
             return
         target = self._targets[drafted.target]
         target.num_sequences -= 1
+        target.news.pop(drafted.sequence_id, None)
         if target.is_connected and drafted.is_known_to_target:
             target.closed.add(drafted.sequence_id)
             self.has_unsent = True
@@ -332,5 +340,5 @@ class DraftBook:
             self._assign(drafted)
 
     def _count(self, **increments: float) -> None:
-        changes = {name: getattr(self._counters, name) + by for name, by in increments.items()}
-        self._counters = replace(self._counters, **changes)
+        for name, by in increments.items():
+            self._counts[name] += by  # type: ignore[assignment]  # seconds among them

@@ -33,6 +33,7 @@ class DraftTarget:
     is_connected: bool = False
     num_sequences: int = 0
     closed: set[int] = field(default_factory=set)  # sequences that have ended, of which the node has still to hear
+    news: dict[int, None] = field(default_factory=dict)  # its sequences that may have something to tell, in order
     _num_unasked: int = 0  # in a row
     _probe_sent_at: float | None = None
     _missed_at: float = float("-inf")

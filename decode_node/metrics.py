@@ -11,7 +11,7 @@ from decode_node.statistics import PrefixLookups, StepStats
 from outrider.kv_transfer.inbox import ReceiverCounters
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
-from outrider.session import Granted, KvReady, SampleTokens
+from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
 
 REFUSED = {
     "stale": "frames_stale",
@@ -35,10 +35,11 @@ class DecodeMetrics:
 
     def observe(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
         """One turn of the engine thread."""
+        speculation: list[SpeculationCounts] = []
         for addressed in events:
             match addressed.event:
                 case SampleTokens() as tokens:
-                    self._engine.add_speculation(tokens.speculation)
+                    speculation.append(tokens.speculation)
                 case Granted() as granted:
                     self._engine.add_tokens(num_prompt_tokens=granted.num_tokens_to_compute)
                 case KvReady() as ready:
@@ -47,6 +48,8 @@ class DecodeMetrics:
                     )
                 case _:
                     continue
+        if speculation:  # summed first: a counter takes a lock each time
+            self._engine.add_speculation(SpeculationCounts.total(speculation))
         if stats is not None:
             self._engine.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
             self._engine.add_step_parts(stats.nanoseconds)

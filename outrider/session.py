@@ -7,6 +7,7 @@ proto mirror is `session.proto`; `outrider.wire.session` converts.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs, VerificationMethod
@@ -151,6 +152,23 @@ class SpeculationCounts:
     acceptance_histogram: tuple[int, ...] = ()
     num_wanting_steps: int = 0
     num_hit_steps: int = 0
+
+    @classmethod
+    def total(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
+        """The sum of many, in one pass."""
+        histogram = [0] * max((len(part.acceptance_histogram) for part in parts), default=0)
+        for part in parts:
+            for num_accepted, number in enumerate(part.acceptance_histogram):
+                if number:
+                    histogram[num_accepted] += number
+        return cls(
+            num_spec_steps=sum([part.num_spec_steps for part in parts]),
+            num_draft_tokens=sum([part.num_draft_tokens for part in parts]),
+            num_accepted_draft_tokens=sum([part.num_accepted_draft_tokens for part in parts]),
+            acceptance_histogram=tuple(histogram),
+            num_wanting_steps=sum([part.num_wanting_steps for part in parts]),
+            num_hit_steps=sum([part.num_hit_steps for part in parts]),
+        )
 
     def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
         a, b = self.acceptance_histogram, other.acceptance_histogram

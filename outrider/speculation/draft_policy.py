@@ -43,15 +43,46 @@ SMOOTHING = 0.1
 class _Record:
     """How a sequence's last drafts went."""
 
-    verdicts: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # (drafted, accepted)
+    verdicts: deque[tuple[int, int]] = field(default_factory=deque)  # (drafted, accepted)
     prior_acceptance: float = PRIOR_ACCEPTANCE
     credit: float = NEW_CREDIT
     off_since: int | None = None  # step at which drafting stopped paying
     acceptance: list[float] | None = None  # of the positions looked at; None: verdicts have changed
+    # Of these verdicts, so that a new one costs no walk over all of them.
+    num_draft_tokens: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0  # drafts that were not accepted whole
+    accepted_by_length: list[int] = field(default_factory=list)  # verdicts by number of accepted tokens
+    rejected_by_length: list[int] = field(default_factory=list)  # those of them whose next draft token was rejected
+
+    def add(self, num_draft: int, num_accepted: int) -> None:
+        """One verdict more; the oldest goes when the window is full."""
+        if len(self.verdicts) == WINDOW:
+            self._tally(*self.verdicts.popleft(), -1)
+        self.verdicts.append((num_draft, num_accepted))
+        self._tally(num_draft, num_accepted, 1)
+        self.acceptance = None
+
+    def clear(self) -> None:
+        self.verdicts.clear()
+        self.num_draft_tokens = self.num_accepted = self.num_rejected = 0
+        self.accepted_by_length, self.rejected_by_length = [], []
+
+    def _tally(self, num_draft: int, num_accepted: int, sign: int) -> None:
+        missing = num_accepted + 1 - len(self.accepted_by_length)
+        if missing > 0:
+            self.accepted_by_length += [0] * missing
+            self.rejected_by_length += [0] * missing
+        self.num_draft_tokens += sign * num_draft
+        self.num_accepted += sign * num_accepted
+        self.accepted_by_length[num_accepted] += sign
+        if num_accepted < num_draft:
+            self.num_rejected += sign
+            self.rejected_by_length[num_accepted] += sign
 
     def balance(self, row_price: float) -> float:
         """Tokens won by the last drafts, less what their rows cost."""
-        return sum(num_accepted - row_price * num_draft for num_draft, num_accepted in self.verdicts)
+        return self.num_accepted - row_price * self.num_draft_tokens
 
     def acceptance_by_position(self, num_positions: int) -> list[float]:
         """Chance of each draft token to be accepted once those before it are.
@@ -60,16 +91,19 @@ class _Record:
         says nothing about the positions after. Each position leans on the sequence's
         overall acceptance, and that on the prior.
         """
-        num_accepted = sum(accepted for _, accepted in self.verdicts)
-        num_rejected = sum(accepted < drafted for drafted, accepted in self.verdicts)
-        overall = (num_accepted + PRIOR_TOKENS * self.prior_acceptance) / (num_accepted + num_rejected + PRIOR_TOKENS)
+        num_decided = self.num_accepted + self.num_rejected
+        overall = (self.num_accepted + PRIOR_TOKENS * self.prior_acceptance) / (num_decided + PRIOR_TOKENS)
         found: list[float] = []
+        num_kept = len(self.verdicts)
         for position in range(num_positions):
-            reached = kept = 0
-            for drafted, accepted in self.verdicts:
-                reached += drafted > position and accepted >= position
-                kept += accepted > position
-            found.append((kept + POSITION_TOKENS * overall) / (reached + POSITION_TOKENS))
+            num_rejected = 0
+            if position < len(self.accepted_by_length):
+                num_kept -= self.accepted_by_length[position]  # those that accepted more
+                num_rejected = self.rejected_by_length[position]
+            else:
+                num_kept = 0
+            num_reached = num_kept + num_rejected
+            found.append((num_kept + POSITION_TOKENS * overall) / (num_reached + POSITION_TOKENS))
         return found
 
 
@@ -135,12 +169,11 @@ class DraftPolicy:
         self._tally.num_accepted += num_accepted
         record = self._record(sequence_id, source)
         if record.off_since is not None:  # a trial: what came before it no longer counts
-            record.verdicts.clear()
+            record.clear()
             record.prior_acceptance = DOUBTFUL_ACCEPTANCE
             record.credit = TRIAL_CREDIT
             record.off_since = None
-        record.verdicts.append((num_draft, num_accepted))
-        record.acceptance = None
+        record.add(num_draft, num_accepted)
         credit = record.credit if len(record.verdicts) < WINDOW else 0.0
         if record.balance(self._row_price) < -credit:
             record.off_since = self._step

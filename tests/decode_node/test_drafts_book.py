@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from decode_node import draft_book
 from decode_node.draft_book import DraftBook, DraftWant
 from decode_node.draft_targets import MAX_UNASKED_IN_A_ROW
+from decode_node.drafted_sequence import DraftedSequence
 from outrider.request import SamplingParams
 from outrider.speculation import prefix_hash as prefix_hash_module
 from outrider.speculation.draft_stream import (
@@ -611,3 +612,20 @@ def test_whatever_order_messages_come_in_a_draft_continues_what_was_committed(da
         proposed = found(book, *text)
         assert not proposed or set(proposed) <= {7, 8, 9}
     assert book.counters().num_quarantined == 0
+
+
+def test_a_wake_looks_only_at_sequences_with_news(book, monkeypatch):
+    for sequence_id in range(3):
+        book.open(sequence_id, *start_of(1, 2), num_wanted=1)
+    book.take_proposals(0, [answer_to(update, 9) for update in book.take_updates(0)])
+    looked_at = []
+    stage = DraftedSequence.stage
+    monkeypatch.setattr(
+        DraftedSequence, "stage", lambda self, now: (looked_at.append(self.sequence_id), stage(self, now))[1]
+    )
+    assert book.take_updates(0) == []
+    book.update(1, [9], num_wanted=1)
+    assert [update.sequence_id for update in book.take_updates(0)] == [1]
+    book.update(1, [9], num_wanted=1)  # while the last is unanswered: told of when that is answered
+    assert [book.take_updates(0), book.take_updates(0)] == [[], []]
+    assert looked_at == [1, 1]

@@ -169,3 +169,15 @@ def test_what_a_router_may_count_is_there_before_it_has_happened():
         assert f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}} 0.0' in exported
     for role in ("prefill", "decode", "draft"):
         assert f'outrider:nodes_lost_total{{model_name="m",role="{role}"}} 0.0' in exported
+
+
+def test_counts_are_summed_as_they_are_added():
+    parts = [
+        SpeculationCounts(
+            num_spec_steps=1, num_draft_tokens=3, num_accepted_draft_tokens=2, acceptance_histogram=(0, 0, 1)
+        ),
+        SpeculationCounts(num_wanting_steps=1, num_hit_steps=1),
+        SpeculationCounts(num_spec_steps=2, num_draft_tokens=4, acceptance_histogram=(2,), num_wanting_steps=2),
+    ]
+    assert SpeculationCounts.total(parts) == parts[0] + parts[1] + parts[2]
+    assert SpeculationCounts.total([]) == SpeculationCounts()

@@ -7,8 +7,18 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outrider.speculation.draft_policy import RETRY_STEPS, DraftPolicy
+from outrider.speculation.draft_policy import (
+    POSITION_TOKENS,
+    PRIOR_ACCEPTANCE,
+    PRIOR_TOKENS,
+    RETRY_STEPS,
+    WINDOW,
+    DraftPolicy,
+    _Record,
+)
 
 
 @dataclass
@@ -168,3 +178,20 @@ def test_a_forgotten_sequence_starts_afresh():
     policy.forget(1)
     policy.forget(2)
     assert policy.num_draft_tokens(1, maximum=5) == 5
+
+
+@given(verdicts=st.lists(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=40))
+def test_acceptance_is_that_of_the_last_verdicts_however_many_there_were(verdicts):
+    """Against a walk over the window."""
+    record = _Record()
+    for verdict in verdicts:
+        record.add(*verdict)
+    window = verdicts[-WINDOW:]
+    accepted = sum(num for _, num in window)
+    decided = accepted + sum(num < drafted for drafted, num in window)
+    overall = (accepted + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (decided + PRIOR_TOKENS)
+    for position, found in enumerate(record.acceptance_by_position(8)):
+        kept = sum(num > position for _, num in window)
+        reached = sum(drafted > position and num >= position for drafted, num in window)
+        assert found == pytest.approx((kept + POSITION_TOKENS * overall) / (reached + POSITION_TOKENS))
+    assert record.balance(0.25) == pytest.approx(sum(num - 0.25 * drafted for drafted, num in window))

@@ -1,0 +1,270 @@
+"""What a decode node's step costs outside its forward pass: microseconds a sequence, and how that grows.
+
+    python benchmarks/step_cost.py [--sequences 256] [--context 1000] [--targets 4] [--steps 40]
+
+The decode loop is the real one, with scheduler, block pool, draft bookkeeping, verdicts, events and metrics. The model
+is a script: forward pass and sampling take no time, so all that is measured is ours. The draft node's side is a
+script too, which answers each update at once; three of four drafts are right.
+
+Medians over steps. `batch` lays out the input of the forward pass, inside `loop`. `streams` is
+what the event loop does with the draft streams in a step, for all targets: it holds the lock that the engine takes.
+`metrics` counts a step's events, in the event loop too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from decode_node.admission import Admission
+from decode_node.commands import AddressedEvent, GroupOpened
+from decode_node.decode_loop import DecodeLoop
+from decode_node.draft_book import DraftBook, DraftWant
+from decode_node.draft_gathering import DraftGatherer
+from decode_node.drafts import NoDrafts
+from decode_node.group_desk import GroupDesk
+from decode_node.metrics import DecodeMetrics
+from decode_node.statistics import StepStats
+from decode_node.step_drafts import StepDrafts
+from outrider.bench.machine import describe_machine
+from outrider.engine.fakes import ScriptedEngine, ScriptedSampledRows
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.step_profiler import StepProfiler
+from outrider.request import SamplingParams
+from outrider.session import OpenSequenceGroup, SampleStart
+from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.verify.by_request import RequestVerifier
+
+BLOCK_SIZE = 16
+NUM_DRAFT_TOKENS = 3
+VOCAB_SIZE = 1000
+
+
+def token_at(seed: int, position: int) -> int:
+    """The text of the sequence with this seed."""
+    return (7 * position + 13 * seed) % VOCAB_SIZE
+
+
+def drafted_at(seed: int, position: int) -> int:
+    """What the draft node guesses: wrong at every fourth position."""
+    return token_at(seed, position + (position % 4 == 3))
+
+
+class FreeRunner:
+    """No model; lays its input out, and notes how long that took."""
+
+    def __init__(self) -> None:
+        self.batch_seconds = 0.0
+
+    def forward(self, rows: Sequence[SequenceRows]) -> Sequence[SequenceRows]:
+        started = time.perf_counter()
+        build_input_batch(rows, BLOCK_SIZE)
+        self.batch_seconds = time.perf_counter() - started
+        return rows
+
+
+class FreeSampler:
+    """Knows each sequence's text."""
+
+    def start(self, params: SamplingParams, **_: Any) -> Any:
+        return type("State", (), {"params": params, "logprobs": None})()
+
+    def commit(self, state: Any, token_ids: Sequence[int]) -> None:
+        return
+
+    def sample(self, logits: object, rows: Sequence[Any]) -> ScriptedSampledRows:
+        token_ids = [
+            token_at(row.state.params.seed, position)
+            for row in rows
+            for position in range(row.position, row.position + row.num_rows)
+        ]
+        return ScriptedSampledRows(token_ids, [None] * len(token_ids))
+
+
+class BookedDrafts(NoDrafts):
+    """A draft client without streams: its book is the real one, and its nodes answer before the next step."""
+
+    def __init__(self, num_targets: int) -> None:
+        self.book = DraftBook(vocab_size=VOCAB_SIZE, clock=time.monotonic)
+        self._targets = [self.book.add_target() for _ in range(num_targets)]
+        for target in self._targets:
+            self.book.connected(target)
+        self._seeds: dict[int, int] = {}
+        self.stream_seconds = 0.0
+
+    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int = 5) -> None:
+        self._seeds[sequence_id] = start.params.seed
+        self.book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
+
+    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        for sequence_id, token_ids, num_wanted in updates:
+            self.book.update(sequence_id, token_ids, num_wanted=num_wanted)
+
+    def close(self, sequence_id: int) -> None:
+        self.book.close(sequence_id)
+
+    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> StepDrafts:
+        found, _ = self.book.find(wants, wait_seconds=0.0)
+        self.book.judge(wants, found, unanswered=())
+        return StepDrafts(found, hits=frozenset(found))
+
+    def observe_step(self, seconds: float) -> None:
+        self.book.observe_step(seconds)
+
+    def answer_all(self) -> None:
+        """What the event loop does between two steps: an answer wakes every link, which looks for something to send."""
+        started = time.perf_counter()
+        waiting = [(target, self.book.take_updates(target)) for target in self._targets]
+        self.stream_seconds = time.perf_counter() - started
+        while waiting:
+            target, updates = waiting.pop()
+            if not updates:
+                continue
+            answers = [
+                SequenceProposals(
+                    sequence_id=update.sequence_id,
+                    status=DraftStatus.PROPOSED if update.num_wanted else DraftStatus.NOTHING,
+                    acked_length=update.length,
+                    branches=(self._branch(update.sequence_id, update.length, update.prefix_hash),)
+                    if update.num_wanted
+                    else (),
+                )
+                for update in updates
+                if not update.closed
+            ]
+            started = time.perf_counter()
+            self.book.take_proposals(target, answers)
+            waiting += [(other, self.book.take_updates(other)) for other in self._targets]
+            self.stream_seconds += time.perf_counter() - started
+
+    def _branch(self, sequence_id: int, length: int, prefix_hash: int) -> DraftTree:
+        seed = self._seeds[sequence_id]
+        token_ids = tuple(drafted_at(seed, length + index) for index in range(NUM_DRAFT_TOKENS))
+        return DraftTree(length, prefix_hash, token_ids)
+
+
+class NoIngest:
+    """Every prompt is computed here."""
+
+    def has_seen(self, transfer_id: bytes) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one step."""
+
+    loop: float
+    batch: float
+    streams: float
+    metrics: float
+
+
+class Bench:
+    """A decode node of scripts around its real loop."""
+
+    def __init__(self, num_sequences: int, context: int, num_targets: int) -> None:
+        num_blocks = num_sequences * (context // BLOCK_SIZE + 40)
+        self.events: list[AddressedEvent] = []
+        self.stats: StepStats | None = None
+        runner: Any = FreeRunner()
+        sampler: Any = FreeSampler()
+        base = ScriptedEngine.create(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_running=num_sequences, max_rows_per_step=8192
+        )
+        engine: Any = ScriptedEngine(base.pool, base.scheduler, base.kv_cache, runner, sampler)
+        self.runner = runner
+        self.drafts = BookedDrafts(num_targets)
+        client: Any = self.drafts
+        ingest: Any = NoIngest()
+        gatherer = DraftGatherer(
+            client=client,
+            fallback=None,
+            policy=DraftPolicy(num_speculative_tokens=NUM_DRAFT_TOKENS),
+            num_speculative_tokens=NUM_DRAFT_TOKENS,
+            max_wait_seconds=0.0,
+        )
+        desk = GroupDesk(
+            engine=engine,
+            drafts=gatherer,
+            ingest=ingest,
+            admission=Admission(
+                engine.pool,
+                max_running_sequences=num_sequences,
+                max_model_len=context + 600,
+                vocab_size=VOCAB_SIZE,
+            ),
+            max_local_prefill_tokens=context,
+            transfer_timeout_seconds=600.0,
+        )
+        self.scheduler = engine.scheduler
+        self.loop = DecodeLoop(
+            engine=engine,
+            drafts=gatherer,
+            desk=desk,
+            profiler=StepProfiler(engine.clock),
+            verifier=RequestVerifier(sampler),
+            emit=self._emit,
+        )
+        self.metrics = DecodeMetrics("scripted")
+        for seed in range(num_sequences):
+            group = OpenSequenceGroup(
+                sequence_group_id=seed.to_bytes(16, "big"),
+                transfer_id=seed.to_bytes(16, "little"),
+                request_id="bench",
+                prompt_token_ids=tuple(token_at(seed, position) for position in range(context)),
+                samples=(SampleStart(0),),
+                sampling=SamplingParams(seed=seed, max_tokens=500),
+            )
+            self.loop.submit(GroupOpened(1, group, "localhost"))
+
+    def _emit(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+        self.events.extend(events)
+        self.stats = stats or self.stats
+
+    def step(self) -> Costs:
+        """One turn of the loop, then what the event loop does with it."""
+        self.drafts.answer_all()
+        self.events.clear()
+        started = time.perf_counter()
+        self.loop.iterate()
+        looped = time.perf_counter()
+        self.metrics.observe(self.events, self.stats)
+        counted = time.perf_counter()
+        batch_seconds = self.runner.batch_seconds
+        return Costs(looped - started - batch_seconds, batch_seconds, self.drafts.stream_seconds, counted - looped)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--targets", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=40)
+    arguments = parser.parse_args()
+    print(describe_machine())
+    bench = Bench(arguments.sequences, arguments.context, arguments.targets)
+    while bench.stats is None or bench.stats.num_drafts < 0.95 * arguments.sequences:
+        bench.step()
+        if not bench.scheduler.has_work:
+            raise SystemExit("never a step with drafts for nearly all sequences")
+    costs = [bench.step() for _ in range(arguments.steps)]
+    assert bench.stats is not None
+    print(f"{bench.stats.num_sequences} sequences, {bench.stats.num_rows} rows, {bench.stats.num_drafts} drafts a step")
+    total = 0.0
+    for name in Costs.__slots__:
+        seconds = median(getattr(cost, name) for cost in costs)
+        total += seconds
+        each = seconds / arguments.sequences * 1e6
+        print(f"{name:8} {each:7.2f} us a sequence and step, {seconds * 1e3:7.2f} ms a step")
+    print(f"step-cost: {total / arguments.sequences * 1e6:.1f} us a sequence and step")
+
+
+if __name__ == "__main__":
+    main()
