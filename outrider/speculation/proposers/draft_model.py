@@ -9,6 +9,7 @@ Torch-free: what needs the model is behind `DraftForward`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.catch_up_budget import CatchUpBudget
 from outrider.speculation.draft_stream import SequenceStart, most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
@@ -75,9 +77,8 @@ class DraftModelProposer:
     """Ragged batches over the draft model's own paged KV cache. One owner thread.
 
     A call makes one forward. Its rows are, first, those of drafts that somebody waits for: what their prefix lacks,
-    at most `catch_up_tokens_per_step` rows of all, the shortest remainders first, then one token a draft. What is
-    left of the forward's time goes to the look-ahead. A draft that is here already, because the committed tokens
-    followed a path, is returned before any forward.
+    within the budget for catching up, the shortest remainders first, then one token a draft. What is left of its time
+    goes to the look-ahead. A draft that is here, because the committed tokens followed a path, needs no forward.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class DraftModelProposer:
         model_name: str,
         vocabulary_fingerprint: str,
         catch_up_tokens_per_step: int = 512,
+        catch_up_seconds: float = math.inf,
         description: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,7 +97,7 @@ class DraftModelProposer:
         self._model_name = model_name
         self._vocabulary_fingerprint = vocabulary_fingerprint
         self._description = dict(description or {})
-        self._catch_up_tokens = catch_up_tokens_per_step
+        self._catch_up = CatchUpBudget(max_rows=catch_up_tokens_per_step, seconds=catch_up_seconds)
         self._clock = clock
         self._cost = StepCostModel()  # of forwards of one row a path
         self._sequences: dict[int, _Drafted] = {}  # least recently used first
@@ -205,7 +207,7 @@ class DraftModelProposer:
     def _plan_answers(self, now: _Round, waiting: Sequence[tuple[ProposalRequest, _Drafted]]) -> None:
         """Rows of the main paths that somebody waits for, the shortest remainders first."""
         busy = [drafted for _, drafted in waiting]
-        budget = self._catch_up_tokens
+        budget = self._catch_up.num_rows
         for request, drafted in sorted(waiting, key=lambda each: each[1].tree.num_missing(each[1].tree.main)):
             tree, main = drafted.tree, drafted.tree.main
             num_missing = tree.num_missing(main) if request.num_wanted > 0 else len(tree) - main.kv.num_tokens
@@ -326,9 +328,11 @@ class DraftModelProposer:
             return
         started = self._clock()
         decided = self._forward.decide([row.rows for row in now.rows], now.copies)
-        num_rows = sum(len(row.rows.token_ids) for row in now.rows)
+        num_rows, seconds = sum(len(row.rows.token_ids) for row in now.rows), self._clock() - started
         if num_rows == len(now.rows):
-            self._cost.observe(num_rows=num_rows, step_seconds=self._clock() - started)
+            self._cost.observe(num_rows=num_rows, step_seconds=seconds)
+        else:
+            self._catch_up.observe(num_rows, seconds)
         for row, outcome in zip(now.rows, decided, strict=True):
             kv = row.path.kv
             kv.advance(row.rows.start_position + len(row.rows.token_ids))

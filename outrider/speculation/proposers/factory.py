@@ -28,7 +28,16 @@ class ProposerSettings:
     """
 
     catch_up_tokens_per_step: int = setting(
-        512, at_least=1, at_most=65_536, help="Prefix rows that a draft model computes in one step, shortest first."
+        512,
+        at_least=1,
+        at_most=65_536,
+        help="The most prefix rows that a draft model computes in one step, shortest first.",
+    )
+    catch_up_seconds: float = setting(
+        0.1,
+        above=0,
+        at_most=10,
+        help="About how long a draft model computes prefixes in one step: other drafts wait for it.",
     )
     max_ngram: int = setting(MAX_NGRAM, at_least=1, at_most=16, help="Longest run of tokens that is looked up.")
     min_ngram: int = setting(MIN_NGRAM, at_least=1, at_most=16, help="Shortest run of tokens that is looked up.")
@@ -88,6 +97,7 @@ def make_proposer(
             model_name=model.info.name,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             catch_up_tokens_per_step=settings.catch_up_tokens_per_step,
+            catch_up_seconds=settings.catch_up_seconds,
             description={
                 "dtype": model.info.dtype,
                 "numerics": model.info.numerics,
