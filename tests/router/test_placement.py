@@ -217,6 +217,8 @@ async def test_a_client_does_not_pay_for_requests_that_gave_way():
     for _ in range(20):  # over and over it fills the queue, and another client asks for a part of it
         flood = await queue_up(admission, *(waiting(client="flood") for _ in range(4)))
         others = await queue_up(admission, waiting(client="b"), waiting(client="b"))
+        await asyncio.sleep(0)
+        assert [task.done() for task in flood] == [False, False, True, True]
         for task in (*flood, *others):
             task.cancel()
         await asyncio.gather(*flood, *others, return_exceptions=True)
