@@ -188,6 +188,8 @@ class PathTree:
         num_positions = min(num_positions, num_forkable, len(main.token_ids))
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
+        if num_forkable < self._num_listed:  # it was there, and was given to others
+            return [opening for opening in self._openings if opening.index < num_forkable]
         return self._openings
 
     def open(self, opening: Opening) -> DraftPath:

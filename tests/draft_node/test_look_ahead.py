@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.speculation.draft_stream import DraftStatus
-from tests.draft_node.simulated_pair import SimulatedPair, target_that_decides_like
+from outrider.engine.fakes import FakeClock
+from outrider.request import SamplingParams
+from outrider.speculation.draft_stream import DraftStatus, SequenceStart
+from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair, target_that_decides_like
 
 
 def hit_rate(node, *, after: int = 3) -> float:
@@ -149,3 +153,23 @@ def test_what_was_drafted_and_never_committed_is_counted():
     pair.run(0.3)
     drafted = sum(rows for _, rows in pair.forward.calls)
     assert 0 < pair.proposer.num_wasted_tokens <= drafted
+
+
+def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for():
+    clock = FakeClock()
+    forward = ScriptedForward(clock, forward_seconds=0.002, num_blocks=10)
+    proposer = DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock)
+    start = SequenceStart(params=SamplingParams(seed=1, max_tokens=200), sample=0, prompt_length=8)
+
+    def request(key, token_ids, *, looks_ahead):
+        return ProposalRequest(key, token_ids, 4, start=start, max_alternatives=7, looks_ahead=looks_ahead)
+
+    verified = list(range(8))
+    proposer.propose([request(1, verified, looks_ahead=False)])
+    for _ in range(3):  # alternatives to its draft are known now, and all blocks are taken
+        proposer.propose([request(1, verified, looks_ahead=True)])
+    waiting = list(range(10, 46))
+    found, ahead = proposer.propose([request(2, waiting, looks_ahead=False), request(1, verified, looks_ahead=True)])
+    assert found.tree
+    assert not ahead.may_go_on
+    proposer.check_integrity()

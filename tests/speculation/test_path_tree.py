@@ -158,6 +158,7 @@ def test_no_more_alternatives_than_allowed_and_none_of_what_ends_the_text(sequen
 
 def test_what_lost_its_kv_to_others_is_left_alone(sequence):
     sequence.draft(sequence.tree.main, 10, 11)
+    assert rows(sequence)
     sequence.tree.main.kv.free()
     assert rows(sequence) == []
 
