@@ -148,11 +148,13 @@ class KvReceiver:
                 if stream.is_attached:
                     guard.touch()
                 reply = stream.handle(message)
+                if stream.is_attached:  # before the reply: the peer may take its time to read it
+                    self._forget_stranger(stream)
+                    guard.seconds = self._progress_seconds
+                    guard.touch()
                 if reply is not None:
                     yield reply
                 if stream.is_attached:
-                    self._forget_stranger(stream)
-                    guard.seconds = self._progress_seconds
                     guard.touch()
         finally:
             guard.stop()

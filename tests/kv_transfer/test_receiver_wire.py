@@ -388,6 +388,35 @@ def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_fac
     assert finish(peers, spec, stream) is CommitState.COMMITTED
 
 
+class Context:
+    """Of a call that gRPC does not carry: nothing is sent before the test asks for it."""
+
+    is_cancelled = False
+
+    def auth_context(self):
+        return {}
+
+    def add_callback(self, _callback):
+        return True
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+def test_an_attached_stream_whose_welcome_is_not_sent_yet_is_no_stranger(peers):
+    receiver = peers.new_receiver(max_strangers=1)
+    spec = peers.spec()
+    receiver.open(spec, peers.sink())
+    hello = encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation))
+    context = Context()
+    replies = receiver._push(iter((hello,)), context)
+    assert decode_receiver_message(next(replies)).state is AttachState.ATTACHED
+    for _ in range(3):
+        assert list(receiver._push(iter(()), Context())) == []
+    assert not context.is_cancelled
+    replies.close()
+
+
 def test_a_stream_that_repeats_a_false_hello_is_not_kept(receiver_factory, raw, monkeypatch):
     monkeypatch.setattr("outrider.kv_transfer.receiver.HELLO_SECONDS", 0.2)
     _, port = receiver_factory()
