@@ -25,19 +25,19 @@ from outrider.speculation.path_estimates import NUM_RUNNERS_UP
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 from outrider.speculation.proposers.base import AheadBranch, Progress, Proposal, ProposalRequest
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.step_cost import StepCostModel
+from outrider.speculation.row_budget import RowBudget
 
 NUM_EXTRA_TOKENS = 2
 """A draft forward costs time, so few are spent on tokens that only a later step can use."""
 
-MAX_AHEAD_ROWS = 64
-"""Of one forward."""
-
 LEAST_GAIN = 0.03
 """Tokens that a branch has to be expected to win beyond what was told of it, to be sent before it is complete."""
 
-AHEAD_SHARE_BESIDE_ANSWERS = 0.25
-"""A forward that somebody waits for may take longer by this share for what nobody has asked for yet."""
+SHARE_BESIDE_ANSWERS = 0.25
+"""A forward with tokens that were asked for may take longer by this share for what nobody has asked for yet."""
+
+SHARE_ALONE = 1.0
+"""The same for a forward without, against the smallest."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class DraftModelProposer:
         self._description = dict(description or {})
         self._catch_up = CatchUpBudget(max_rows=catch_up_tokens_per_step, seconds=catch_up_seconds)
         self._clock = clock
-        self._cost = StepCostModel()  # of forwards of one row a path
+        self._budget = RowBudget()  # by forwards of one row a path
         self._sequences: dict[int, _Drafted] = {}  # least recently used first
         self._num_wasted_tokens = 0  # of sequences that are gone
 
@@ -244,7 +244,7 @@ class DraftModelProposer:
         wanted = [row for row in candidates if row.is_wanted]
         for row in wanted:
             self._add_ahead(now, drafted_by_tree[id(row.tree)], row)
-        num_left = self._num_ahead_rows(len(now.rows))
+        num_left = self._budget.num_more(len(now.rows), share=SHARE_BESIDE_ANSWERS if now.rows else SHARE_ALONE)
         for row in by_worth(row for row in candidates if not row.is_wanted):
             if num_left <= 0:
                 break
@@ -260,15 +260,6 @@ class DraftModelProposer:
         if not is_added and isinstance(row.path, Opening):
             tree.free_alternative(path)
         return is_added
-
-    def _num_ahead_rows(self, num_waiting: int) -> int:
-        """Rows of look-ahead in a forward: few beside drafts that somebody waits for, else what doubles its time."""
-        row_seconds = self._cost.seconds_per_row
-        if row_seconds <= 0.0:
-            return MAX_AHEAD_ROWS
-        share = AHEAD_SHARE_BESIDE_ANSWERS if num_waiting else 1.0
-        num_rows = int(share * self._cost.seconds(max(1, num_waiting)) / row_seconds)
-        return min(MAX_AHEAD_ROWS, num_rows if num_waiting else max(1, num_rows))
 
     def _add(
         self,
@@ -330,7 +321,7 @@ class DraftModelProposer:
         decided = self._forward.decide([row.rows for row in now.rows], now.copies)
         num_rows, seconds = sum(len(row.rows.token_ids) for row in now.rows), self._clock() - started
         if num_rows == len(now.rows):
-            self._cost.observe(num_rows=num_rows, step_seconds=seconds)
+            self._budget.observe(num_rows, seconds)
         else:
             self._catch_up.observe(num_rows, seconds)
         for row, outcome in zip(now.rows, decided, strict=True):

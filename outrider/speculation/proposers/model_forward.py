@@ -120,7 +120,9 @@ def _sample_rows(row: PathRows) -> SampleRows:
 
 
 def _without(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> Tensor:
-    """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size]."""
-    left = logits[torch.as_tensor(rows, dtype=torch.int64, device=logits.device)]  # a copy
-    left[torch.arange(len(rows), device=logits.device), torch.as_tensor(token_ids, device=logits.device)] = -torch.inf
-    return left
+    """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size].
+
+    Changes `logits` where they are all of them: nobody reads them again.
+    """
+    left = logits if len(rows) == len(logits) else logits.index_select(0, upload_ids(rows, logits.device))
+    return left.scatter_(1, upload_ids(token_ids, logits.device).unsqueeze(1), -torch.inf)

@@ -1,0 +1,45 @@
+"""How many rows a forward may have so that it takes little longer than with fewer."""
+
+from __future__ import annotations
+
+SMOOTHING = 0.2
+OUTLIER_FACTOR = 3.0
+"""A forward that takes longer than so many times the expected counts as this many times."""
+
+RETRY = 0.995
+"""What is known of sizes that were too slow fades at each forward: the machine may have been busy."""
+
+MAX_ROWS = 64
+
+
+class RowBudget:
+    """Running means of the time of forwards, by size: 1 row, 2 to 3, 4 to 7 and so on. Not thread-safe.
+
+    Sizes are compared with each other and not fitted to a line: on a device most sizes cost the same and then one costs
+    twice, and on a busy machine times scatter more than rows explain.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}  # seconds, by bit length of the number of rows
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        """One forward."""
+        size = num_rows.bit_length()
+        mean = self._means.get(size, seconds)
+        self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
+        for larger in [each for each in self._means if each > size]:
+            self._means[larger] *= RETRY
+
+    def num_more(self, num_rows: int, *, share: float) -> int:
+        """Rows that may join so many others and lengthen the forward by at most this share; sizes are tried in turn.
+
+        `num_rows` 0: beside the smallest forward there is, at least one row.
+        """
+        size = max(1, num_rows).bit_length()
+        known = [seconds for each, seconds in self._means.items() if each <= size]
+        limit = (1.0 + share) * min(known, default=float("inf"))
+        while size < MAX_ROWS.bit_length() and self._means.get(size + 1, 0.0) <= limit:
+            size += 1
+            if size not in self._means:
+                break  # learn this one first
+        return max(int(not num_rows), min((1 << size) - 1, MAX_ROWS) - num_rows)
