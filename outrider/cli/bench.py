@@ -21,6 +21,7 @@ from outrider.bench.report import LineProgress, as_json, as_text, beside_ghz
 from outrider.bench.run import BenchPlan, BenchResult, run_bench
 from outrider.cli.connection import add_connection_arguments, read_tls, read_token
 from outrider.cli.progress import EventPrinter
+from outrider.cli.three_lines.arguments import add_three_lines_arguments, is_three_lines, run_three_lines
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
@@ -77,12 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
+    add_three_lines_arguments(parser)
     add_connection_arguments(parser)
     add_cluster_arguments(parser)  # for --spawn
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 1 if an answer failed."""
+    if is_three_lines(arguments):
+        return run_three_lines(arguments)
     if arguments.ghz_report and not arguments.ghz:
         raise InvalidRequestError("--ghz-report needs --ghz", field="ghz_report")
     ghz_config = load_ghz_config(arguments.ghz) if arguments.ghz else None

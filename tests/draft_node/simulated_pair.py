@@ -10,6 +10,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decode_node.draft_book import DraftBook, DraftWant
 from draft_node.draft_loop import DraftLimits, DraftLoop
@@ -24,11 +25,17 @@ from outrider.speculation.proposers.draft_model import DraftModelProposer
 
 VOCAB_SIZE = 64
 BLOCK_SIZE = 4
-ORDER = 6  # tokens that a decision depends on: a model that reads whole texts would take the tests' time
+ORDER = 8  # tokens that a decision depends on: a model that reads whole texts would take the tests' time
 TICK_SECONDS = 0.0005
 
 Decide = Callable[[Sequence[int]], int]
 """The target's decision after a text."""
+
+
+class Logits(Protocol):
+    """A model: Logits, SimulatedModel."""
+
+    def logits(self, context: Sequence[int], /) -> Sequence[float]: ...
 
 
 class ScriptedForward:
@@ -37,8 +44,10 @@ class ScriptedForward:
     max_model_len = 4096
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, clock: FakeClock, *, forward_seconds: float, num_blocks: int = 4096) -> None:
-        self.model = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER)
+    def __init__(
+        self, clock: FakeClock, *, forward_seconds: float, num_blocks: int = 4096, model: Logits | None = None
+    ) -> None:
+        self.model: Logits = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER) if model is None else model
         self.pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
         self.calls: list[tuple[float, int]] = []  # when each forward began, and its rows
         self._cache = ScriptedKVCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_layers=1)
@@ -71,18 +80,18 @@ class ScriptedForward:
         return tuple(ranked(self.model, context)[: row.num_decisions])
 
 
-def ranked(model: ScriptedModel, context: Sequence[int]) -> list[int]:
+def ranked(model: Logits, context: Sequence[int]) -> list[int]:
     """All ids, the likeliest first."""
     return _ranked(model, tuple(context[-ORDER:]))
 
 
 @functools.cache
-def _ranked(model: ScriptedModel, context: tuple[int, ...]) -> list[int]:
+def _ranked(model: Logits, context: tuple[int, ...]) -> list[int]:
     logits = model.logits(context)
     return sorted(range(len(logits)), key=lambda token_id: -logits[token_id])
 
 
-def target_that_decides_like(model: ScriptedModel, *shares: float) -> Decide:
+def target_that_decides_like(model: Logits, *shares: float) -> Decide:
     """The drafter's first choice in so large a share of all texts, its second in the next share, and so on."""
 
     def decide(context: Sequence[int]) -> int:
@@ -185,9 +194,10 @@ class SimulatedPair:
         delay_seconds: float = 0.005,
         max_alternatives: int = 31,
         num_blocks: int = 4096,
+        model: Logits | None = None,
     ) -> None:
         self.clock = FakeClock()
-        self.forward = ScriptedForward(self.clock, forward_seconds=forward_seconds, num_blocks=num_blocks)
+        self.forward = ScriptedForward(self.clock, forward_seconds=forward_seconds, num_blocks=num_blocks, model=model)
         self.proposer = DraftModelProposer(
             self.forward, model_name="scripted", vocabulary_fingerprint="", clock=self.clock
         )

@@ -1,0 +1,61 @@
+"""A TCP link on loopback on which everything arrives later: the network between two machines, without them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+CHUNK_BYTES = 65_536
+
+
+@contextlib.asynccontextmanager
+async def delayed_link(port: int, *, round_trip_seconds: float) -> AsyncIterator[int]:
+    """Listens on a port of 127.0.0.1, which is yielded, and passes everything on to `port`, half of the time later.
+
+    Nothing is lost, reordered or limited in bandwidth.
+    """
+    delay = round_trip_seconds / 2.0
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+        for task in (_pass_on(reader, far_writer, delay), _pass_on(far_reader, writer, delay)):
+            running = asyncio.create_task(task)
+            tasks.add(running)
+            running.add_done_callback(tasks.discard)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
+    """Until the sender closes. Chunks keep their distance, however long they take to arrive."""
+    loop = asyncio.get_running_loop()
+    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+    async def deliver() -> None:
+        while True:
+            at, chunk = await under_way.get()
+            await asyncio.sleep(at - loop.time())
+            if not chunk:
+                return
+            writer.write(chunk)
+
+    delivery = asyncio.create_task(deliver())
+    try:
+        while chunk := await reader.read(CHUNK_BYTES):
+            under_way.put_nowait((loop.time() + delay, chunk))
+        under_way.put_nowait((loop.time() + delay, b""))
+        await delivery
+    except ConnectionError:
+        pass  # an end has gone: so does the other
+    finally:
+        delivery.cancel()
+        writer.close()

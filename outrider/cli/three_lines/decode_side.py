@@ -1,0 +1,160 @@
+"""A decode node without network and prefill around a simulated target, and drafts from beside it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from decode_node.admission import Admission
+from decode_node.commands import AddressedEvent, GroupOpened
+from decode_node.decode_loop import DecodeLoop
+from decode_node.draft_gathering import DraftGatherer
+from decode_node.drafts import DraftClient, DraftWant, NoDrafts
+from decode_node.group_desk import GroupDesk
+from decode_node.statistics import StepStats
+from decode_node.step_drafts import StepDrafts
+from outrider.cli.three_lines.simulation import MAX_MODEL_LEN, MAX_RUNNING, Simulation, simulated_engine
+from outrider.engine.step_profiler import StepProfiler
+from outrider.errors import InternalError
+from outrider.request import SamplingParams
+from outrider.session import (
+    OpenSequenceGroup,
+    Rejected,
+    SampleDone,
+    SampleStart,
+    SampleTokens,
+    SequenceGroupFailed,
+    SpeculationCounts,
+)
+from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
+from outrider.speculation.verify.by_request import RequestVerifier
+
+MAX_WAIT_SECONDS = 0.002
+
+
+class NoIngest:
+    """For a node that computes every prompt itself."""
+
+    def address(self, reached_host: str) -> str:
+        return reached_host
+
+    def has_seen(self, transfer_id: bytes) -> bool:
+        return False
+
+
+class ColocatedDrafts(NoDrafts):
+    """The drafter on the target's device: a step begins when all drafts for it are made."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._starts: dict[int, SequenceStart] = {}
+
+    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int = 0) -> None:
+        self._starts[sequence_id] = start
+
+    def close(self, sequence_id: int) -> None:
+        if self._starts.pop(sequence_id, None) is not None:
+            self._proposer.forget(sequence_id)
+
+    def take(self, wants: Sequence[DraftWant], *, wait_seconds: float) -> StepDrafts:
+        waiting = [
+            ProposalRequest(want.sequence_id, want.token_ids, want.num_wanted, self._starts[want.sequence_id])
+            for want in wants
+        ]
+        trees: dict[int, DraftTree] = {}
+        while waiting:
+            proposals = self._proposer.propose(waiting)
+            trees |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
+            waiting = [request for request in waiting if request.sequence_id not in trees]
+        return StepDrafts(trees)
+
+
+@dataclass(slots=True)
+class Passed:
+    """What one line has done so far."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    counts: SpeculationCounts = field(default_factory=SpeculationCounts)
+
+
+class SimulatedDecodeNode:
+    """The real decode loop; the caller's thread is its engine thread."""
+
+    def __init__(self, simulation: Simulation, drafts: DraftClient | ColocatedDrafts | NoDrafts) -> None:
+        self.drafts = drafts
+        self.passed = Passed()
+        num_speculative_tokens = 0 if type(drafts) is NoDrafts else simulation.num_speculative_tokens
+        gatherer = DraftGatherer(
+            client=drafts,
+            fallback=None,
+            policy=DraftPolicy(num_speculative_tokens=num_speculative_tokens),
+            num_speculative_tokens=num_speculative_tokens,
+            max_wait_seconds=MAX_WAIT_SECONDS,
+        )
+        self._engine = simulated_engine(simulation)
+        self._loop = DecodeLoop(
+            engine=self._engine,
+            drafts=gatherer,
+            desk=GroupDesk(
+                engine=self._engine,
+                drafts=gatherer,
+                ingest=cast("Any", NoIngest()),
+                admission=Admission(
+                    self._engine.pool,
+                    max_running_sequences=MAX_RUNNING,
+                    max_model_len=MAX_MODEL_LEN,
+                    vocab_size=simulation.vocab_size,
+                ),
+                max_local_prefill_tokens=MAX_MODEL_LEN,
+                transfer_timeout_seconds=30.0,
+            ),
+            verifier=RequestVerifier(self._engine.sampler),
+            profiler=StepProfiler(self._engine.clock),
+            emit=self._take_events,
+        )
+        self._ids = itertools.count()
+        self._texts: dict[bytes, list[int]] = {}
+        self._num_done = 0
+
+    def answer(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> list[list[int]]:
+        """All of them together, until the last is complete. Counts what it takes. The answers, in order."""
+        self._texts, self._num_done = {}, 0
+        started = time.perf_counter()
+        for seed, prompt in enumerate(prompts):
+            group_id = next(self._ids).to_bytes(16, "big")
+            self._texts[group_id] = []
+            group = OpenSequenceGroup(
+                sequence_group_id=group_id,
+                transfer_id=os.urandom(16),
+                request_id="three-lines",
+                prompt_token_ids=tuple(prompt),
+                samples=(SampleStart(0),),
+                sampling=SamplingParams(seed=seed, temperature=temperature, max_tokens=max_tokens),
+            )
+            self._loop.submit(GroupOpened(0, group, "127.0.0.1"))
+        while self._num_done < len(prompts):
+            self._loop.iterate()
+        self.passed.seconds += time.perf_counter() - started
+        return list(self._texts.values())
+
+    def _take_events(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+        for event in (addressed.event for addressed in events):
+            match event:
+                case SampleTokens():
+                    self._texts[event.sequence_group_id] += event.token_ids
+                    self.passed.num_tokens += len(event.token_ids)
+                    self.passed.counts += event.speculation
+                case SampleDone():
+                    self._num_done += 1
+                case Rejected() | SequenceGroupFailed():
+                    raise InternalError(f"the simulated decode node gives up: {event}")
+                case _:
+                    continue

@@ -1,0 +1,115 @@
+"""A model whose logits are a hash of the text and whose forward takes a set time: to measure what surrounds a model.
+
+A drafter of it has the same logits with noise on them, which depends on the text as well: what the target decides can
+only be guessed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from outrider.engine.input_batch import InputBatch
+
+ORDER = 8
+"""The last tokens of a text on which the next depends."""
+
+SPREAD = 3.0
+"""Standard deviation of logits: the likeliest of 512 ids has about two fifths of the mass on average."""
+
+CALIBRATION_TEXTS = 2000
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """Logits of a text, the same in every process. `noise`: 0 for a target."""
+
+    vocab_size: int = 512
+    seed: int = 1
+    noise: float = 0.0
+
+    def logits(self, token_ids: Sequence[int]) -> Logits:
+        """Of the token after a text, of which the last ORDER tokens count.  # [vocab_size] float32"""
+        text = [token_id + 1 for token_id in token_ids[-ORDER:]]
+        drawn = np.random.default_rng([self.seed, *text]).standard_normal(self.vocab_size, dtype=np.float32)
+        if self.noise:
+            random = np.random.default_rng([self.seed, *text, 0])
+            drawn = drawn + np.float32(self.noise) * random.standard_normal(self.vocab_size, dtype=np.float32)
+        return np.float32(SPREAD) * drawn
+
+
+def noise_for(acceptance: float, *, temperature: float, vocab_size: int = 512) -> float:
+    """The noise with which a drafter that runs the target's own races agrees with it so often.
+
+    Args:
+        acceptance: of a draft token after right ones, above 0 and below 1.
+        temperature: 0 for the largest logit.
+        vocab_size: of both models.
+    """
+    random = np.random.default_rng(7)
+    shape = (CALIBRATION_TEXTS, vocab_size)
+    drawn, noise = (random.standard_normal(shape, dtype=np.float32) for _ in range(2))
+    luck = random.gumbel(size=shape).astype(np.float32) * np.float32(temperature / SPREAD)
+    decided = (drawn + luck).argmax(axis=1)
+    low, high = 0.0, 4.0
+    for _ in range(16):
+        middle = (low + high) / 2.0
+        agrees = ((drawn + np.float32(middle) * noise + luck).argmax(axis=1) == decided).mean()
+        low, high = (middle, high) if agrees > acceptance else (low, middle)
+    return (low + high) / 2.0
+
+
+class SimulatedKVCache:
+    """Remembers which token each slot holds."""
+
+    planes = ()
+
+    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+        self.slots = np.zeros(num_blocks * block_size, dtype=np.int64)
+        self._blocks = self.slots.reshape(num_blocks, block_size)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, destination) block ids; all sources are read first."""
+        self._blocks[[destination for _, destination in pairs]] = self._blocks[[source for source, _ in pairs]]
+
+
+@dataclass(slots=True)
+class SimulatedRunner:
+    """In place of a ModelRunner: reads texts from the cache, and takes `seconds` for each forward.
+
+    `hides_overhead`: what its caller does between two forwards is part of the second one's time, as on a device that
+    computes while its host prepares. Without, it comes on top.
+    """
+
+    model: SimulatedModel
+    kv_cache: SimulatedKVCache
+    seconds: float
+    hides_overhead: bool = False
+    _ended_at: float = field(default=float("-inf"), init=False)
+
+    def forward(self, batch: InputBatch) -> Tensor:
+        """Logits of the rows that need them.  # [num_logits, vocab_size] float32"""
+        started_at = time.perf_counter()
+        is_next = self.hides_overhead and started_at - self._ended_at < self.seconds
+        ends_at = (self._ended_at if is_next else started_at) + self.seconds
+        arrays, size = batch.arrays, batch.block_size
+        slots = self.kv_cache.slots
+        slots[np.asarray(arrays.slot_mapping)] = np.asarray(arrays.token_ids)
+        starts = np.asarray(arrays.query_start_loc)
+        found = np.empty((batch.num_logits, self.model.vocab_size), dtype=np.float32)
+        for index, row in enumerate(arrays.logits_rows):
+            sequence = int(np.searchsorted(starts, row, side="right")) - 1
+            positions = np.arange(max(0, arrays.positions[row] + 1 - ORDER), arrays.positions[row] + 1)
+            table = np.asarray(arrays.block_tables[sequence * batch.max_blocks : (sequence + 1) * batch.max_blocks])
+            found[index] = self.model.logits(slots[table[positions // size] * size + positions % size].tolist())
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+        self._ended_at = max(ends_at, started_at)
+        return torch.from_numpy(found)

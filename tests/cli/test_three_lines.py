@@ -1,0 +1,69 @@
+"""`outrider bench --three-lines --simulated`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decode_node.drafts import NoDrafts
+from outrider.cli.main import main
+from outrider.cli.three_lines.decode_side import ColocatedDrafts, SimulatedDecodeNode
+from outrider.cli.three_lines.lines import Comparison, LineFigures, compare_lines, summary
+from outrider.cli.three_lines.simulation import Simulation, simulated_drafter
+
+QUICK = Simulation(step_seconds=0.0, token_seconds=0.0, num_speculative_tokens=4, vocab_size=64)
+
+
+@pytest.mark.parametrize("flags", [["--three-lines"], ["--simulated"], ["--draft-rtt-ms", "1"]])
+def test_flags_that_do_not_go_together_are_refused(flags, capsys):
+    assert main(["bench", *flags]) != 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_round_trip_is_no_negative_time():
+    with pytest.raises(SystemExit):
+        main(["bench", "--three-lines", "--simulated", "--draft-rtt-ms", "-1"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_beside_the_target_changes_no_token(temperature):
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    plain = SimulatedDecodeNode(QUICK, NoDrafts())
+    colocated = SimulatedDecodeNode(QUICK, ColocatedDrafts(simulated_drafter(QUICK, noise=0.1)))
+    answers = [node.answer(prompts, temperature=temperature, max_tokens=12) for node in (plain, colocated)]
+    assert answers[0] == answers[1]
+    assert [len(answer) for answer in answers[0]] == [12, 12]
+    assert colocated.passed.counts.num_accepted_draft_tokens > 0
+    assert plain.passed.counts.num_draft_tokens == 0
+
+
+def test_the_summary_has_every_line_in_order():
+    comparison = Comparison(simulation=QUICK, round_trips_ms=(0.0, 1.0))
+    figures = [
+        LineFigures(
+            line=line,
+            temperature=temperature,
+            tokens_per_second=1.0,
+            speedup=speedup,
+            predicted=3.0,
+            acceptance_rate=0.5,
+            hit_rate=0.9,
+        )
+        for line, speedup in (("plain", 1.0), ("colocated", 2.0), ("remote_0ms", 2.5), ("remote_1ms", 2.4))
+        for temperature in (0.0, 1.0)
+    ]
+    assert summary(comparison, figures) == (
+        "three-lines: plain=1.00 colocated=2.00 remote_0ms=2.50 remote_1ms=2.40 predicted_1ms=3.00"
+    )
+
+
+def test_all_lines_generate_the_same_tokens(is_full):
+    if not is_full:
+        pytest.skip("starts a process: make test-all")
+    comparison = Comparison(
+        simulation=Simulation(step_seconds=0.01, token_seconds=0.0005), round_trips_ms=(0.0, 5.0), max_tokens=24
+    )
+    figures = asyncio.run(compare_lines(comparison))  # raises where they differ
+    assert [each.line for each in figures] == ["plain", "colocated", "remote_0ms", "remote_5ms"] * 2
+    assert all(each.speedup > 0.0 for each in figures)
