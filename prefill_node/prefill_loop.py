@@ -212,10 +212,9 @@ class PrefillLoop:
         """As many jobs as there is room for beside the pushes under way."""
         while self._held and self._num_in_work < self._max_pushes:
             task = heapq.heappop(self._held)[2]
-            if not task.is_cancelled:
-                task.is_in_work = True
-                self._num_in_work += 1
-                self._scheduler.add(task.sequence)
+            task.is_in_work = True
+            self._num_in_work += 1
+            self._scheduler.add(task.sequence)
 
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
@@ -377,6 +376,9 @@ class PrefillLoop:
         if task.is_in_work:
             self._num_in_work -= 1
             self._take_held()
+        else:
+            self._held.remove((-task.job.priority, task.job.job_id, task))
+            heapq.heapify(self._held)
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
 

@@ -322,3 +322,13 @@ def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
     assert isinstance(rig.result(urgent), PrefillResult)
     assert rig.computed.index(9000) < rig.computed.index(2000)
     rig.wait_until_idle()
+
+
+def test_a_job_that_is_cancelled_before_its_turn_leaves_nothing(make_rig):
+    rig = make_rig(max_pushes=0)
+    jobs = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(3)]
+    for job in jobs[:2]:
+        rig.loop.submit(CancelJob(job.job_id))
+    rig.start()
+    rig.wait_until_idle()
+    assert rig.loop.num_waiting == 0
