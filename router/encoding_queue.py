@@ -20,6 +20,8 @@ MAX_WAITING_BYTES = 32 << 20
 """Some ten seconds of two threads."""
 MAX_CLIENT_BYTES = 8 << 20
 """Of those, of one client: four of the largest requests."""
+NEWCOMERS = 4
+"""A client with nothing in the queue is let in until this many times as much waits: names can be made up."""
 RETRY_SECONDS = 1.0
 
 
@@ -69,8 +71,10 @@ class EncodingQueue:
     async def _wait(self, client: str, num_bytes: int) -> None:
         """Until one of the threads is this one's. Raises: CapacityError."""
         waiting, total = self._waiting_bytes[client], self._waiting_bytes.total()
-        is_over = waiting + num_bytes > self._max_client_bytes or total + num_bytes > self._max_waiting_bytes
-        if waiting and is_over:  # a client with nothing in the queue is always let in
+        most, most_of_all = self._max_client_bytes, self._max_waiting_bytes
+        if not waiting:
+            most, most_of_all = max(most, num_bytes), max(NEWCOMERS * most_of_all, num_bytes)
+        if waiting + num_bytes > most or total + num_bytes > most_of_all:
             raise CapacityError(
                 f"{waiting} bytes of this client's texts wait to be encoded, {total} of all clients",
                 retry_after_seconds=RETRY_SECONDS,

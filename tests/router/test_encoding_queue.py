@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from outrider.errors import CapacityError
-from router.encoding_queue import EncodingQueue
+from router.encoding_queue import NEWCOMERS, EncodingQueue
 
 PATIENCE_SECONDS = 30.0
 
@@ -65,6 +65,16 @@ async def test_a_clients_texts_are_bounded_and_others_are_let_in():
         assert (refused.value.reason, refused.value.retry_after_seconds) == ("TOKENIZER_BUSY", 1.0)
     await finish(desk, tasks)
     assert sorted(desk.done) == ["b", "flood", "flood", "flood"]
+    desk.queue.close()
+
+
+async def test_clients_with_made_up_names_do_not_fill_the_memory():
+    desk = Desk(max_client_bytes=20, max_waiting_bytes=30)
+    tasks = await desk.put_all(*(f"client {number}" for number in range(50)))
+    refused = [task for task in tasks if task.done()]
+    assert len(tasks) - len(refused) == 1 + NEWCOMERS * 30 // 10
+    await finish(desk, tasks)
+    assert len(desk.done) == len(tasks) - len(refused)
     desk.queue.close()
 
 
