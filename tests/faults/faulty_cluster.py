@@ -27,6 +27,10 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_BLOCKS = 160
 
 
+class TooLateError(AssertionError):
+    """What was to be disturbed had ended before anybody came to the point."""
+
+
 class FaultyCluster(RunningCluster):
     """Two prefill nodes (one of them pushes by gRPC), two decode nodes, one draft node, a router. A context manager.
 
@@ -109,14 +113,17 @@ class FaultyCluster(RunningCluster):
         self._file(point).unlink()
 
     def wait_reached(self, point: str, *, until: Callable[[], bool], timeout_seconds: float) -> str:
-        """The name of the process that waits at the point. AssertionError: none has come there by then."""
+        """The name of the process that waits at the point. AssertionError: none has come there by then.
+
+        TooLateError: `until()`, so that none will come.
+        """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline and not until():
             with contextlib.suppress(FileNotFoundError, ValueError):
                 pid = int(self._file(point).read_text())
                 return next(node.name for node in self.cluster.nodes if node.pid == pid)
             time.sleep(POLL_SECONDS)
-        raise AssertionError(f"nobody has come to {point}")
+        raise (TooLateError if until() else AssertionError)(f"nobody has come to {point}")
 
     def release(self, point: str) -> None:
         """Who waits there goes on; the point is disarmed."""

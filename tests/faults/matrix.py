@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.faults import FAULT_POINTS
-from tests.faults.faulty_cluster import FaultyCluster
+from tests.faults.faulty_cluster import FaultyCluster, TooLateError
 from tests.faults.requests import KINDS, Request
 
 ACTIONS: Mapping[str, str] = {
@@ -31,6 +32,7 @@ REACH_SECONDS = 20.0
 RESUME_SECONDS = 30.0  # without a window a client's connection is its request
 ANSWER_SECONDS = 40.0
 """Bound of every answer, on a machine that is busy with other things."""
+MAX_TRIES = 3
 NUM_IN_CROWD = 12
 NUM_SHORT = 80
 NUM_TO_FORGET = 6
@@ -105,6 +107,12 @@ class Matrix:
 
     def run(self, case: Case) -> Result:
         """AssertionError: something was different, missing, twice, left behind or late."""
+        for _ in range(MAX_TRIES - 1 if case.point in MID_ANSWER else 0):
+            with contextlib.suppress(TooLateError):  # on a busy machine an answer may end before the point is armed
+                return self._run(case)
+        return self._run(case)
+
+    def _run(self, case: Case) -> Result:
         cluster = self._cluster
         cluster.wait_until_whole()
         restarts = cluster.restarts()
