@@ -25,6 +25,7 @@ from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence
 from outrider.faults import fault_point
 from outrider.session import (
+    OpenSequenceGroup,
     Rejected,
     RejectReason,
     SampleStart,
@@ -66,7 +67,6 @@ class GroupDesk:
             timeout_seconds=transfer_timeout_seconds,
             clock=clock,
             report=self.report,
-            num_spare_blocks=self._num_spare_blocks,
         )
         self._events: list[AddressedEvent] = []
         self._num_arrived = 0
@@ -160,16 +160,22 @@ class GroupDesk:
             return False
         if is_short:
             self._fair_shares.claim(session_id)
+        message = "no room at present" if is_short else "another router waits for room, and this one has its share"
+        self._report_no_room(session_id, command.group, num_blocks, message, wait_seconds=wait_seconds)
+        return True
+
+    def _report_no_room(
+        self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, message: str, *, wait_seconds: float = 0.0
+    ) -> None:
         rejected = Rejected(
-            sequence_group_id=command.group.sequence_group_id,
+            sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
-            message="no room at present" if is_short else "another router waits for room, and this one has its share",
-            kv_blocks_needed=min(num_blocks, pool.num_blocks),  # when all are free the node is empty
-            num_sequences_needed=num_samples,
+            message=message,
+            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # when all are free the node is empty
+            num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )
         self._events.append(AddressedEvent(session_id, rejected))
-        return True
 
     def retarget(self, command: GroupRetargeted) -> None:
         """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
@@ -205,15 +211,20 @@ class GroupDesk:
     def reclaim_reservation(self, sequence: EngineSequence) -> bool:
         """Takes the blocks of one group that no KV has come for, if one ranks behind the sequence.
 
-        Its transfer fails, and the next one waits for blocks: less is lost than by preempting
+        It is rejected like one that comes when there is no room: less is lost than by preempting
         a sequence, whose KV would be computed again.
         """
-        return self._reservations.reclaim(behind=(-sequence.priority, sequence.arrival))
-
-    def _num_spare_blocks(self) -> int:
-        """Free blocks beside those that the running sequences may soon grow into."""
-        scheduler = self._engine.scheduler
-        return 0 if scheduler.num_waiting else self._engine.pool.num_free_blocks - scheduler.num_running
+        group = self._reservations.idle_behind((-sequence.priority, sequence.arrival))
+        if group is None:
+            return False
+        pool, num_shared = self._engine.pool, len(group.shared_token_ids)
+        num_free = pool.num_free_blocks
+        self._free(group)
+        needed = self._admission.blocks_needed(
+            group.opened, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
+        )
+        self._report_no_room(group.session_id, group.opened, needed, "a running sequence needed its blocks")
+        return pool.num_free_blocks > num_free
 
     def _start_samples(self, group: SequenceGroup) -> None:
         """The samples share the blocks of what they begin with; the first write into a shared one copies it.

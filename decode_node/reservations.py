@@ -40,18 +40,13 @@ class Reservations:
         timeout_seconds: float,
         clock: Callable[[], float],
         report: Callable[[SequenceGroup, SequenceGroupEvent], None],
-        num_spare_blocks: Callable[[], int],
     ) -> None:
-        """`timeout_seconds`: a transfer without a new frame, and then a reservation without a transfer, ends.
-
-        `num_spare_blocks`: what a reservation whose blocks were reclaimed may take again.
-        """
+        """`timeout_seconds`: a transfer without a new frame, and then a reservation without a transfer, ends."""
         self._ingest = ingest
         self._pool = pool
         self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._report = report
-        self._num_spare_blocks = num_spare_blocks
         self._fillings: dict[SequenceGroup, _Filling] = {}
         self._by_transfer: dict[bytes, SequenceGroup] = {}
         self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: blocks that nobody waits for any more
@@ -123,30 +118,14 @@ class Reservations:
             ),
         )
 
-    def reclaim(self, *, behind: tuple[int, int]) -> bool:
-        """Frees the blocks of the last ranked group for which nothing was received yet. False: there is none.
-
-        `behind`: a group's `rank`; only groups that rank behind it are looked at.
-        """
+    def idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
+        """The last ranked group behind this `rank` of a group for which nothing was received yet."""
         idle = [
             group
             for group, filling in self._fillings.items()
-            if group.rank > behind
-            and group.kv is not None
-            and group.kv.block_ids
-            and filling.transfer_id
-            and self._ingest.last_frame_at(filling.transfer_id) is None
+            if group.rank > rank and self._ingest.last_frame_at(filling.transfer_id) is None
         ]
-        if not idle:
-            return False
-        group = max(idle, key=lambda group: group.rank)
-        self.fail(self._fillings[group].transfer_id, "a running sequence needed its blocks")
-        if self._fillings[group].undrained_id:
-            return False  # the first frame has come just now
-        assert group.kv is not None
-        group.kv.free()
-        group.kv = SequenceKV(self._pool, cache_salt=group.opened.cache_salt)
-        return True
+        return max(idle, key=lambda group: group.rank, default=None)
 
     def tend(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """Groups whose samples compute for themselves from now on, and groups for which no transfer comes any more.
@@ -214,8 +193,6 @@ class Reservations:
         is_undrained = filling.undrained_id and self._ingest.close(filling.undrained_id) is DrainState.UNKNOWN
         if is_undrained and not self._change_blocks(group, filling.undrained_id):
             return False
-        if filling.next_id and not self._has_blocks(group):
-            return False
         next_id, filling.next_id, filling.undrained_id = filling.next_id, None, b""
         if next_id:
             self._open(group, filling, next_id)
@@ -237,23 +214,6 @@ class Reservations:
             return False
         assert group.kv is not None
         self._undrained[undrained_id], group.kv = group.kv, kv
-        return True
-
-    def _has_blocks(self, group: SequenceGroup) -> bool:
-        """Whether there is room for what is to be transferred; reserves it anew where it was reclaimed."""
-        num_shared = len(group.shared_token_ids)
-        assert group.kv is not None
-        if group.kv.capacity >= num_shared:
-            return True
-        kv = SequenceKV.create(
-            self._pool, group.shared_token_ids, max_cached_tokens=num_shared, cache_salt=group.opened.cache_salt
-        )
-        if kv.num_blocks_needed(num_shared) > self._num_spare_blocks():
-            kv.free()
-            return False
-        kv.reserve(num_shared)
-        group.kv.free()
-        group.kv = kv
         return True
 
     def _close(self, filling: _Filling) -> None:

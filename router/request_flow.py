@@ -271,6 +271,7 @@ class RequestFlow(AttemptListener):
 
     def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
         """The request goes back to its turn in the queue, unless no node can ever take it."""
+        self._waiting.has_waited |= self._record.admitted_at is not None  # then it is not refused now
         match rejected.reason:
             case RejectReason.TOO_LARGE:
                 self._excluded |= {attempt.incarnation}

@@ -9,7 +9,7 @@ import pytest
 from decode_node.commands import TransferCompleted, TransferFailed
 from outrider.kv_transfer.base import Region, TransferStats
 from outrider.kv_transfer.in_memory import InMemoryConnector
-from outrider.session import Granted, KvFailed, KvReady, SampleStart, SequenceGroupFailed
+from outrider.session import Granted, KvFailed, KvReady, Rejected, RejectReason, SampleStart, SequenceGroupFailed
 
 SHORT = (1, 2, 3)  # computed here
 PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
@@ -308,26 +308,15 @@ def open_two_long_and_a_reservation(make_scripted_node, **reserved):
     return node, running, waiting
 
 
-def until_reclaimed(node, waiting):
-    while not node.find(KvFailed, waiting):
-        node.iterate()
-        assert node.engine.scheduler.has_work, "the sequences end without its blocks"
-
-
 def test_a_reservation_that_nothing_came_for_gives_way_before_a_running_sequence(make_scripted_node):
     node, running, waiting = open_two_long_and_a_reservation(make_scripted_node)
-    until_reclaimed(node, waiting)
-    node.retarget(waiting, SECOND)
-    node.iterate()
-    assert len(node.find(Granted, waiting)) == 1, "there are no blocks for it as long as others grow"
     node.run()
     assert node.num_preempted == 0
     assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
-    node.iterate()
-    assert node.find(Granted, waiting)[-1].transfer_id == SECOND
-    node.push(waiting, PROMPT, transfer_id=SECOND)
-    node.run()
-    assert node.tokens(waiting) == node.model.generate(PROMPT, 5)
+    (rejected,) = node.find(Rejected, waiting)
+    assert (rejected.reason, rejected.num_sequences_needed) == (RejectReason.NO_ROOM, 1)
+    assert 8 <= rejected.kv_blocks_needed <= 24
+    assert not node.find(KvFailed, waiting)
     node.assert_nothing_is_held()
 
 
@@ -339,38 +328,8 @@ def test_a_reservation_keeps_its_blocks_where(make_scripted_node, reason):
         put_one_frame(node, waiting[::-1])
     node.run()
     assert node.num_preempted > 0
-    assert not node.find(KvFailed, waiting)
+    assert not node.find(Rejected, waiting)
     assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
     node.cancel(waiting)
     node.iterate()
-    node.assert_nothing_is_held()
-
-
-def test_a_reclaimed_reservation_may_be_computed_here(make_scripted_node):
-    node, running, waiting = open_two_long_and_a_reservation(make_scripted_node)
-    until_reclaimed(node, waiting)
-    node.retarget(waiting, b"")
-    node.run()
-    assert node.tokens(waiting) == node.model.generate(PROMPT, 5)
-    assert [node.tokens(group_id) for group_id in running] == [node.model.generate(SHORT, 40)] * 2
-    node.assert_nothing_is_held()
-
-
-@pytest.mark.parametrize("transfer_id", [SECOND, b""])
-def test_what_a_reclaimed_reservation_computes_or_receives_stays_with_its_tenant(make_scripted_node, transfer_id):
-    node, _, waiting = open_two_long_and_a_reservation(make_scripted_node, cache_salt=b"one")
-    until_reclaimed(node, waiting)
-    node.retarget(waiting, transfer_id)
-    node.run()
-    node.iterate()
-    if transfer_id:
-        node.push(waiting, PROMPT, transfer_id=transfer_id)
-    node.run()
-    held = {}
-    for salt in (b"", b"two", b"one"):
-        again = node.open(prompt=PROMPT, cache_salt=salt)
-        held[salt] = node.granted(again).held_prefix_length
-        node.cancel(again)
-        node.iterate()
-    assert held == {b"": 0, b"two": 0, b"one": 28}
     node.assert_nothing_is_held()

@@ -15,7 +15,9 @@ from tests.router.threaded_router import SERVICE, ThreadedRouter
 R = router_pb2
 NUM_STREAMS = 8
 NUM_TOKENS = 60
-MAX_STALL_SECONDS = 0.25
+MAX_STALL_SECONDS = 1.0
+"""Of the loop that the router shares with its fake nodes, on a machine that is busy with other tests. What is looked
+for took two seconds and more."""
 
 
 def wire_chat(num_messages):
@@ -110,5 +112,5 @@ def test_honest_streams_do_not_notice(router, kind):
     assert disturbed == undisturbed
     assert attempts == {1}
     assert hostile.num_calls > 0
-    assert router.longest_stall_seconds < 2 * MAX_STALL_SECONDS
+    assert router.longest_stall_seconds < MAX_STALL_SECONDS
     router.run(router.cluster.is_empty(seconds=10.0))

@@ -112,7 +112,7 @@ async def test_what_may_be_parsed_never_stalls_the_loop(raw, method, data, where
     async with Stalls() as stalls:
         failure = await raw.fail(method, data)
     assert (failure.code, failure.field) == (INVALID, where)
-    assert stalls.longest_seconds < 2 * MAX_STALL_SECONDS  # the client is in this process, too
+    assert stalls.longest_seconds < 4 * MAX_STALL_SECONDS  # the client is in this process, too
 
 
 @pytest.mark.parametrize("data", [field(1, b"\xff\xfe"), field(3, b"\xc3("), b"\xff" * 9])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -18,6 +19,8 @@ class ThreadedRouter:
     """A router before fake nodes on an event loop in a thread, and the longest stall of that loop."""
 
     def __init__(self, *, decode_max_running=64):
+        gc.collect()
+        gc.freeze()  # what earlier tests have left is not searched for garbage in the router's turns
         self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
         self.cluster = Cluster()
         self.cluster.decode.max_running = decode_max_running
@@ -38,6 +41,7 @@ class ThreadedRouter:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CALL_SECONDS)
         self._loop.close()
+        gc.unfreeze()
 
     def call(self, method, data):
         """(status, messages) of a call with these bytes."""
