@@ -100,7 +100,7 @@ def test_a_session_measures_the_levels_that_a_peer_can_take_and_ends_it(peers, m
     single, double = result.levels[1], result.levels[2]
     assert (single.num_requests, double.num_requests) == (2, 4)
     assert set(single.stream_by_kind) == {"chat", "code"}
-    assert 0 < single.stream_tokens_per_second < 1 / 0.005
+    assert 0 < single.stream_tokens_per_second < 2 / 0.005  # a first token that was read late makes the others fast
     assert single.ttft_p50_milliseconds >= 5
     assert result.first_answer == (0, 1, 2, 3, 4, 5)
     assert result.resident_mib > 1
