@@ -3,7 +3,9 @@
     .venv/bin/python benchmarks/failover.py --rounds 5
 
 Local clusters of the default model. With two decode nodes the one with most work is lost; a killed node
-is started again by the supervisor before the next round, a stopped one continued.
+is started again by the supervisor before the next round, a stopped one continued. Prompts were computed
+once before, so that all streams begin together and have contexts of about the same length when the node is
+lost: what they have generated since is computed again elsewhere. `--cold` leaves that out.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ LOSSES = {
 """Signal and number of streams, by number of decode nodes."""
 
 
+def prompt_of(number: int) -> list[int]:
+    return [(index * 37 + number * 101) % 20_000 + 300 for index in range(CONTEXT_TOKENS)]
+
+
 class Stream:
     """One greedy answer in a thread; notes when its deltas arrive."""
 
@@ -56,7 +62,7 @@ class Stream:
         self._thread.start()
 
     def _run(self) -> None:
-        prompt = [(index * 37 + self._number * 101) % 20_000 + 300 for index in range(CONTEXT_TOKENS)]
+        prompt = prompt_of(self._number)
         options = GenerateOptions(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         with self._client.generate(prompt, **options) as stream:
             for delta in stream:
@@ -97,8 +103,12 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def lose(cluster: Cluster, client: Client, *, number: signal.Signals, num_streams: int, first: int) -> list[float]:
+def lose(
+    cluster: Cluster, client: Client, *, number: signal.Signals, num_streams: int, first: int, is_cold: bool
+) -> list[float]:
     """The gap of every stream, in seconds."""
+    for index in range(0 if is_cold else num_streams):
+        client.complete(prompt_of(first + index), max_tokens=1)
     streams = [Stream(client, first + index) for index in range(num_streams)]
     wait_for(lambda: all(stream.num_tokens >= BEFORE_TOKENS for stream in streams), "streams do not begin")
     name = busiest_decode_node(cluster, client)
@@ -123,14 +133,14 @@ def status_nodes(client: Client) -> tuple[NodeStatus, ...]:
         statuses.close()
 
 
-def measure(num_decode_nodes: int, ways: dict[str, tuple[signal.Signals, int]], rounds: int) -> None:
+def measure(num_decode_nodes: int, ways: dict[str, tuple[signal.Signals, int]], rounds: int, *, is_cold: bool) -> None:
     config = ClusterConfig(port=0, decode_nodes=num_decode_nodes, stable_seconds=0.1)
     with Cluster(config, Launch()) as cluster, Client(cluster.router_address) as client:
         first = 0
         for way, (number, num_streams) in ways.items():
             longest = []
             for _ in range(rounds):
-                gaps = lose(cluster, client, number=number, num_streams=num_streams, first=first)
+                gaps = lose(cluster, client, number=number, num_streams=num_streams, first=first, is_cold=is_cold)
                 first += num_streams
                 longest.append(max(gaps))
                 print(f"  {way}: {', '.join(f'{gap:.2f}' for gap in sorted(gaps))} s", flush=True)
@@ -144,6 +154,7 @@ def measure(num_decode_nodes: int, ways: dict[str, tuple[signal.Signals, int]], 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="streams begin as their prompts are computed")
     parser.add_argument("--only", action="append", choices=tuple(LIMITS), help="only this loss; may be repeated")
     arguments = parser.parse_args()
     machine = describe_machine()
@@ -152,7 +163,7 @@ def main() -> int:
     for num_decode_nodes, losses in LOSSES.items():
         ways = {way: loss for way, loss in losses.items() if way in wanted}
         if ways:
-            measure(num_decode_nodes, ways, arguments.rounds)
+            measure(num_decode_nodes, ways, arguments.rounds, is_cold=arguments.cold)
     return 0
 
 
