@@ -74,7 +74,7 @@ def sender_messages(draw, spec, frames):
     return data
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(st.data())
 def test_any_messages_leave_a_transfer_whole(data):
     peers = Peers()
@@ -101,7 +101,7 @@ def test_any_messages_leave_a_transfer_whole(data):
     inbox.close(spec.transfer_id)
 
 
-@fuzzed(300)
+@fuzzed(100)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_malformed(data):
     for decode in (decode_sender_message, decode_receiver_message):
@@ -111,7 +111,7 @@ def test_any_bytes_are_a_message_or_malformed(data):
             continue
 
 
-@fuzzed(30)
+@fuzzed(12)
 @given(st.data())
 def test_after_any_lies_the_same_transfer_still_completes(data):
     """Unless it was cancelled: what is refused disturbs nothing."""

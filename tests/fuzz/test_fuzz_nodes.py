@@ -68,7 +68,7 @@ SESSION_COMMANDS = st.lists(
 )
 
 
-@fuzzed(40)
+@fuzzed(10)
 @given(protos=SESSION_COMMANDS)
 def test_any_commands_of_a_router_leave_a_decode_node_whole(protos):
     node = Node()
@@ -87,7 +87,7 @@ def test_any_commands_of_a_router_leave_a_decode_node_whole(protos):
     assert node.tokens(group_id) == node.model.generate((1, 2, 3), 5)
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(data=wire_bytes(S.SessionCommand))
 def test_any_bytes_are_a_command_or_a_mistake(data):
     try:
@@ -97,7 +97,7 @@ def test_any_bytes_are_a_command_or_a_mistake(data):
     command_of(SESSION, proto)
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(
     request=messages(prefill_pb2.PrefillRequest)
     | messages(prefill_pb2.PrefillRequest, fingerprint="f", transfer_id=bytes(16), decode_incarnation=bytes(16))

@@ -45,7 +45,7 @@ def serving():
 def test_any_bytes_get_a_status_and_stall_nobody(serving, method):
     short_window = {"resume_window": None} if "resume_window" in METHODS[method].DESCRIPTOR.fields_by_name else {}
 
-    @fuzzed(30)
+    @fuzzed(12)
     @given(data=wire_bytes(METHODS[method], **short_window))
     def send(data):
         status, _ = serving.call(method, data)
@@ -59,7 +59,7 @@ def test_any_bytes_get_a_status_and_stall_nobody(serving, method):
     assert len(answer.token_ids()) == 8
 
 
-@fuzzed(15)
+@fuzzed(10)
 @given(text=st.text(max_size=200), seed=st.integers(0, 2**64 - 1), num=st.integers(1, 20))
 def test_any_text_is_answered_alike_by_both_calls(serving, text, seed, num):
     request = R.GenerateRequest(text=text or "x", sampling=R.SamplingParams(seed=seed, max_tokens=num))

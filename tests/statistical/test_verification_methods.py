@@ -119,14 +119,14 @@ def worst_z(tokens, probs):
 )
 def test_exact_methods_commit_the_targets_distribution(method, settings, make_drafter, is_full):
     logits = small_logits()
-    num_tokens = 500 if is_full else 100
+    num_tokens = 500 if is_full else 60
     tokens, _ = generate(method, logits, make_drafter(logits, **settings), num_tokens=num_tokens, **settings)
     assert worst_z(tokens, probabilities_of(logits, settings)) < PASS
 
 
 def test_large_vocabulary(is_full):
     logits = large_logits()
-    num_tokens = 100 if is_full else 30
+    num_tokens = 100 if is_full else 15
     tokens, _ = generate(
         VerificationMethod.REJECTION, logits, ModelDrafter(logits), num_tokens=num_tokens, num_streams=16
     )
