@@ -6,7 +6,7 @@ lengths instead of a suffix tree: adding and removing a token cost the same howe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 CONTEXT_SIZES = (16, 8, 4, 2)
@@ -40,40 +40,30 @@ class SuffixIndex:
     def add(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
         """Counts that each token of `text[start:end]` followed the tokens before it; seen under the same salt only."""
         followers = self._followers
-        for place in range(start, end):
-            token_id = text[place]
-            for size in self._sizes:
-                if size > place:
-                    continue
-                key = _key(salt, text, place, size)
-                known = followers.get(key)
-                if known is None:
-                    followers[key] = token_id
-                elif isinstance(known, dict):
-                    known[token_id] = known.get(token_id, 0) + 1
-                else:
-                    followers[key] = {known: 1, token_id: 1} if known != token_id else {token_id: 2}
+        for key, token_id in self._contexts(text, start, end, salt):
+            known = followers.get(key)
+            if known is None:
+                followers[key] = token_id
+            elif isinstance(known, dict):
+                known[token_id] = known.get(token_id, 0) + 1
+            else:
+                followers[key] = {known: 1, token_id: 1} if known != token_id else {token_id: 2}
 
     def remove(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
         """Takes back what `add` has counted with the same arguments."""
         followers = self._followers
-        for place in range(start, end):
-            token_id = text[place]
-            for size in self._sizes:
-                if size > place:
-                    continue
-                key = _key(salt, text, place, size)
-                known = followers.get(key)
-                # Where contexts share a key, another one may have taken it.
-                if isinstance(known, dict):
-                    if known.get(token_id, 0) > 1:
-                        known[token_id] -= 1
-                    else:
-                        known.pop(token_id, None)
-                    if not known:
-                        del followers[key]
-                elif known == token_id:
+        for key, token_id in self._contexts(text, start, end, salt):
+            known = followers.get(key)
+            # Where contexts share a key, another one may have taken it.
+            if isinstance(known, dict):
+                if known.get(token_id, 0) > 1:
+                    known[token_id] -= 1
+                else:
+                    known.pop(token_id, None)
+                if not known:
                     del followers[key]
+            elif known == token_id:
+                del followers[key]
 
     def predict(self, text: Sequence[int], *, salt: bytes = b"") -> Prediction | None:
         """What follows the longest known ending of `text`; of equal counts the latest wins. None: nothing is known."""
@@ -88,6 +78,13 @@ class SuffixIndex:
             token_id = max(reversed(known), key=known.__getitem__)
             return Prediction(token_id, known[token_id] / sum(known.values()))
         return None
+
+    def _contexts(self, text: Sequence[int], start: int, end: int, salt: bytes) -> Iterator[tuple[int, int]]:
+        """(key of a context, the token that followed it) for each token of `text[start:end]` and each size."""
+        for place in range(start, end):
+            for size in self._sizes:
+                if size <= place:
+                    yield _key(salt, text, place, size), text[place]
 
 
 def _key(salt: bytes, text: Sequence[int], end: int, size: int) -> int:

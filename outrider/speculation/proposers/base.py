@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.token_distribution import TokenDistribution
 
@@ -115,3 +115,16 @@ class Proposer(Protocol):
 
     def forget(self, sequence_id: int) -> None:
         """Frees what is held of a sequence; an unknown one is fine."""
+
+
+class LookupProposer:
+    """What proposers that look up texts have in common: no model, any vocabulary, nothing to compute ahead."""
+
+    vocabulary_fingerprint = ""
+    num_extra_tokens = NUM_EXTRA_TOKENS
+    can_look_ahead = False
+    num_wasted_tokens = 0
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        return {}

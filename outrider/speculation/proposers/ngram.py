@@ -6,12 +6,16 @@ Those search the whole text at each step; here an index grows with the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Proposal, ProposalRequest, catching_up
+from outrider.speculation.proposers.base import (
+    MAX_INDEXED_TOKENS,
+    LookupProposer,
+    Proposal,
+    ProposalRequest,
+    catching_up,
+)
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2
@@ -70,7 +74,7 @@ class NgramIndex:
         return ()
 
 
-class NgramProposer:
+class NgramProposer(LookupProposer):
     """Proposes from the sequence's own text; needs no model and works on any vocabulary.
 
     Not thread-safe: one owner. Also the decode node's local fallback.
@@ -85,26 +89,6 @@ class NgramProposer:
     @property
     def name(self) -> str:
         return "ngram"
-
-    @property
-    def vocabulary_fingerprint(self) -> str:
-        return ""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        return {}
-
-    @property
-    def num_extra_tokens(self) -> int:
-        return NUM_EXTRA_TOKENS
-
-    @property
-    def can_look_ahead(self) -> bool:
-        return False
-
-    @property
-    def num_wasted_tokens(self) -> int:
-        return 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty where no n-gram repeats."""

@@ -7,13 +7,17 @@ seen is its confidence: a draft ends where it becomes unlikely that so much of i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Proposal, ProposalRequest, catching_up
+from outrider.speculation.proposers.base import (
+    MAX_INDEXED_TOKENS,
+    LookupProposer,
+    Proposal,
+    ProposalRequest,
+    catching_up,
+)
 from outrider.speculation.suffix_index import CONTEXT_SIZES, SuffixIndex
 
 MIN_CONFIDENCE = 0.2
@@ -63,7 +67,7 @@ class PastOutputs:
             self.num_tokens -= len(text) - start
 
 
-class SuffixProposer:
+class SuffixProposer(LookupProposer):
     """Needs no model and works on any vocabulary. Not thread-safe: one owner."""
 
     def __init__(self, *, remembered_tokens: int = 0, min_confidence: float = MIN_CONFIDENCE) -> None:
@@ -75,26 +79,6 @@ class SuffixProposer:
     @property
     def name(self) -> str:
         return "suffix"
-
-    @property
-    def vocabulary_fingerprint(self) -> str:
-        return ""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        return {}
-
-    @property
-    def num_extra_tokens(self) -> int:
-        return NUM_EXTRA_TOKENS
-
-    @property
-    def can_look_ahead(self) -> bool:
-        return False
-
-    @property
-    def num_wasted_tokens(self) -> int:
-        return 0
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, empty where no ending is known."""
