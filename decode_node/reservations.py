@@ -123,7 +123,9 @@ class Reservations:
         idle = [
             group
             for group, filling in self._fillings.items()
-            if group.rank > rank and self._ingest.last_frame_at(filling.transfer_id) is None
+            if group.rank > rank
+            and not filling.undrained_id  # its blocks would not be free
+            and self._ingest.last_frame_at(filling.transfer_id) is None
         ]
         return max(idle, key=lambda group: group.rank, default=None)
 

@@ -38,7 +38,7 @@ from outrider.model_hub.fingerprint import file_sha256, model_fingerprint
 from outrider.model_hub.progress import Progress, no_progress
 
 HEADER, WEIGHTS = "header.json", "weights"
-MADE_BY = ("engine/cpu_kernels", "engine/model_runner.py", "engine/rotation.py", "model_hub")
+MADE_BY = ("engine/cpu_kernels", "engine/model_runner.py", "engine/numerics.py", "engine/rotation.py", "model_hub")
 """Of the package: code that decides what is in a file, or whether it passed the check at load."""
 
 KEPT_FOR_A_MODEL = 2
