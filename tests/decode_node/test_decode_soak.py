@@ -8,7 +8,7 @@ from decode_node.commands import SessionEnded
 from decode_node.drafts import NoDrafts
 from decode_node.step_drafts import StepDrafts
 from outrider.errors import AbortedError
-from outrider.session import Granted, KvFailed, Rejected, SampleDone, SampleTokens
+from outrider.session import Granted, KvFailed, Rejected, RejectReason, SampleDone, SampleTokens
 from outrider.speculation.draft_tree import DraftTree
 
 
@@ -103,4 +103,8 @@ def _check_tokens(node, opened):
             assert tokens == (expected if sample in finished else expected[: len(tokens)])
         for event in node.find(SampleTokens, group_id):
             assert event.token_ids
-        assert bool(node.find(Granted, group_id)) + len(node.find(Rejected, group_id)) <= 1
+        granted, rejected = node.find(Granted, group_id), node.find(Rejected, group_id)
+        assert len(rejected) <= 1
+        if granted and rejected:  # its blocks went to a running sequence before anything was written into them
+            assert rejected[0].reason is RejectReason.NO_ROOM
+            assert not any(node.tokens(group_id, sample) for sample in range(n)) and not finished
