@@ -16,9 +16,18 @@ class DraftSource(enum.Enum):
     FALLBACK = "fallback"  # the decode node's own proposer
 
 
+ROOT = -1
+"""The parent of a token that follows the prefix itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Tokens proposed after the first `length` tokens of a text; a chain: each token follows the one before it."""
+    """Tokens proposed after the first `length` tokens of a text.
+
+    Most are chains: each token follows the one before it. Otherwise `parents` says what each token follows. Tokens are
+    in the order of their worth, parents before their children, so the first n of them are a tree as well, and of two
+    siblings the first is the likelier one.
+    """
 
     length: int
     prefix_hash: int | None = None  # of those first tokens; None: the draft has not left its proposer's process
@@ -26,16 +35,84 @@ class DraftTree:
     source: DraftSource = DraftSource.DRAFT_NODE
     probability: float = 1.0  # the proposer's estimate that the text begins with those first tokens
     distributions: tuple[TokenDistribution, ...] = ()  # what each token was drawn from; empty: each was certain
+    parents: tuple[int, ...] = ()  # of each token the index of its parent, or ROOT; empty: a chain
 
     def __len__(self) -> int:
         """Tokens proposed."""
         return len(self.token_ids)
 
+    @property
+    def is_well_formed(self) -> bool:
+        """Whether parents, if there are any, come before their children, and siblings differ."""
+        if not self.parents:
+            return True
+        return (
+            len(self.parents) == len(self.token_ids)
+            and all(ROOT <= parent < index for index, parent in enumerate(self.parents))
+            and len(set(zip(self.parents, self.token_ids, strict=True))) == len(self.token_ids)
+        )
+
+    def parent(self, index: int) -> int:
+        """Index of the token that this one follows, or ROOT."""
+        return self.parents[index] if self.parents else index - 1
+
+    def child(self, parent: int, token_id: int) -> int | None:
+        """Index of the token that follows `parent` and has this id."""
+        if not self.parents:
+            return parent + 1 if parent + 1 < len(self.token_ids) and self.token_ids[parent + 1] == token_id else None
+        return next(
+            (
+                index
+                for index in range(parent + 1, len(self.token_ids))
+                if self.parents[index] == parent and self.token_ids[index] == token_id
+            ),
+            None,
+        )
+
+    def depths(self) -> tuple[int, ...]:
+        """Of each token, how many tokens of the draft its path has, itself included."""
+        if not self.parents:
+            return tuple(range(1, len(self.token_ids) + 1))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
     def cut(self, num_tokens: int) -> DraftTree:
         """At most the first `num_tokens` of them."""
         if len(self.token_ids) <= num_tokens:
             return self
+        if self.parents:
+            return self._only(range(num_tokens))
         return replace(self, token_ids=self.token_ids[:num_tokens], distributions=self.distributions[:num_tokens])
+
+    def chain(self) -> DraftTree:
+        """The likeliest path: the first child of each token."""
+        if not self.parents:
+            return self
+        kept: list[int] = []
+        for index, parent in enumerate(self.parents):
+            if parent == (kept[-1] if kept else ROOT):
+                kept.append(index)
+        return self._only(kept)
+
+    def depth_first(self) -> DraftTree:
+        """The same tree, the likeliest path first, then what branches off, the deepest branch first.
+
+        So tokens that follow each other are neighbours as far as possible.
+        """
+        if not self.parents:
+            return self
+        children: dict[int, list[int]] = {}
+        for index, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(index)
+        order: list[int] = []
+        stack = children[ROOT][::-1]
+        while stack:
+            index = stack.pop()
+            order.append(index)
+            stack += reversed(children.get(index, ()))
+        return self._only(order)
 
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
         """What is proposed after `token_ids`, of which the first `length` are known to be the draft's prefix.
@@ -45,6 +122,8 @@ class DraftTree:
         num_since = len(token_ids) - self.length
         if num_since == 0:
             return self
+        if self.parents:
+            return self._below(token_ids[self.length :])
         if num_since >= len(self.token_ids) or tuple(token_ids[self.length :]) != self.token_ids[:num_since]:
             return None
         return DraftTree(
@@ -53,4 +132,33 @@ class DraftTree:
             self.token_ids[num_since:],
             self.source,
             distributions=self.distributions[num_since:],
+        )
+
+    def _below(self, path: Sequence[int]) -> DraftTree | None:
+        """What follows these tokens of the draft."""
+        root = ROOT
+        for token_id in path:
+            index = self.child(root, token_id)
+            if index is None:
+                return None
+            root = index
+        below = {root}
+        for index in range(root + 1, len(self.token_ids)):
+            if self.parents[index] in below:
+                below.add(index)
+        below.remove(root)
+        if not below:
+            return None
+        return replace(self._only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
+
+    def _only(self, indices: Sequence[int]) -> DraftTree:
+        """These tokens, in this order; those whose parents are not among them follow the root."""
+        places = {index: place for place, index in enumerate(indices)}
+        parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
+        is_chain = all(parent == place - 1 for place, parent in enumerate(parents))
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[index] for index in indices),
+            distributions=tuple(self.distributions[index] for index in indices) if self.distributions else (),
+            parents=() if is_chain else parents,
         )

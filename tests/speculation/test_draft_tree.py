@@ -1,0 +1,97 @@
+"""DraftTree: what is left of a draft when it is cut, and when the text has moved on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.speculation.draft_tree import ROOT, DraftTree
+
+
+@st.composite
+def trees(draw: Any, max_tokens: int = 12) -> DraftTree:
+    """Well-formed ones, chains among them."""
+    num_tokens = draw(st.integers(1, max_tokens))
+    parents: list[int] = []
+    token_ids: list[int] = []
+    for index in range(num_tokens):
+        parent = draw(st.one_of(st.just(index - 1), st.integers(ROOT, index - 1)))
+        siblings = {token for at, token in zip(parents, token_ids, strict=True) if at == parent}
+        parents.append(parent)
+        token_ids.append(draw(st.integers(0, 30).filter(lambda token, taken=siblings: token not in taken)))
+    is_chain = parents == list(range(-1, num_tokens - 1))
+    return DraftTree(5, 99, tuple(token_ids), parents=() if is_chain else tuple(parents))
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """The tokens from the root to each token."""
+    found: list[tuple[int, ...]] = []
+    for index, token_id in enumerate(tree.token_ids):
+        parent = tree.parent(index)
+        found.append((*(found[parent] if parent != ROOT else ()), token_id))
+    return found
+
+
+FORKED = DraftTree(2, 7, (1, 2, 3, 4, 5), parents=(-1, 0, -1, 1, 2))
+"""1 → 2 → 4, and 3 → 5 beside it."""
+
+
+def test_a_chain_has_no_parents_to_look_up() -> None:
+    chain = DraftTree(0, token_ids=(7, 8, 9))
+    assert [chain.parent(index) for index in range(3)] == [ROOT, 0, 1]
+    assert chain.depths() == (1, 2, 3)
+    assert chain.chain() is chain.depth_first() is chain
+    assert chain.child(0, 8) == 1
+    assert chain.child(0, 9) is None
+    assert chain.child(2, 9) is None
+
+
+def test_the_likeliest_path_is_the_first_child_of_each_token() -> None:
+    assert FORKED.chain() == DraftTree(2, 7, (1, 2, 4))
+
+
+def test_depth_first_order_keeps_paths_together() -> None:
+    assert FORKED.depth_first() == DraftTree(2, 7, (1, 2, 4, 3, 5), parents=(-1, 0, 1, -1, 3))
+
+
+def test_what_is_left_of_a_tree_after_a_commit() -> None:
+    assert FORKED.after([0, 0, 3]) == DraftTree(3, None, (5,))
+    assert FORKED.after([0, 0, 1]) == DraftTree(3, None, (2, 4))
+    assert FORKED.after([0, 0, 3, 5]) is None
+    assert FORKED.after([0, 0, 4]) is None
+    assert FORKED.after([0, 0]) is FORKED
+
+
+def test_trees_that_contradict_themselves() -> None:
+    assert FORKED.is_well_formed
+    assert not DraftTree(0, token_ids=(1, 2), parents=(-1,)).is_well_formed
+    assert not DraftTree(0, token_ids=(1, 2), parents=(1, -1)).is_well_formed
+    assert not DraftTree(0, token_ids=(1, 2), parents=(-2, -1)).is_well_formed
+    assert not DraftTree(0, token_ids=(1, 1), parents=(-1, -1)).is_well_formed
+
+
+@given(tree=trees(), num_tokens=st.integers(0, 12))
+def test_a_cut_tree_is_a_tree_of_its_first_tokens(tree: DraftTree, num_tokens: int) -> None:
+    cut = tree.cut(num_tokens)
+    assert cut.is_well_formed
+    assert paths(cut) == paths(tree)[:num_tokens]
+    assert len(cut.depths()) == len(cut)
+
+
+@given(tree=trees())
+def test_order_does_not_change_what_is_proposed(tree: DraftTree) -> None:
+    ordered = tree.depth_first()
+    assert ordered.is_well_formed
+    assert sorted(paths(ordered)) == sorted(paths(tree))
+    assert paths(ordered)[: len(tree.chain())] == paths(tree.chain())
+
+
+@given(tree=trees(), data=st.data())
+def test_what_follows_a_path_of_a_tree(tree: DraftTree, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(paths(tree)))
+    expected = [other[len(path) :] for other in paths(tree) if other[: len(path)] == path and len(other) > len(path)]
+    rest = tree.after([0] * tree.length + list(path))
+    assert (paths(rest) if rest else []) == expected
+    assert rest is None or (rest.length == tree.length + len(path) and rest.is_well_formed)
