@@ -53,7 +53,7 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
     hf_config = _read_config(location.directory)
-    refuse_by_config(hf_config)
+    refuse_by_config(hf_config, device)
     check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device, progress=progress)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)

@@ -34,9 +34,19 @@ LOSSY_TOLERANCE = 0.3
 """Of the largest logit. A wrong mask, position or cache is off by far more, rounding by far less."""
 
 
-def refuse_by_config(config: PretrainedConfig) -> None:
-    """Refuses what the configuration alone gives away. Raises ModelError naming the architecture."""
+def refuse_by_config(config: PretrainedConfig, device: torch.device) -> None:
+    """Refuses what the configuration alone gives away. Raises ModelError naming the architecture.
+
+    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU some of
+    them dequantize to twice or four times the memory, some fail in the first forward, and a method that
+    transformers does not know is skipped: all of these are refused.
+    """
     name = architecture_name(config)
+    if device.type == "cpu" and (method := _quantization_method(config)):
+        raise ModelError(
+            f"{name} is quantized ({method}), which needs a CUDA device: on a CPU serve the checkpoint that it was "
+            "made from, with model.weights=int8 for half the memory"
+        )
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
     text_config = config.get_text_config(decoder=True)
@@ -165,6 +175,14 @@ def depends_on_batch(model: RunnableModel) -> bool:
     company = [part(1, 0, _COMPARED_ROWS, 3), part(1, 0, _COMPARED_ROWS // 2, 4), part(0, 0, 1, 5)]
     together = logits(part(0, 0, _COMPARED_ROWS, 2), *company)
     return not (torch.equal(alone, whole[:_ROWS_ALONE]) and torch.equal(whole, together))
+
+
+def _quantization_method(config: PretrainedConfig) -> str:
+    """As in config.json, such as "awq"; empty for plain weights."""
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return ""
+    return str(quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization)
 
 
 def architecture_name(config: PretrainedConfig) -> str:

@@ -250,6 +250,14 @@ def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
     assert why_not_native(model, spec, layers) == "its 1.self_attn.o_proj is no plain linear layer"
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "unheard-of"])
+def test_a_quantized_checkpoint_is_refused_on_a_cpu_with_the_way_out(copy, method):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(ModelError, match=rf"quantized \({method}\).*CUDA device.*model\.weights=int8"):
+        load(copy)
+
+
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
     """Its window is 20 tokens: a check of twelve positions would not see that it is missing."""
