@@ -114,6 +114,10 @@ class DraftTree:
             stack += reversed(children.get(index, ()))
         return self._only(order)
 
+    def in_order(self, indices: Sequence[int]) -> DraftTree:
+        """The same tree with its tokens in this order; parents before their children."""
+        return self._only(indices)
+
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
         """What is proposed after `token_ids`, of which the first `length` are known to be the draft's prefix.
 

@@ -1,0 +1,151 @@
+"""How often draft tokens are accepted: of one sequence and one proposer, by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.speculation.draft_tree import ROOT, DraftTree
+
+PRIOR_ACCEPTANCE = 0.8
+"""What the first drafts of a proposer are taken to be worth: they begin long."""
+
+PRIOR_TOKENS = 3.0
+"""How many draft tokens weigh as much as what is assumed of a sequence."""
+
+POSITION_TOKENS = 2.0
+"""How many draft tokens a sequence's overall acceptance weighs in that of one position."""
+
+SIBLING_ACCEPTANCE = 0.3
+SIBLING_TOKENS = 4.0
+"""What a sibling is taken to be worth once those before it were wrong, and how many draft tokens that weighs."""
+
+FORGETTING = 0.93
+"""Weight that a sequence's older drafts keep at each new one."""
+
+SOURCE_FORGETTING = 0.995
+"""The same of a proposer's drafts for all sequences."""
+
+
+class SourceAcceptance:
+    """Of one proposer over all sequences: what a new sequence is taken to accept. Not thread-safe."""
+
+    __slots__ = ("_num_accepted", "_num_decided")
+
+    def __init__(self) -> None:
+        self._num_decided = 0.0
+        self._num_accepted = 0.0
+
+    @property
+    def mean(self) -> float:
+        return (self._num_accepted + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (self._num_decided + PRIOR_TOKENS)
+
+    def observe(self, num_decided: int, num_accepted: int) -> None:
+        self._num_decided = SOURCE_FORGETTING * self._num_decided + num_decided
+        self._num_accepted = SOURCE_FORGETTING * self._num_accepted + num_accepted
+
+
+class AcceptanceRecord:
+    """Acceptance by position for one sequence and one proposer. Not thread-safe.
+
+    A position counts as decided where the text has reached it: a draft that was rejected before says nothing about it
+    (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). What is known of a position leans
+    on the sequence's overall acceptance, and that on the proposer's over all sequences. So a position that has not
+    been reached for long is taken for one like the others, and is tried again.
+    """
+
+    __slots__ = ("_accepted", "_decided", "_source", "_wrong", "_wrong_but_sibling", "chain", "last_step")
+
+    def __init__(self, source: SourceAcceptance, num_positions: int, *, step: int) -> None:
+        self._source = source
+        self._decided = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+        self._wrong = 0.0  # tokens that were wrong and had a sibling
+        self._wrong_but_sibling = 0.0
+        self.last_step = step  # in which a draft was verified
+        self.chain: list[float] = []
+        """By position the probability that a chain is accepted to there; never rises."""
+        self._estimate()
+
+    def begin_anew(self) -> None:
+        """What was seen so far no longer counts: the text may have changed."""
+        self._decided = [0.0] * len(self._decided)
+        self._accepted = [0.0] * len(self._accepted)
+        self._wrong = self._wrong_but_sibling = 0.0
+
+    def observe_chain(self, num_draft: int, num_accepted: int) -> None:
+        """One verdict; `num_draft` is at least 1."""
+        self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
+
+    def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
+        """One verdict on a draft with branches: the tokens of it that were accepted, from the root on."""
+        children: dict[int, list[int]] = {}
+        for index, parent in enumerate(draft.parents):
+            children.setdefault(parent, []).append(index)
+        num_first = 0  # first children that were accepted one after the other: what a chain would have won
+        for place, parent in enumerate((ROOT, *accepted)):
+            siblings = children.get(parent, [])
+            right = accepted[place] if place < len(accepted) else None
+            if len(siblings) > 1 and right != siblings[0]:
+                self._wrong = FORGETTING * self._wrong + 1.0
+                self._wrong_but_sibling = FORGETTING * self._wrong_but_sibling + (right is not None)
+            num_first += num_first == place and bool(siblings) and right == siblings[0]
+        is_cut_short = bool(children.get(accepted[num_first - 1] if num_first else ROOT))
+        self._observe(num_first + is_cut_short, num_first)
+
+    def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
+        """The draft with its tokens by falling probability, and of each the probability that the text goes through it.
+
+        Parents stay before their children: no token is likelier than its parent.
+        """
+        if not draft.parents:
+            return draft, self.chain[: len(draft.token_ids)]
+        probabilities = self._through(draft)
+        order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
+        return draft.in_order(order), [probabilities[index] for index in order]
+
+    def _through(self, draft: DraftTree) -> list[float]:
+        """Of each token of a draft with branches: the acceptance of its parents, times its own after its siblings.
+
+        A sibling counts for no more than the one before it, so that their order stays.
+        """
+        sibling = (self._wrong_but_sibling + SIBLING_TOKENS * SIBLING_ACCEPTANCE) / (self._wrong + SIBLING_TOKENS)
+        found: list[float] = []
+        # By parent: probability that the text reaches it and none of its children so far; that of the last of them.
+        left: dict[int, tuple[float, float]] = {}
+        for parent, depth in zip(draft.parents, draft.depths(), strict=True):
+            if parent in left:
+                (reached, most), chance = left[parent], sibling
+            else:
+                reached = most = 1.0 if parent == ROOT else found[parent]
+                chance = self._acceptance(depth - 1)
+            found.append(min(reached * chance, most))
+            left[parent] = (reached * (1.0 - chance), found[-1])
+        return found
+
+    def _acceptance(self, position: int) -> float:
+        """Of the first child at this position, once the text has reached it."""
+        position = min(position, len(self.chain) - 1)
+        before = self.chain[position - 1] if position > 0 else 1.0
+        return self.chain[position] / before if before else 0.0
+
+    def _observe(self, num_decided: int, num_accepted: int) -> None:
+        decided = [FORGETTING * each for each in self._decided]
+        accepted = [FORGETTING * each for each in self._accepted]
+        for position in range(min(num_decided, len(decided))):
+            decided[position] += 1.0
+        for position in range(min(num_accepted, len(accepted))):
+            accepted[position] += 1.0
+        self._decided, self._accepted = decided, accepted
+        self._source.observe(num_decided, num_accepted)
+        self._estimate()
+
+    def _estimate(self) -> None:
+        decided, accepted = self._decided, self._accepted
+        overall = (sum(accepted) + PRIOR_TOKENS * self._source.mean) / (sum(decided) + PRIOR_TOKENS)
+        assumed = POSITION_TOKENS * overall
+        probability = 1.0
+        chain: list[float] = []
+        for num_decided, num_accepted in zip(decided, accepted, strict=True):
+            probability *= (num_accepted + assumed) / (num_decided + POSITION_TOKENS)
+            chain.append(probability)
+        self.chain = chain
