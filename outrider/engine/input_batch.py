@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -13,12 +13,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """What one sequence contributes to a forward: consecutive tokens, known ones first, drafts after them."""
+    """What one sequence contributes to a forward: consecutive tokens, known ones first, drafts after them.
+
+    Drafts may be a tree. Then a row's place in the cache is not its position: keys and values go to the slots of
+    consecutive positions in the order of the rows, while a draft's position follows from its depth.
+    """
 
     token_ids: Sequence[int]  # at least one; if an array, of int64
     start_position: int  # absolute position of token_ids[0]; KV of everything before is in the cache
     block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); if an array, of int32
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
+    parents: Sequence[int] = ()  # of each draft, if they are a tree: index of its parent among them, rising; or -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +40,9 @@ class BatchArrays:
     query_start_loc: array[int]  # [num_seqs + 1] int32
     seq_lens: array[int]  # [num_seqs] int32, with this step's rows
     block_tables: array[int]  # [num_seqs, max_blocks] int32; unused entries repeat a block of the sequence
+    # Of rows in trees the slots of the last keys that they see, their own last. Both empty in a batch without trees.
+    path_starts: array[int] = field(default_factory=lambda: array("q"))  # [num_rows + 1] int64, into path_slots
+    path_slots: array[int] = field(default_factory=lambda: array("q"))  # [sum of depths] int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +72,11 @@ class InputBatch:
     @property
     def num_logits(self) -> int:
         return len(self.arrays.logits_rows)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether rows of a sequence may see keys that are not at the slots of their positions."""
+        return bool(self.arrays.path_starts)
 
     @cached_property
     def token_ids(self) -> Tensor:
@@ -105,13 +118,14 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     """Lays `rows` end to end.
 
     Raises ValueError when there are none, when a sequence has no rows or too few blocks for
-    them, or wants logits of more rows than it has: bugs of the caller.
+    them, wants logits of more rows than it has, or has parents that do not fit: bugs of the caller.
     """
     if not rows:
         raise ValueError("a forward needs at least one sequence")
     token_ids, positions, slots, logits_rows = array("q"), array("q"), array("q"), array("q")
     query_start_loc, seq_lens, block_tables = array("i", (0,)), array("i"), array("i")
     num_blocks: list[int] = []
+    paths: dict[int, list[int]] = {}  # slots, by row
     for index, seq in enumerate(rows):
         num, start, block_ids = len(seq.token_ids), seq.start_position, seq.block_ids
         end = start + num
@@ -129,6 +143,8 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
             last = min(end - block * block_size, block_size)
             slot = block_ids[block] * block_size
             slots.extend(range(slot + first, slot + last))
+        if seq.parents:
+            _place_tree(index, seq, positions, slots, paths)
         logits_rows.extend(range(len(token_ids) - seq.num_logits, len(token_ids)))
         query_start_loc.append(len(token_ids))
         seq_lens.append(end)
@@ -145,8 +161,36 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=block_tables,
+        **_path_arrays(paths, len(token_ids)),
     )
     return InputBatch(arrays, max_blocks, block_size)
+
+
+def _place_tree(
+    index: int, seq: SequenceRows, positions: array[int], slots: array[int], paths: dict[int, list[int]]
+) -> None:
+    """Gives the drafts of the last sequence in `positions` their depths' positions, and each its path."""
+    num_drafts = len(seq.parents)
+    if num_drafts >= len(seq.token_ids):
+        raise ValueError(f"sequence {index}: {num_drafts} drafts in {len(seq.token_ids)} rows")
+    first = len(positions) - num_drafts
+    start = seq.start_position + len(seq.token_ids) - num_drafts
+    for draft, parent in enumerate(seq.parents):
+        if not -1 <= parent < draft:
+            raise ValueError(f"sequence {index}: draft {draft} follows {parent}")
+        before = paths[first + parent] if parent >= 0 else []
+        paths[first + draft] = [*before, slots[first + draft]]
+        positions[first + draft] = start + len(before)
+
+
+def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> dict[str, array[int]]:
+    if not paths:
+        return {}
+    starts, path_slots = array("q", (0,)), array("q")
+    for row in range(num_rows):
+        path_slots.extend(paths.get(row, ()))
+        starts.append(len(path_slots))
+    return {"path_starts": starts, "path_slots": path_slots}
 
 
 def _tensor(values: array[int]) -> Tensor:

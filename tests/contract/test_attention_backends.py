@@ -17,6 +17,7 @@ from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from tests.contract import stand_in_flash_attn
+from tests.speculation.draft_trees import path_to
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -185,6 +186,66 @@ def test_a_wrong_mask_would_be_noticed(backend):
     output, _ = run(backend, [(5, 37)], block_size=8, options=AttentionOptions(0.25, sliding_window=9))
     _, expected = run(backend, [(5, 37)], block_size=8, options=AttentionOptions(0.25, sliding_window=10))
     assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
+
+
+# (known rows, tokens before them, parents of the drafts behind them) of each sequence in one batch
+TREES = {
+    "alone": [(1, 40, (-1, 0, 1, -1, 0))],
+    "at_the_beginning": [(1, 0, (-1, -1, -1))],
+    "across_a_block_border": [(1, 13, (-1, -1, 0, 1, 2, 3))],
+    "among_others": [(1, 20, ()), (1, 37, (-1, 0, -1, 2)), (5, 3, ()), (1, 37, (-1, 0, 0, 1)), (4, 0, (-1, -1))],
+    "behind_a_chunk": [(25, 31, (-1, 0, -1, 0, 2, 2)), (1, 300, (-1, -1, -1))],
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("sequences", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("window", [None, 3, 30])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_row_of_a_tree_sees_its_own_path(backend, sequences, window, softcap):
+    options = AttentionOptions(0.25, sliding_window=window, softcap=softcap)
+    output, expected, _ = run_trees(backend, sequences, options)
+    assert_equal((output, expected), backend)
+
+
+def test_a_tree_taken_for_a_chain_would_be_noticed(backend):
+    """The negative control of the paths."""
+    output, _, as_chain = run_trees(backend, TREES["at_the_beginning"], AttentionOptions(0.25))
+    assert float((output - as_chain).abs().max()) > 10 * TOLERANCES[backend[2]]
+
+
+def run_trees(backend, sequences, options, *, num_heads=6, num_kv_heads=2, head_dim=16, seed=0):
+    """(the backend's output, the reference's, and if slots were positions), [num_rows, num_heads, head_dim] float64."""
+    name, device, dtype = backend
+    attention = make_backend(name, device, dtype)
+    block_size = attention.block_size(None if name in ("flash_attn", "stand-in") else 8)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [known + before + len(parents) for known, before, parents in sequences]
+    tables = [list(range(index * 100, index * 100 + -(-length // block_size))) for index, length in enumerate(lengths)]
+    shape = (100 * len(sequences), block_size, num_kv_heads, head_dim)
+    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    rows, expected, as_chain = [], [], []
+    queries = []
+    for (known, before, parents), length, table in zip(sequences, lengths, tables, strict=True):
+        own = [torch.randn((length, num_kv_heads, head_dim), generator=generator).to(dtype) for _ in range(2)]
+        for cache, tokens in zip((keys, values), own, strict=True):
+            for token in range(length):
+                cache[table[token // block_size], token % block_size] = tokens[token]
+        query = torch.randn((known + len(parents), num_heads, head_dim), generator=generator).to(dtype)
+        queries.append(query)
+        rows.append(SequenceRows([0] * len(query), before, table, 1, parents))
+        by_slot = [tokens.double() for tokens in own]
+        chain = reference(query.double(), *by_slot, before, options)
+        as_chain.append(chain)
+        expected.append(chain[:known])
+        for draft in range(len(parents)):
+            path = path_to(parents, draft)
+            seen = [*range(known + before), *(known + before + each for each in path)]
+            one = query[known + draft : known + draft + 1].double()
+            expected.append(reference(one, *(tokens[seen] for tokens in by_slot), len(seen) - 1, options))
+    plan = attention.prepare(build_input_batch(rows, block_size))
+    output = attention.attend(plan, torch.cat(queries).to(device), keys.to(device), values.to(device), options)
+    return output.cpu().double(), torch.cat(expected), torch.cat(as_chain)
 
 
 def test_auto_runs_on_this_machine_without_a_gpu():

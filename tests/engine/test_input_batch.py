@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from itertools import pairwise
 
 import pytest
 
@@ -53,12 +54,45 @@ def test_rows_go_to_the_slots_of_their_positions_wherever_they_begin_and_end():
         SequenceRows([1, 2, 3, 4, 5], 0, [1], 1),
         SequenceRows([1], 4, [1], 1),
         SequenceRows([1], 0, [1], 2),
+        SequenceRows([1], 0, [1], 1, parents=(-1,)),
+        SequenceRows([1, 2, 3], 0, [1], 1, parents=(-1, 1)),
     ],
-    ids=["no rows", "too few blocks", "too few blocks for the position", "more logits than rows"],
+    ids=[
+        "no rows",
+        "too few blocks",
+        "too few blocks for the position",
+        "more logits than rows",
+        "no known token",
+        "a draft that follows itself",
+    ],
 )
 def test_rows_that_do_not_fit_are_a_bug_of_the_caller(rows):
     with pytest.raises(ValueError, match="sequence 0"):
         build_input_batch([rows], block_size=4)
+
+
+def test_rows_of_a_tree_have_slots_in_their_order_and_positions_by_their_depth():
+    batch = build_input_batch(
+        [
+            SequenceRows([9], start_position=1, block_ids=[8], num_logits=1),
+            # 20 and 21 are known; then 30 → 31 → 32, and beside it 40 → 41
+            SequenceRows([20, 21, 30, 40, 31, 41, 32], 2, [7, 5, 3], num_logits=6, parents=(-1, -1, 0, 1, 2)),
+        ],
+        block_size=4,
+    )
+    assert batch.has_trees
+    assert batch.positions.tolist() == [1, 2, 3, 4, 4, 5, 5, 6]
+    assert batch.slot_mapping.tolist() == [33, 30, 31, 20, 21, 22, 23, 12]
+    assert batch.seq_lens.tolist() == [2, 9]
+    starts, slots = batch.arrays.path_starts, batch.arrays.path_slots
+    paths = [slots[start:end].tolist() for start, end in pairwise(starts)]
+    assert paths == [[], [], [], [20], [21], [20, 22], [21, 23], [20, 22, 12]]
+
+
+def test_a_chain_of_drafts_needs_no_paths():
+    batch = build_input_batch([SequenceRows([1, 2, 3], 0, [0], num_logits=3)], block_size=4)
+    assert not batch.has_trees
+    assert not batch.arrays.path_slots
 
 
 def test_a_forward_needs_a_sequence():

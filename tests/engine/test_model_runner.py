@@ -134,6 +134,23 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
         torch.testing.assert_close(rolled_back, prefilled, rtol=1e-4, atol=1e-4)
 
 
+def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
+    """The true tokens are among siblings; after the verdict their slots are moved, and decoding goes on."""
+    blocks = node.blocks(len(PROMPT))
+    node.prefill(PROMPT[:40], blocks)
+    token_ids, parents = [PROMPT[40], 7, PROMPT[41], 8, PROMPT[42], 9, PROMPT[43]], (-1, -1, 0, 1, 1, 3)
+    logits = node.forward(
+        SequenceRows(OTHER, 0, node.blocks(len(OTHER)), 1), SequenceRows(token_ids, 40, blocks, 7, parents)
+    )
+    assert_same(logits[[0]], own_logits(loaded, OTHER)[-1:])
+    assert_same(logits[[1, 3, 5, 7]], own_logits(loaded, PROMPT)[40:44])
+    wrong = [*PROMPT[:41], 7, 8]
+    assert_same(logits[[2, 4]], own_logits(loaded, wrong)[41:])
+    slot = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(len(PROMPT))]
+    node.cache.move_slots([(slot[42], slot[41]), (slot[44], slot[42]), (slot[46], slot[43])])
+    assert_same(node.forward(SequenceRows(PROMPT[44:50], 44, blocks, 6)), own_logits(loaded, PROMPT)[44:50])
+
+
 def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
     blocks = node.blocks(len(PROMPT))
     node.prefill(PROMPT[:-1], blocks)

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
-
-
-@st.composite
-def trees(draw: Any, max_tokens: int = 12) -> DraftTree:
-    """Well-formed ones, chains among them."""
-    num_tokens = draw(st.integers(1, max_tokens))
-    parents: list[int] = []
-    token_ids: list[int] = []
-    for index in range(num_tokens):
-        parent = draw(st.one_of(st.just(index - 1), st.integers(ROOT, index - 1)))
-        siblings = {token for at, token in zip(parents, token_ids, strict=True) if at == parent}
-        parents.append(parent)
-        token_ids.append(draw(st.integers(0, 30).filter(lambda token, taken=siblings: token not in taken)))
-    is_chain = parents == list(range(-1, num_tokens - 1))
-    return DraftTree(5, 99, tuple(token_ids), parents=() if is_chain else tuple(parents))
+from tests.speculation.draft_trees import trees
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:

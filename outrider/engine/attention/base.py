@@ -26,8 +26,10 @@ class AttentionBackend(Protocol):
     """Paged, ragged, causal attention with grouped query heads.
 
     A row at position p of a sequence sees that sequence's keys at positions 0 … p (or
-    the last `sliding_window` of them), wherever their blocks lie. Not thread-safe: a
-    backend owns workspaces and belongs to one model runner.
+    the last `sliding_window` of them), wherever their blocks lie. A row in a tree of drafts
+    sees the known tokens and its own path, in the order of positions: from the batch's
+    `path_slots`, not from the block table. Not thread-safe: a backend owns workspaces and
+    belongs to one model runner.
     """
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 from outrider.engine.input_batch import InputBatch
 from outrider.errors import ConfigError
 
@@ -34,6 +36,7 @@ class FlashAttention:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._device = torch.device(device)
+        self._of_trees = TorchSdpaAttention(device)
 
     def block_size(self, wanted: int | None) -> int:
         """Raises ConfigError where the kernel cannot follow blocks of the wanted size."""
@@ -44,8 +47,13 @@ class FlashAttention:
             )
         return BLOCK_SIZE
 
-    def prepare(self, batch: InputBatch) -> _Plan:
-        """Moves lengths and block tables to the GPU."""
+    def prepare(self, batch: InputBatch) -> Any:
+        """Moves lengths and block tables to the GPU.
+
+        The kernel reads keys by block table only: a batch with trees of drafts is left to torch_sdpa.
+        """
+        if batch.has_trees:
+            return self._of_trees.prepare(batch)
         key_start_loc = torch.zeros_like(batch.query_start_loc)
         torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=key_start_loc[1:])
         return _Plan(
@@ -58,13 +66,15 @@ class FlashAttention:
 
     def attend(
         self,
-        plan: _Plan,
+        plan: Any,
         query: Tensor,  # [num_rows, num_heads, head_dim]
         key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         value_cache: Tensor,  # same
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
+        if not isinstance(plan, _Plan):
+            return self._of_trees.attend(plan, query, key_cache, value_cache, options)
         window = (-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0)
         output: Tensor = flash_attn_varlen_func(
             query.contiguous(),

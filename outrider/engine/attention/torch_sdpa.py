@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.engine.attention.base import DEFAULT_BLOCK_SIZE, AttentionOptions
+from outrider.engine.attention.row_runs import RowRuns
 from outrider.engine.input_batch import InputBatch
 
 MOST_GROUPED_ROWS = 16
@@ -38,6 +39,7 @@ class _Group:
     num_rows: int  # of each sequence
     num_keys: int  # of the gathered ones, how many are attended
     is_causal: bool  # one chunk that is the whole sequence so far: the mask needs no tensor
+    paths: tuple[Tensor, Tensor] | None = None  # gathered tokens and their slots, where a block table does not say
 
 
 class _Plan:
@@ -46,9 +48,12 @@ class _Plan:
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._device = device
         self._block_size = batch.block_size
-        self._query_start_loc = batch.query_start_loc.numpy()
-        self._seq_lens = batch.seq_lens.numpy()
-        self._block_tables = batch.block_tables.numpy()
+        # In a batch with trees a "sequence" is here what rows that see each other have in common.
+        runs = RowRuns.of(batch)
+        self._query_start_loc = runs.query_start_loc
+        self._seq_lens = runs.seq_lens
+        self._block_tables = runs.block_tables
+        self._paths = runs.paths
         self._num_rows = np.diff(self._query_start_loc)
         self._groups: dict[tuple[int | None, int, torch.dtype], list[_Group]] = {}
 
@@ -115,7 +120,25 @@ class _Plan:
             num_rows=num_rows,
             num_keys=num_keys,
             is_causal=is_causal,
+            paths=self._path_places(members, first_blocks, num_blocks),
         )
+
+    def _path_places(
+        self, members: Sequence[int], first_blocks: np.ndarray, num_blocks: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Gathered tokens and their slots, [num] int64 each; None: all are where the block tables say."""
+        places: list[int] = []
+        slots: list[int] = []
+        for member, (index, first_block) in enumerate(zip(members, first_blocks.tolist(), strict=True)):
+            path = self._paths[index] if self._paths else ()
+            begin = int(self._seq_lens[index]) - len(path) - first_block * self._block_size
+            for place, slot in enumerate(path, start=begin):
+                if place >= 0:  # else before the window of all rows
+                    places.append(member * num_blocks * self._block_size + place)
+                    slots.append(slot)
+        if not places:
+            return None
+        return torch.tensor(places, device=self._device), torch.tensor(slots, device=self._device)
 
     def _mask(
         self, seq_lens: np.ndarray, first_blocks: np.ndarray, num_rows: int, num_keys: int, window: int | None
@@ -225,6 +248,10 @@ def _gather(workspace: Tensor, cache: Tensor, group: _Group) -> tuple[Tensor, Te
         workspace = torch.empty(size, dtype=cache.dtype, device=cache.device)
     blocks = workspace[:size].view(group.block_ids.numel(), -1)
     torch.index_select(cache.flatten(1), 0, group.block_ids, out=blocks)
+    if group.paths is not None:
+        places, slots = group.paths
+        tokens = cache.flatten(0, 1).flatten(1).index_select(0, slots)  # [num, heads * dim]
+        blocks.view(-1, cache.shape[2] * cache.shape[3]).index_copy_(0, places, tokens)
     if group.unused is not None:
         blocks.view(-1, cache.shape[2] * cache.shape[3]).index_fill_(0, group.unused, 0.0)
     gathered = blocks.view(group.num_seqs, -1, *cache.shape[2:])  # [num_seqs, blocks * block_size, heads, dim]

@@ -147,6 +147,8 @@ def batch_struct(batch: InputBatch) -> BatchStruct:
         _address(arrays.query_start_loc),
         _address(arrays.seq_lens),
         _address(arrays.block_tables),
+        _address(arrays.path_starts) if batch.has_trees else None,
+        _address(arrays.path_slots) if batch.has_trees else None,
     )
 
 

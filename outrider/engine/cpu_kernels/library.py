@@ -18,7 +18,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 5
+API_VERSION = 6
 
 
 class ElementType(IntEnum):
@@ -57,6 +57,8 @@ class BatchStruct(ctypes.Structure):
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("path_starts", c_void_p),
+        ("path_slots", c_void_p),
     )
 
 

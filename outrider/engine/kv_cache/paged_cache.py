@@ -101,6 +101,20 @@ class PagedKVCache:
             for layer in tensor.unbind(0):
                 layer[destinations] = layer[sources]
 
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies single slots, (source, destination) each, in all layers and planes, all at once."""
+        if not pairs:
+            return
+        sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
+        for tensor in self._tensors.values():
+            rows = tensor.flatten(1, 2).flatten(2)  # [layers, slots, heads * dim]
+            if self.device.type == "cpu":  # numpy, as in `read`
+                data: np.ndarray = rows.view(torch.uint8).numpy()
+                data[:, destinations] = data[:, sources]
+            else:
+                moved = rows.index_select(1, torch.tensor(sources, device=self.device))
+                rows.index_copy_(1, torch.tensor(destinations, device=self.device), moved)
+
     def read(self, plane: str, layers: range, slots: Tensor) -> np.ndarray:
         """KV of `slots` ([num_tokens] int64) in `layers`, as bytes.
 

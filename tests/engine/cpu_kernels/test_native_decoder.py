@@ -238,6 +238,39 @@ def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, 
     assert differing_rows(without, with_logits) == []
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("num_known", [1, 20])
+def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain_decode(
+    library, teams, decoders, architecture, num_known
+):
+    """The true tokens are drafts of a tree, with wrong ones between them; then their slots are moved."""
+    decoder, spec = decoders(library, architecture, "bfloat16")
+    alone = logits_alone(decoder, spec, teams(library, 1))[0]
+    plain, engine = (Engine(decoder, spec, teams(library, num_threads), [LONG]) for num_threads in (1, 2))
+    start = 257 - num_known  # known tokens end at a span's border, drafts cross a block's
+    plain.run([(0, 264, [])])
+    engine.run([(0, start, [])])
+    sequence = engine.sequences[0]
+    # true, wrong, true, wrong after the wrong one, true, true, wrong
+    parents, true_rows = (-1, -1, 0, 1, 2, 4, 4), (0, 2, 4, 5)
+    drafts = [LONG[257], 5, LONG[258], 6, LONG[259], LONG[260], 7]
+    engine.reserve(sequence, 257 + len(drafts))
+    rows = SequenceRows([*LONG[start:257], *drafts], start, sequence.block_ids, 1 + len(drafts), parents)
+    batch = build_input_batch([rows], BLOCK_SIZE)
+    logits = engine.step.forward(batch)
+    assert differing_rows(logits[[0, *(1 + row for row in true_rows)]], alone[256:261]) == []
+    slots = batch.slot_mapping[num_known:].tolist()
+    engine.cache.move_slots([(slots[row], slots[place]) for place, row in enumerate(true_rows) if row != place])
+    assert torch.equal(bits(kv_of(engine, 261)), bits(kv_of(plain, 261)))
+
+
+def kv_of(engine, num_tokens):
+    """[2 * layers, num_tokens, heads, dim] of the first sequence."""
+    table = engine.sequences[0].block_ids
+    tensors = (*engine.cache.keys, *engine.cache.values)
+    return torch.stack([tensor[table].flatten(0, 1)[:num_tokens] for tensor in tensors])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(BUILD_SECONDS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -143,3 +143,14 @@ def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
         blocks(10**9, num_blocks=15)
     with pytest.raises(ConfigError, match=r"model\.max_model_len"):
         blocks(20 * BLOCK_BYTES)
+
+
+def test_slots_move_together_in_all_layers_and_planes():
+    cache, before = make_cache("bfloat16"), make_cache("bfloat16")
+    for tensor, source in zip((*before.keys, *before.values), (*cache.keys, *cache.values), strict=True):
+        tensor.copy_(source)
+    cache.move_slots([(9, 8), (11, 9), (14, 11)])
+    for moved, old in zip((*cache.keys, *cache.values), (*before.keys, *before.values), strict=True):
+        expected = old.flatten(0, 1)[[*range(8), 9, 11, 10, 14, *range(12, 24)]]
+        assert torch.equal(moved.flatten(0, 1), expected)
+    cache.move_slots([])

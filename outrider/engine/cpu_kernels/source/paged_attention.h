@@ -8,78 +8,25 @@
 // Dao et al., 2023).
 //
 // The query rows of one KV head, for some rows of one sequence, share one read of its keys.
+//
+// In a tree of drafts the last keys of a row do not lie at the slots of their positions. Rows
+// that follow each other there share a read too; others read their keys by themselves, each in
+// the order of positions.
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "api.h"
+#include "attention_plan.h"
 #include "panels.h"
 #include "team.h"
 #include "workspace.h"
 
 namespace outrider {
 
-constexpr int kSpan = 256;
-constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
 constexpr int kRowsWithoutPanel = 3;  // query rows whose sums, of four vectors of columns, fit the registers
 constexpr int kKeysAhead = 32;  // how early a key or value is asked for: they lie apart, which no processor foresees
-constexpr int64_t kMaxPartialBytes = 64 << 20;  // of a split plan: beyond, members share tiles only
 constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
-
-// Consecutive rows of one sequence.
-struct AttentionTile {
-  int64_t seq;
-  int64_t row;       // first, in the batch
-  int64_t num_rows;
-  int64_t position;  // of the first row
-  int64_t first_span, last_span;  // spans with a key that any of the rows sees: [first, last)
-  int64_t partial;   // index of the first span's partial results, for one KV head
-};
-
-// How one forward's attention is cut into tasks; the same for all layers of equal window.
-struct AttentionPlan {
-  std::vector<AttentionTile> tiles;
-  std::vector<std::pair<int32_t, int32_t>> spans;  // (tile, span) of every task, if split
-  bool is_split = false;  // spans of one tile are tasks of their own
-  int64_t num_partials = 0;
-  int64_t query_rows = 0;  // of the largest tile: rows times heads of a KV head
-
-  void make(const OutriderAttention& options, const OutriderBatch& batch, int num_members) {
-    tiles.clear();
-    spans.clear();
-    num_partials = 0;
-    query_rows = 0;
-    const int64_t group = options.num_heads / options.num_kv_heads;
-    const int64_t together = std::max<int64_t>(1, kRowsTogether / group);
-    for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
-      const int64_t begin = batch.query_start_loc[seq], end = batch.query_start_loc[seq + 1];
-      for (int64_t row = begin; row < end; row += together) {
-        AttentionTile tile{seq, row, std::min(together, end - row), batch.positions[row], 0, 0, num_partials};
-        const int64_t last = tile.position + tile.num_rows - 1;
-        const int64_t first = options.sliding_window > 0 ? std::max<int64_t>(0, tile.position - options.sliding_window + 1) : 0;
-        tile.first_span = first / kSpan;
-        tile.last_span = last / kSpan + 1;
-        num_partials += tile.last_span - tile.first_span;
-        query_rows = std::max(query_rows, tile.num_rows * group);
-        tiles.push_back(tile);
-      }
-    }
-    // Few tiles leave members idle at the end: then spans are given out one by one.
-    const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * options.num_kv_heads;
-    is_split = num_members > 1 && num_tasks < 8 * num_members && num_partials > static_cast<int64_t>(tiles.size()) &&
-               partial_bytes(options) <= kMaxPartialBytes;
-    if (is_split)
-      for (size_t tile = 0; tile < tiles.size(); tile++)
-        for (int64_t span = tiles[tile].first_span; span < tiles[tile].last_span; span++)
-          spans.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(span));
-  }
-
-  // What the results of all spans take if the plan is split.
-  int64_t partial_bytes(const OutriderAttention& options) const {
-    return num_partials * options.num_kv_heads * query_rows * (options.head_dim + 2) * static_cast<int64_t>(sizeof(float));
-  }
-};
 
 // Scratch of one member for one task.
 template <class KV>
@@ -279,13 +226,16 @@ struct PagedAttention {
     const int64_t token = options.num_kv_heads * head_dim;
     int64_t places[kSpan];  // of each key, in elements
     int64_t block = begin / batch.block_size, slot = begin % batch.block_size;
-    for (int i = 0; i < num_keys; i++) {
+    const int num_in_table = static_cast<int>(std::clamp<int64_t>(tile.path_position - begin, 0, num_keys));
+    for (int i = 0; i < num_in_table; i++) {
       places[i] = (blocks[block] * batch.block_size + slot) * token + head * head_dim;
       if (++slot == batch.block_size) {
         block++;
         slot = 0;
       }
     }
+    for (int i = num_in_table; i < num_keys; i++)
+      places[i] = tile.path[begin + i - tile.path_position] * token + head * head_dim;
 
     // Keys, then the values that are wanted when all scores are there.
     const auto ask_for = [&](int i) {

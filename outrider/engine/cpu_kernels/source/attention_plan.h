@@ -1,0 +1,89 @@
+// How the attention of a step's rows is cut into tasks (see paged_attention.h).
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "api.h"
+
+namespace outrider {
+
+constexpr int kSpan = 256;
+constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
+constexpr int64_t kMaxPartialBytes = 64 << 20;  // of a split plan: beyond, members share tiles only
+
+// Consecutive rows of one sequence, at consecutive positions; each sees what the row before it
+// sees, and itself.
+struct AttentionTile {
+  int64_t seq;
+  int64_t row;       // first, in the batch
+  int64_t num_rows;
+  int64_t position;  // of the first row
+  int64_t first_span, last_span;  // spans with a key that any of the rows sees: [first, last)
+  int64_t partial;   // index of the first span's partial results, for one KV head
+  const int64_t* path;    // slots of the keys from path_position on, in a tree
+  int64_t path_position;  // keys before it are where the block table says
+};
+
+// Whether a row of a tree sees what the row before it sees, and itself. True outside of trees.
+static inline bool follows_row_before(const OutriderBatch& batch, int64_t row) {
+  if (batch.path_starts == nullptr) return true;
+  const int64_t end = batch.path_starts[row + 1], depth = end - batch.path_starts[row];
+  if (depth == 0) return true;
+  if (batch.positions[row] != batch.positions[row - 1] + 1) return false;
+  return depth == 1 || batch.path_slots[end - 2] == batch.slots[row - 1];
+}
+
+// How one forward's attention is cut into tasks; the same for all layers of equal window.
+struct AttentionPlan {
+  std::vector<AttentionTile> tiles;
+  std::vector<std::pair<int32_t, int32_t>> spans;  // (tile, span) of every task, if split
+  bool is_split = false;  // spans of one tile are tasks of their own
+  int64_t num_partials = 0;
+  int64_t query_rows = 0;  // of the largest tile: rows times heads of a KV head
+
+  void make(const OutriderAttention& options, const OutriderBatch& batch, int num_members) {
+    tiles.clear();
+    spans.clear();
+    num_partials = 0;
+    query_rows = 0;
+    const int64_t group = options.num_heads / options.num_kv_heads;
+    const int64_t together = std::max<int64_t>(1, kRowsTogether / group);
+    for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
+      const int64_t begin = batch.query_start_loc[seq], end = batch.query_start_loc[seq + 1];
+      for (int64_t row = begin, num; row < end; row += num) {
+        num = 1;
+        while (num < together && row + num < end && follows_row_before(batch, row + num)) num++;
+        AttentionTile tile{seq, row, num, batch.positions[row], 0, 0, num_partials, nullptr, 0};
+        const int64_t last = tile.position + tile.num_rows - 1;
+        tile.path_position = last + 1;
+        if (batch.path_starts != nullptr) {
+          tile.path = batch.path_slots + batch.path_starts[row + num - 1];
+          tile.path_position -= batch.path_starts[row + num] - batch.path_starts[row + num - 1];
+        }
+        const int64_t first = options.sliding_window > 0 ? std::max<int64_t>(0, tile.position - options.sliding_window + 1) : 0;
+        tile.first_span = first / kSpan;
+        tile.last_span = last / kSpan + 1;
+        num_partials += tile.last_span - tile.first_span;
+        query_rows = std::max(query_rows, tile.num_rows * group);
+        tiles.push_back(tile);
+      }
+    }
+    // Few tiles leave members idle at the end: then spans are given out one by one.
+    const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * options.num_kv_heads;
+    is_split = num_members > 1 && num_tasks < 8 * num_members && num_partials > static_cast<int64_t>(tiles.size()) &&
+               partial_bytes(options) <= kMaxPartialBytes;
+    if (is_split)
+      for (size_t tile = 0; tile < tiles.size(); tile++)
+        for (int64_t span = tiles[tile].first_span; span < tiles[tile].last_span; span++)
+          spans.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(span));
+  }
+
+  // What the results of all spans take if the plan is split.
+  int64_t partial_bytes(const OutriderAttention& options) const {
+    return num_partials * options.num_kv_heads * query_rows * (options.head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  }
+};
+
+}  // namespace outrider
