@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Sequence
 
 from outrider.client import Client
 from outrider.errors import OutriderError
@@ -26,7 +27,7 @@ def unseen(prompt: str = PROMPT) -> str:
 class Story(threading.Thread):
     """`begun` is set by its first token, `outcome` is how it ended: a finish reason, or the error."""
 
-    def __init__(self, target: str, prompt: str | None = None, *, max_tokens: int = 4000) -> None:
+    def __init__(self, target: str | Sequence[str], prompt: str | None = None, *, max_tokens: int = 4000) -> None:
         super().__init__(daemon=True)
         self._target = target
         self._prompt = unseen() if prompt is None else prompt
@@ -55,8 +56,8 @@ class Story(threading.Thread):
         return self.outcome
 
 
-def begun_story(target: str, prompt: str | None = None, *, max_tokens: int = 4000) -> Story:
+def begun_story(target: str | Sequence[str], prompt: str | None = None, *, max_tokens: int = 4000) -> Story:
     story = Story(target, prompt, max_tokens=max_tokens)
     assert story.begun.wait(60)
-    assert story.outcome is None
+    assert story.outcome is None, story.outcome
     return story

@@ -1,4 +1,8 @@
-"""Containers killed, crashed and frozen in the middle of an answer: what was not hurt goes on, the rest is told."""
+"""Containers killed, crashed and frozen in the middle of an answer.
+
+An answer goes on without a changed token as soon as there is a node to go on with; a request that no node comes for in
+time is told.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,12 @@ def cluster(models, tmp_path_factory):
     with Project(tmp_path_factory.mktemp("faults"), override=with_models(models)) as project:
         project.up()
         yield project
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster):
+    """Tokens of the answer that the tests disturb."""
+    return tuple(answer(cluster, PROMPT, max_tokens=NUM_TOKENS).completions[0].token_ids)
 
 
 @pytest.fixture
@@ -89,12 +99,11 @@ def exit_code(project, role):
 # ---------------------------------------------------------------- docker kill
 
 
-def test_an_answer_loses_no_token_with_a_killed_draft_node(whole, says):
-    undisturbed = answer(whole, PROMPT, max_tokens=NUM_TOKENS).completions[0].token_ids
+def test_an_answer_loses_no_token_with_a_killed_draft_node(whole, undisturbed, says):
     story = begun_story(whole.target, PROMPT, max_tokens=NUM_TOKENS)
     whole.run("kill", "draft_node")
     assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"
-    assert tuple(story.token_ids) == tuple(undisturbed)
+    assert tuple(story.token_ids) == undisturbed
     assert answer(whole, unseen()).text
     wait_for(lambda: says("decode_node", "draft node lost"), what="the line about the draft node")
     assert exit_code(whole, "draft_node") == KILLED
@@ -137,6 +146,23 @@ def test_requests_of_a_killed_decode_node_are_told_and_up_brings_it_back(whole, 
     assert answer(whole, unseen()).text
 
 
+def test_an_answer_waits_for_the_decode_node_that_up_brings_back(whole, undisturbed):
+    story = begun_story(whole.target, PROMPT, max_tokens=NUM_TOKENS)
+    whole.run("kill", "decode_node")
+    whole.up()
+    assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"
+    assert tuple(story.token_ids) == undisturbed
+
+
+def test_a_prompt_waits_for_the_prefill_node_that_up_brings_back(whole):
+    prompt = unseen()
+    whole.run("kill", "prefill_node")
+    story = Story(whole.target, prompt, max_tokens=16)
+    whole.up()
+    assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"
+    assert tuple(story.token_ids) == tuple(answer(whole, prompt).completions[0].token_ids)
+
+
 def test_requests_of_a_killed_router_are_told_and_its_nodes_free_their_work(whole, says):
     story = begun_story(whole.target)
     whole.run("kill", "router")
@@ -157,25 +183,37 @@ def num_running(project, container):
 # ---------------------------------------------------------------- a crash
 
 
-@pytest.mark.parametrize("role", ["draft_node", "prefill_node", "decode_node", "router"])
-def test_a_role_that_crashes_is_started_again(whole, role):
-    (container,) = whole.inspect(role)
-    whole.exec(role, "python", "-c", KILL_ROLE, role, is_checked=False)  # the exec may die with its container
-    wait_for(lambda: whole.inspect(role)[0]["RestartCount"] > container["RestartCount"], what=f"{role}'s restart")
+def crash(project, role):
+    """Kills the service's process; `restart: unless-stopped` starts the container again."""
+    (container,) = project.inspect(role)
+    project.exec(role, "python", "-c", KILL_ROLE, role, is_checked=False)  # the exec may die with its container
+    wait_for(lambda: project.inspect(role)[0]["RestartCount"] > container["RestartCount"], what=f"{role}'s restart")
+    assert project.containers(role) == [container["Id"]]
+
+
+@pytest.mark.parametrize("role", ["draft_node", "prefill_node", "decode_node"])
+def test_an_answer_loses_no_token_with_a_node_that_crashes(whole, undisturbed, role):
+    story = begun_story(whole.target, PROMPT, max_tokens=NUM_TOKENS)
+    crash(whole, role)
+    assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"
+    assert tuple(story.token_ids) == undisturbed
     whole.wait_until_whole(timeout_seconds=START_SECONDS)
-    assert whole.containers(role) == [container["Id"]]
+
+
+def test_a_router_that_crashes_is_started_again(whole):
+    crash(whole, "router")
+    whole.wait_until_whole(timeout_seconds=START_SECONDS)
     assert answer(whole, unseen()).text
 
 
 # ---------------------------------------------------------------- docker pause
 
 
-def test_an_answer_loses_no_token_with_a_frozen_draft_node(whole, paused, says):
-    undisturbed = answer(whole, PROMPT, max_tokens=NUM_TOKENS).completions[0].token_ids
+def test_an_answer_loses_no_token_with_a_frozen_draft_node(whole, undisturbed, paused, says):
     story = begun_story(whole.target, PROMPT, max_tokens=NUM_TOKENS)
     paused("draft_node")
     assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"
-    assert tuple(story.token_ids) == tuple(undisturbed)
+    assert tuple(story.token_ids) == undisturbed
     assert answer(whole, unseen()).text
     wait_for(lambda: says("router", "node lost", node="draft@"), what="the line about the draft node")
 
