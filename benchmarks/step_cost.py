@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from decode_node.admission import Admission
-from decode_node.commands import AddressedEvent, GroupOpened
+from decode_node.commands import EventsBySession, GroupOpened
 from decode_node.decode_loop import DecodeLoop
 from decode_node.draft_book import DraftBook, DraftWant
 from decode_node.draft_gathering import DraftGatherer
@@ -171,7 +171,7 @@ class Bench:
 
     def __init__(self, num_sequences: int, context: int, num_targets: int) -> None:
         num_blocks = num_sequences * (context // BLOCK_SIZE + 40)
-        self.events: list[AddressedEvent] = []
+        self.events: EventsBySession = {}
         self.stats: StepStats | None = None
         runner: Any = FreeRunner()
         sampler: Any = FreeSampler()
@@ -224,14 +224,13 @@ class Bench:
             )
             self.loop.submit(GroupOpened(1, group, "localhost"))
 
-    def _emit(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
-        self.events.extend(events)
-        self.stats = stats or self.stats
+    def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
+        if stats is not None:
+            self.events, self.stats = events, stats
 
     def step(self) -> Costs:
         """One turn of the loop, then what the event loop does with it."""
         self.drafts.answer_all()
-        self.events.clear()
         started = time.perf_counter()
         self.loop.iterate()
         looped = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.kv_transfer.base import TransferStats
@@ -77,9 +78,5 @@ Command = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AddressedEvent:
-    """An event, and the session that it goes to."""
-
-    session_id: int
-    event: SequenceGroupEvent
+EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
+"""What the engine thread has to tell each router, in order."""

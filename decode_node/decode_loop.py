@@ -16,13 +16,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from decode_node.commands import (
-    AddressedEvent,
     Command,
     DrainExpired,
     DrainStarted,
+    EventsBySession,
     GroupCancelled,
     GroupOpened,
     GroupRetargeted,
@@ -35,8 +35,8 @@ from decode_node.group_desk import GroupDesk
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.statistics import StepStats
-from decode_node.step_drafts import StepDrafts
-from decode_node.verdict import Verdict, judge
+from decode_node.step_drafts import NO_DRAFT, StepDrafts
+from decode_node.verdict import Verdict, counts_of, judge
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import SequenceRows
@@ -56,11 +56,11 @@ TURN_WAIT_SECONDS = 0.005
 """So often commands are handled while other nodes have the processors."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
+class _Planned(NamedTuple):
     """One sequence's share of a step, with the draft that it verifies: as much of it as got rows."""
 
     scheduled: Scheduled
+    sample: Sample
     draft: DraftTree
 
 
@@ -79,7 +79,7 @@ class DecodeLoop:
         desk: GroupDesk,
         profiler: StepProfiler,
         verifier: RequestVerifier,
-        emit: Callable[[Sequence[AddressedEvent], StepStats | None], None],
+        emit: Callable[[EventsBySession, StepStats | None], None],
         cpu_turns: CpuTurns | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -176,13 +176,20 @@ class DecodeLoop:
         self.progress.expect(plan.num_rows)
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
-        planned = [_Planned(item, drafts.of(item.sequence.key).cut(item.num_draft_tokens)) for item in plan.scheduled]
+        planned = [
+            _Planned(
+                item,
+                self._desk.sample_of(item.sequence),
+                drafts.of(item.sequence.key).cut(item.num_draft_tokens) if item.num_draft_tokens else NO_DRAFT,
+            )
+            for item in plan.scheduled
+        ]
         verifying = [item for item in planned if item.scheduled.reaches_end]
         logits = self._engine.forward(plan.block_copies, [_rows(item) for item in planned])
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        draft_rows = [self._draft_rows(item) for item in verifying]
+        draft_rows = [_draft_rows(item) for item in verifying]
         verified = self._verifier.verify(logits, draft_rows)
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
@@ -263,22 +270,12 @@ class DecodeLoop:
 
     # --- verify and commit ----------------------------------------------------------------
 
-    def _draft_rows(self, item: _Planned) -> DraftRows:
-        sequence = item.scheduled.sequence
-        sample = self._desk.sample_of(sequence)
-        rows = SampleRows(
-            state=sample.sampling,
-            position=len(sequence.token_ids),
-            draft_token_ids=item.draft.token_ids,
-        )
-        return DraftRows(rows, item.draft.distributions, sample.group.opened.verification_method)
-
     def _commit(self, verifying: Sequence[_Planned], drafts: StepDrafts, verified: Sequence[Verified]) -> list[Verdict]:
         """Judges, frees rejected slots, reports, ends what is finished; in this order for each sample."""
         verdicts: list[Verdict] = []
         going_on: list[tuple[Sample, tuple[int, ...]]] = []
         for item, outcome in zip(verifying, verified, strict=True):
-            sample = self._desk.sample_of(item.scheduled.sequence)
+            sample = item.sample
             verdict = judge(
                 verified=outcome,
                 num_draft_tokens=len(item.draft),
@@ -293,7 +290,7 @@ class DecodeLoop:
         return verdicts
 
     def _apply(self, sample: Sample, verdict: Verdict, source: DraftSource, drafts: StepDrafts) -> None:
-        sequence, group_id = sample.sequence, sample.group.opened.sequence_group_id
+        sequence, sequence_id, group_id = sample.sequence, sample.sequence_id, sample.group.opened.sequence_group_id
         assert sequence.kv is not None
         start_position = len(sequence.token_ids)
         sequence.token_ids.extend(verdict.token_ids)
@@ -304,18 +301,14 @@ class DecodeLoop:
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
         if verdict.num_draft_tokens:
             self._drafts.observe_verdict(sample, verdict, source)
-        counts = verdict.counts(wanting=sample.sequence_id in drafts.wanting, hit=sample.sequence_id in drafts.hits)
-        self._desk.report(
-            sample.group,
-            SampleTokens(
-                sequence_group_id=group_id,
-                sample=sample.index,
-                start_position=start_position,
-                token_ids=verdict.token_ids,
-                logprobs=verdict.logprobs,
-                speculation=counts,
-            ),
+        counts = counts_of(
+            verdict.num_draft_tokens,
+            verdict.num_accepted,
+            wanting=sequence_id in drafts.wanting,
+            hit=sequence_id in drafts.hits,
         )
+        tokens = SampleTokens(group_id, sample.index, start_position, verdict.token_ids, verdict.logprobs, counts)
+        self._desk.report(sample.group, tokens)
         if verdict.finish_reason is not None:
             self._desk.report(
                 sample.group,
@@ -341,6 +334,12 @@ def _rows(item: _Planned) -> SequenceRows:
         block_ids=sequence.kv.block_table(),
         num_logits=1 + len(draft) if scheduled.reaches_end else 0,
     )
+
+
+def _draft_rows(item: _Planned) -> DraftRows:
+    sample, draft = item.sample, item.draft
+    rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
+    return DraftRows(rows, draft.distributions, sample.group.opened.verification_method)
 
 
 def _kind(plan: StepPlan) -> StepKind:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from decode_node.admission import Admission
 from decode_node.commands import (
-    AddressedEvent,
+    EventsBySession,
     GroupCancelled,
     GroupOpened,
     GroupRetargeted,
@@ -68,7 +69,7 @@ class GroupDesk:
             clock=clock,
             report=self.report,
         )
-        self._events: list[AddressedEvent] = []
+        self._events: defaultdict[int, list[SequenceGroupEvent]] = defaultdict(list)  # by session
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
         self._led: dict[SequenceGroup, None] = {}  # whose first sample computes what all begin with
@@ -102,10 +103,10 @@ class GroupDesk:
         ]
 
     def report(self, group: SequenceGroup, event: SequenceGroupEvent) -> None:
-        self._events.append(AddressedEvent(group.session_id, event))
+        self._events[group.session_id].append(event)
 
-    def take_events(self) -> list[AddressedEvent]:
-        events, self._events = self._events, []
+    def take_events(self) -> EventsBySession:
+        events, self._events = self._events, defaultdict(list)
         return events
 
     # --- coming ---------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class GroupDesk:
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )
-        self._events.append(AddressedEvent(session_id, rejected))
+        self._events[session_id].append(rejected)
 
     def retarget(self, command: GroupRetargeted) -> None:
         """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
@@ -286,7 +287,7 @@ class GroupDesk:
 
     def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
         event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
-        self._events.append(AddressedEvent(command.session_id, event))
+        self._events[command.session_id].append(event)
 
     # --- going ----------------------------------------------------------------------------
 
@@ -321,7 +322,7 @@ class GroupDesk:
         self._fair_shares.settle(session_id)
         for group in self._groups.of_session(session_id):
             self._free(group)
-        self._events = [event for event in self._events if event.session_id != session_id]
+        self._events.pop(session_id, None)
 
     def refuse_new_groups(self) -> None:
         self.is_draining = True

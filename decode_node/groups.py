@@ -21,6 +21,11 @@ class Sample:
     sequence: EngineSequence
     sampling: SequenceSampling
     stop_token_ids: frozenset[int]
+    max_length: int = field(init=False)  # tokens with which the sample is complete, the prompt's among them
+
+    def __post_init__(self) -> None:
+        opened = self.group.opened
+        self.max_length = len(opened.prompt_token_ids) + opened.sampling.max_tokens
 
     @property
     def sequence_id(self) -> int:
@@ -33,7 +38,7 @@ class Sample:
 
     @property
     def num_tokens_left(self) -> int:
-        return self.group.opened.sampling.max_tokens - self.num_generated
+        return self.max_length - len(self.sequence.token_ids)
 
 
 @dataclass(slots=True, eq=False)

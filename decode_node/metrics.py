@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import chain
 
-from decode_node.commands import AddressedEvent
+from decode_node.commands import EventsBySession
 from decode_node.draft_book import DraftCounters
 from decode_node.drafts import DraftClientStatus
 from decode_node.statistics import PrefixLookups, StepStats
@@ -33,11 +33,11 @@ class DecodeMetrics:
         self._prefix_lookups = PrefixLookups()
         self._drafts = DraftCounters()
 
-    def observe(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+    def observe(self, events: EventsBySession, stats: StepStats | None) -> None:
         """One turn of the engine thread."""
         speculation: list[SpeculationCounts] = []
-        for addressed in events:
-            match addressed.event:
+        for event in chain.from_iterable(events.values()):
+            match event:
                 case SampleTokens() as tokens:
                     speculation.append(tokens.speculation)
                 case Granted() as granted:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
 
-from decode_node.commands import AddressedEvent, DrainExpired, DrainStarted
+from decode_node.commands import DrainExpired, DrainStarted, EventsBySession
 from decode_node.decode_loop import DecodeLoop
 from decode_node.drafts import DraftClient, NoDrafts
 from decode_node.group_desk import GroupDesk
@@ -50,7 +50,7 @@ class DecodeParts:
     description: Mapping[str, object]  # for the start-up line
 
 
-Emit = Callable[[Sequence[AddressedEvent], StepStats | None], None]
+Emit = Callable[[EventsBySession, StepStats | None], None]
 Build = Callable[[bytes, str, Emit], DecodeParts]
 """(incarnation, node name, emit) → parts. Blocking: loads the model."""
 
@@ -166,12 +166,12 @@ class DecodeNode:
         if self._parts is not None:
             self._parts.loop.submit(command)
 
-    def _emit(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+    def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
         """Called from the engine thread."""
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self._deliver, events, stats)
 
-    def _deliver(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
+    def _deliver(self, events: EventsBySession, stats: StepStats | None) -> None:
         self._sessions.deliver(events)
         if stats is not None:
             self._rates.add(stats)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 from decode_node.commands import (
-    AddressedEvent,
     Command,
+    EventsBySession,
     GroupCancelled,
     GroupOpened,
     GroupRetargeted,
@@ -90,19 +90,18 @@ class Sessions:
         self._sessions: dict[int, RouterSession] = {}
         self._session_ids = itertools.count(1)
 
-    def deliver(self, events: Iterable[AddressedEvent]) -> None:
-        woken: set[int] = set()
-        for addressed in events:
-            session = self._sessions.get(addressed.session_id)
-            if session is not None:
-                if isinstance(addressed.event, KvFailed):
-                    _log.warning("kv transfer failed", router=session.router, reason=addressed.event.message)
-                session.events.append(addressed.event)
-                woken.add(addressed.session_id)
-                if len(session.events) > MAX_UNSENT_EVENTS:
-                    _refuse_to_keep(session)
-        for session_id in woken:
-            self._sessions[session_id].wake.set()
+    def deliver(self, events_by_session: EventsBySession) -> None:
+        for session_id, events in events_by_session.items():
+            session = self._sessions.get(session_id)
+            if session is None:
+                continue
+            for event in events:
+                if isinstance(event, KvFailed):
+                    _log.warning("kv transfer failed", router=session.router, reason=event.message)
+            session.events += events
+            session.wake.set()
+            if len(session.events) > MAX_UNSENT_EVENTS:
+                _refuse_to_keep(session)
 
     def report_now(self) -> None:
         """To every router, without waiting for an event or the next interval."""
@@ -198,7 +197,7 @@ class Sessions:
                 message=error.message,
                 wait_seconds=INBOX_WAIT_SECONDS,
             )
-            self.deliver((AddressedEvent(command.session_id, rejected),))
+            self.deliver({command.session_id: [rejected]})
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
@@ -259,8 +258,7 @@ def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEven
             continue
         earlier = merged[index]
         assert isinstance(earlier, SampleTokens)
-        merged[index] = replace(
-            earlier,
+        merged[index] = earlier._replace(
             token_ids=earlier.token_ids + event.token_ids,
             logprobs=earlier.logprobs + event.logprobs,
             speculation=earlier.speculation + event.speculation,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.session import SpeculationCounts
 from outrider.speculation.verify.base import Verified
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The tokens that are committed by this step, in order, and why the sample ends with them, if it does."""
 
     token_ids: tuple[int, ...]
@@ -20,16 +20,19 @@ class Verdict:
     num_draft_tokens: int
     num_accepted: int  # accepted draft tokens, those behind a stop included
 
-    def counts(self, *, wanting: bool, hit: bool) -> SpeculationCounts:
-        drafted = self.num_draft_tokens > 0
-        return SpeculationCounts(
-            num_spec_steps=int(drafted),
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_draft_tokens=self.num_accepted,
-            acceptance_histogram=(0,) * self.num_accepted + (1,) if drafted else (),
-            num_wanting_steps=int(wanting),
-            num_hit_steps=int(hit),
-        )
+
+@lru_cache(maxsize=4096)
+def counts_of(num_draft_tokens: int, num_accepted: int, *, wanting: bool, hit: bool) -> SpeculationCounts:
+    """What one verification adds to a request's counts: one value for all that went alike."""
+    drafted = num_draft_tokens > 0
+    return SpeculationCounts(
+        num_spec_steps=int(drafted),
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_draft_tokens=num_accepted,
+        acceptance_histogram=(0,) * num_accepted + (1,) if drafted else (),
+        num_wanting_steps=int(wanting),
+        num_hit_steps=int(hit),
+    )
 
 
 def judge(
@@ -46,15 +49,8 @@ def judge(
     token_ids = verified.token_ids[:num_tokens_left]
     reason = FinishReason.LENGTH if len(token_ids) == num_tokens_left else None
     stop_token_id = None
-    for index, token_id in enumerate(token_ids):
-        if token_id in stop_token_ids:
-            token_ids, reason, stop_token_id = token_ids[: index + 1], FinishReason.STOP, token_id
-            break
-    return Verdict(
-        token_ids=token_ids,
-        logprobs=tuple(value for value in verified.logprobs[: len(token_ids)] if value is not None),
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        num_draft_tokens=num_draft_tokens,
-        num_accepted=verified.num_accepted,
-    )
+    if not stop_token_ids.isdisjoint(token_ids):
+        end = next(index for index, token_id in enumerate(token_ids) if token_id in stop_token_ids)
+        token_ids, reason, stop_token_id = token_ids[: end + 1], FinishReason.STOP, token_ids[end]
+    logprobs = tuple([value for value in verified.logprobs[: len(token_ids)] if value is not None])
+    return Verdict(token_ids, logprobs, reason, stop_token_id, num_draft_tokens, verified.num_accepted)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs, VerificationMethod
 
@@ -184,8 +185,10 @@ class SpeculationCounts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleTokens:
+NO_SPECULATION = SpeculationCounts()
+
+
+class SampleTokens(NamedTuple):
     """Newly committed tokens of one sample."""
 
     sequence_group_id: bytes
@@ -193,7 +196,7 @@ class SampleTokens:
     start_position: int  # absolute position of token_ids[0]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    speculation: SpeculationCounts = NO_SPECULATION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from outrider.errors import InvalidRequestError
 from outrider.node import NodeInfo, NodeReport
 from outrider.request import LogprobsRequest
 from outrider.session import (
+    NO_SPECULATION,
     CancelSequenceGroup,
     Granted,
     KvFailed,
@@ -38,7 +39,6 @@ from outrider.wire.request import (
 ID_BYTES = 16
 
 _REJECT_REASONS = EnumTable(RejectReason, session_pb2.RejectReason, "REJECT_REASON")
-_NO_SPECULATION = SpeculationCounts()
 
 
 def command_to_proto(command: SequenceGroupCommand) -> session_pb2.SessionCommand:
@@ -205,7 +205,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
                 logprobs=logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
                 speculation=_counts_from_proto(tokens.speculation)
                 if tokens.HasField("speculation")
-                else _NO_SPECULATION,
+                else NO_SPECULATION,
             )
         case "done":
             return SampleDone(

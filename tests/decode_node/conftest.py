@@ -134,7 +134,7 @@ class Node:
         self.ids = itertools.count(1)
 
     def _emit(self, events, stats):
-        self.events.extend(events)
+        self.events += itertools.chain.from_iterable(events.values())
         self.num_preempted += stats.num_preempted if stats else 0
 
     def open(self, *, prompt=SHORT_PROMPT, session=SESSION, transfer_id=None, sampling=None, samples=None, **fields):
@@ -198,11 +198,7 @@ class Node:
         sender.commit()
 
     def find(self, kind, group_id):
-        return [
-            addressed.event
-            for addressed in self.events
-            if isinstance(addressed.event, kind) and addressed.event.sequence_group_id == group_id
-        ]
+        return [event for event in self.events if isinstance(event, kind) and event.sequence_group_id == group_id]
 
     def tokens(self, group_id, sample=0):
         tokens = [event for event in self.find(SampleTokens, group_id) if event.sample == sample]

@@ -67,7 +67,7 @@ class Node:
         self.ids = itertools.count(1)
 
     def _emit(self, events, stats):
-        self.events.extend(addressed.event for addressed in events)
+        self.events += itertools.chain.from_iterable(events.values())
         if stats is not None:
             self.stats.append(stats)
 

@@ -31,8 +31,8 @@ class HalfRightDrafts(NoDrafts):
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost(make_scripted_node):
     nodes = [_soak(make_scripted_node, seed) for seed in range(8)]
     assert sum(node.num_preempted for node in nodes) > 0
-    assert sum(isinstance(addressed.event, KvFailed) for node in nodes for addressed in node.events) > 10
-    assert sum(isinstance(addressed.event, SampleDone) for node in nodes for addressed in node.events) > 50
+    assert sum(isinstance(event, KvFailed) for node in nodes for event in node.events) > 10
+    assert sum(isinstance(event, SampleDone) for node in nodes for event in node.events) > 50
 
 
 def _soak(make_scripted_node, seed):
@@ -107,4 +107,5 @@ def _check_tokens(node, opened):
         assert len(rejected) <= 1
         if granted and rejected:  # its blocks went to a running sequence before anything was written into them
             assert rejected[0].reason is RejectReason.NO_ROOM
-            assert not any(node.tokens(group_id, sample) for sample in range(n)) and not finished
+            assert not any(node.tokens(group_id, sample) for sample in range(n))
+            assert not finished

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from decode_node.commands import AddressedEvent, GroupOpened, SessionEnded
+from decode_node.commands import GroupOpened, SessionEnded
 from decode_node.inbox import Inbox
 from decode_node.servicer import DecodeServicer
 from decode_node.sessions import INBOX_WAIT_SECONDS, Sessions, merge_tokens
@@ -106,7 +106,7 @@ async def test_a_router_that_does_not_read_and_then_hangs_up_ends_its_session():
     async with serving() as (engine, sessions, channel):
         call = await connect(channel)
         for number in range(40):  # more than the stream's window takes
-            sessions.deliver([AddressedEvent(1, tokens(*range(50_000), start=number))])
+            sessions.deliver({1: [tokens(*range(50_000), start=number)]})
             await asyncio.sleep(0)
         call.cancel()
         await engine.until(SessionEnded)
@@ -129,7 +129,7 @@ async def test_a_silent_router_that_does_not_read_either_loses_its_lease():
     async with serving() as (engine, sessions, channel):
         call = await connect(channel)
         for number in range(40):  # more than the stream's window takes
-            sessions.deliver([AddressedEvent(1, tokens(*range(50_000), start=number))])
+            sessions.deliver({1: [tokens(*range(50_000), start=number)]})
             await asyncio.sleep(0)
         await engine.until(SessionEnded)
         call.cancel()
@@ -200,10 +200,10 @@ async def test_a_router_that_lives_but_does_not_read_is_told_and_loses_its_lease
         other = await connect(channel)
         heartbeat = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
         for number in range(40):  # more than the stream's window takes
-            sessions.deliver([AddressedEvent(1, tokens(*range(50_000), start=number))])
+            sessions.deliver({1: [tokens(*range(50_000), start=number)]})
             await asyncio.sleep(0)
         for number in range(51):
-            sessions.deliver([AddressedEvent(1, tokens(number, start=number))])
+            sessions.deliver({1: [tokens(number, start=number)]})
             await call.write(heartbeat)
         (ended,) = await engine.until(SessionEnded)
         assert ended.session_id == 1
@@ -254,10 +254,10 @@ async def test_events_count_as_unsent_until_they_are_written():
     serving_task = asyncio.create_task(sessions.serve(commands(), write))
     async with asyncio.timeout(PATIENCE_SECONDS):
         await written.get()  # the hello
-    sessions.deliver([AddressedEvent(1, tokens(1))])
+    sessions.deliver({1: [tokens(1)]})
     assert await next_event_ids() == [[1]]
     assert sessions.has_unsent_events  # the write has not returned
-    sessions.deliver([AddressedEvent(1, tokens(2, start=1))])
+    sessions.deliver({1: [tokens(2, start=1)]})
     gate.release()
     assert await next_event_ids() == [[2]]
     gate.release()

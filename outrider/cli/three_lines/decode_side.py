@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from decode_node.admission import Admission
-from decode_node.commands import AddressedEvent, GroupOpened
+from decode_node.commands import EventsBySession, GroupOpened
 from decode_node.decode_loop import DecodeLoop
 from decode_node.draft_gathering import DraftGatherer
 from decode_node.drafts import DraftClient, DraftWant, NoDrafts
@@ -145,8 +145,8 @@ class SimulatedDecodeNode:
         self.passed.seconds += time.perf_counter() - started
         return list(self._texts.values())
 
-    def _take_events(self, events: Sequence[AddressedEvent], stats: StepStats | None) -> None:
-        for event in (addressed.event for addressed in events):
+    def _take_events(self, events: EventsBySession, stats: StepStats | None) -> None:
+        for event in itertools.chain.from_iterable(events.values()):
             match event:
                 case SampleTokens():
                     self._texts[event.sequence_group_id] += event.token_ids
