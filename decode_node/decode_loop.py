@@ -36,7 +36,7 @@ from decode_node.groups import Sample
 from decode_node.inbox import Inbox
 from decode_node.statistics import StepStats
 from decode_node.step_drafts import NO_DRAFT, StepDrafts
-from decode_node.verdict import Verdict, counts_of, judge
+from decode_node.verdict import Verdict, judge
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import SequenceRows
@@ -301,12 +301,7 @@ class DecodeLoop:
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
         if verdict.num_draft_tokens:
             self._drafts.observe_verdict(sample, verdict, source)
-        counts = counts_of(
-            verdict.num_draft_tokens,
-            verdict.num_accepted,
-            wanting=sequence_id in drafts.wanting,
-            hit=sequence_id in drafts.hits,
-        )
+        counts = verdict.counts(wanting=sequence_id in drafts.wanting, hit=sequence_id in drafts.hits)
         tokens = SampleTokens(group_id, sample.index, start_position, verdict.token_ids, verdict.logprobs, counts)
         self._desk.report(sample.group, tokens)
         if verdict.finish_reason is not None:

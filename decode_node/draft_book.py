@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from decode_node.draft_targets import DraftTarget, DraftTargets
 from decode_node.drafted_sequence import DraftedSequence, Stage
@@ -27,8 +27,7 @@ STUCK_SECONDS = 10.0
 """A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftWant:
+class DraftWant(NamedTuple):
     """One sequence that would verify draft tokens in this step."""
 
     sequence_id: int
@@ -134,7 +133,7 @@ class DraftBook:
             if drafted is None or want.num_wanted <= 0:
                 continue
             num_wants += 1
-            if drafted.target is None:
+            if drafted.target is None or drafted.target in succeeded:
                 continue
             if want.sequence_id in found or drafted.is_answered:
                 succeeded.add(drafted.target)
@@ -213,6 +212,7 @@ class DraftBook:
         state = self._targets[target]
         now = self._clock()
         state.answered(now, step_seconds=self._targets.step_seconds)
+        num_branches = num_syncs = 0
         for answer in answers:
             drafted = self._sequences.get(answer.sequence_id)
             if drafted is not None and drafted.target != target:
@@ -229,10 +229,10 @@ class DraftBook:
                 seconds = drafted.take_answer(answer, now)
                 if seconds is not None:
                     state.observe_answer(seconds)
-                self._count(
-                    num_branches=len(answer.branches), num_syncs=int(answer.status is DraftStatus.UNKNOWN_PREFIX)
-                )
+                num_branches += len(answer.branches)
+                num_syncs += answer.status is DraftStatus.UNKNOWN_PREFIX
                 self._note_news(drafted)
+        self._count(num_branches=num_branches, num_syncs=num_syncs)
 
     def _take_ahead(
         self, drafted: DraftedSequence | None, target: DraftTarget, answer: SequenceProposals, now: float

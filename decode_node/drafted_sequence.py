@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.speculation.draft_stream import (
     MAX_AHEAD_BRANCHES,
@@ -40,8 +41,7 @@ class Stage(enum.Enum):
     POSTPONED = "postponed"  # its node had no room for it, or lost it twice: told again later
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """The update that waits for its answer."""
 
     length: int
@@ -51,9 +51,8 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Service:
-    """What one target knows of the sequence since it serves it."""
+    """What its target knows of the sequence since it serves it."""
 
-    target: int
     acked_length: int = 0
     sent_length: int = 0  # the most that it was sent
     most_wanted: int = 0  # the most that any update asked for
@@ -78,14 +77,11 @@ class DraftedSequence:
     start: SequenceStart
     committed: HashedTokens
     num_wanted: int
+    target: int | None = None  # which serves it
     has_news: bool = True  # that its target was not told
     refused: set[int] = field(default_factory=set)  # targets that answered nonsense about it
     trees: ProposalTable = field(default_factory=lambda: ProposalTable(max_trees=MAX_BRANCHES_PER_SEQUENCE))
     _service: _Service | None = None
-
-    @property
-    def target(self) -> int | None:
-        return None if self._service is None else self._service.target
 
     @property
     def is_known_to_target(self) -> bool:
@@ -142,11 +138,11 @@ class DraftedSequence:
 
     def serve(self, target: int) -> None:
         """A target that knows nothing of it serves it from here on."""
-        self._service = _Service(target)
+        self.target, self._service = target, _Service()
         self.has_news = True
 
     def leave(self) -> None:
-        self._service = None
+        self.target = self._service = None
 
     def make_update(self, now: float, *, most_tokens: int) -> SequenceUpdate:
         """What the target does not have, at most `most_tokens` of it; drafts are asked for once it has all."""
@@ -177,16 +173,12 @@ class DraftedSequence:
         assert self._service is not None
         if answer.acked_length > self._service.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
             return False
-        return all(
-            self._is_plausible_tree(
-                tree,
-                self._service.most_wanted,
-                vocab_size,
-                # An assumption may have turned out wrong by the time it comes: that is no lie.
-                is_assumption=answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length,
-            )
-            for tree in answer.branches
-        )
+        for tree in answer.branches:
+            # An assumption may have turned out wrong by the time it comes: that is no lie.
+            is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
+            if not self._is_plausible_tree(tree, self._service.most_wanted, vocab_size, is_assumption=is_assumption):
+                return False
+        return True
 
     def num_ahead_allowed(self, num_branches: int) -> int:
         """How many of so many branches may come besides answers."""
@@ -251,7 +243,7 @@ class DraftedSequence:
         """What serves no more is not hashed: the hash of a prefix far back costs its whole length."""
         if len(tree) > most_tokens_offered(most_wanted):
             return False
-        if not all(0 <= token_id < vocab_size for token_id in tree.token_ids):
+        if tree.token_ids and not 0 <= min(tree.token_ids) <= max(tree.token_ids) < vocab_size:
             return False
         if tree.distributions and not (
             len(tree.distributions) == len(tree)

@@ -20,19 +20,9 @@ class Verdict(NamedTuple):
     num_draft_tokens: int
     num_accepted: int  # accepted draft tokens, those behind a stop included
 
-
-@lru_cache(maxsize=4096)
-def counts_of(num_draft_tokens: int, num_accepted: int, *, wanting: bool, hit: bool) -> SpeculationCounts:
-    """What one verification adds to a request's counts: one value for all that went alike."""
-    drafted = num_draft_tokens > 0
-    return SpeculationCounts(
-        num_spec_steps=int(drafted),
-        num_draft_tokens=num_draft_tokens,
-        num_accepted_draft_tokens=num_accepted,
-        acceptance_histogram=(0,) * num_accepted + (1,) if drafted else (),
-        num_wanting_steps=int(wanting),
-        num_hit_steps=int(hit),
-    )
+    def counts(self, *, wanting: bool, hit: bool) -> SpeculationCounts:
+        """What it adds to the request's counts."""
+        return _counts(self.num_draft_tokens, self.num_accepted, wanting, hit)
 
 
 def judge(
@@ -54,3 +44,17 @@ def judge(
         token_ids, reason, stop_token_id = token_ids[: end + 1], FinishReason.STOP, token_ids[end]
     logprobs = tuple([value for value in verified.logprobs[: len(token_ids)] if value is not None])
     return Verdict(token_ids, logprobs, reason, stop_token_id, num_draft_tokens, verified.num_accepted)
+
+
+@lru_cache(maxsize=4096)
+def _counts(num_draft_tokens: int, num_accepted: int, wanting: bool, hit: bool) -> SpeculationCounts:  # noqa: FBT001 of one caller
+    """One value for all verifications that went alike."""
+    drafted = num_draft_tokens > 0
+    return SpeculationCounts(
+        num_spec_steps=int(drafted),
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_draft_tokens=num_accepted,
+        acceptance_histogram=(0,) * num_accepted + (1,) if drafted else (),
+        num_wanting_steps=int(wanting),
+        num_hit_steps=int(hit),
+    )

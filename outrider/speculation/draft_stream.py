@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.errors import MismatchError
 from outrider.node import NodeInfo
@@ -71,8 +72,7 @@ class SequenceStart:
         return self.verification_method is VerificationMethod.REJECTION and not self.params.is_greedy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """The newest state of one sequence (decode node → draft node)."""
 
     sequence_id: int
@@ -96,8 +96,7 @@ class DraftStatus(enum.Enum):
     AHEAD = "ahead"  # more branches, after the answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceProposals:
+class SequenceProposals(NamedTuple):
     """Answer to one sequence's newest update, or more branches after it (draft node → decode node)."""
 
     sequence_id: int

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from outrider.speculation.draft_stream import MAX_BRANCH_TOKENS, MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
 
 
-@dataclass(frozen=True, slots=True)
-class KeptDraft:
+class KeptDraft(NamedTuple):
     """A draft and when it came: clock seconds of the table's owner."""
 
     tree: DraftTree
@@ -55,11 +54,15 @@ class ProposalTable:
         saw most. It stays, because what is left of it may fit the next commit as well.
         """
         num_committed = len(committed)
-        for length in range(num_committed, max(-1, num_committed - MAX_BRANCH_TOKENS), -1):
+        newest = self._kept.get((num_committed, committed.hash))
+        if newest is not None:
+            return KeptDraft(newest.tree.cut(num_wanted), newest.arrived_at)
+        lengths = [length for length, _ in self._kept if num_committed - MAX_BRANCH_TOKENS < length < num_committed]
+        for length in sorted(lengths, reverse=True):
             kept = self._kept.get((length, committed.hash_at(length)))
             rest = None if kept is None else kept.tree.after(committed.token_ids)
             if kept is not None and rest is not None:
-                return replace(kept, tree=rest.cut(num_wanted))
+                return KeptDraft(rest.cut(num_wanted), kept.arrived_at)
         return None
 
     def clear(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -598,7 +596,7 @@ def test_whatever_order_messages_come_in_a_draft_continues_what_was_committed(da
         if sent:
             state = data.draw(st.sampled_from(sent[-3:]))
             prefix = text[: state.length]
-            whole = dataclasses.replace(state, token_ids=tuple(prefix))
+            whole = state._replace(token_ids=tuple(prefix))
             assumed = data.draw(st.lists(st.integers(7, 8), min_size=1, max_size=3))
             under_way += [ahead_of(whole, (assumed, (*assumed, 9)))]
             if state is sent[-1]:
