@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from decode_node.commands import (
@@ -62,6 +62,15 @@ class _Planned(NamedTuple):
     scheduled: Scheduled
     sample: Sample
     draft: DraftTree
+
+    def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
+        """Accepted tokens of a tree that do not lie where their positions are: (source, destination) slots."""
+        kv = self.scheduled.sequence.kv
+        assert kv is not None
+        first = len(self.scheduled.sequence.token_ids)
+        for place, index in enumerate(outcome.path):
+            if index != place:
+                yield kv.slot(first + index), kv.slot(first + place)
 
 
 class DecodeLoop:
@@ -180,7 +189,9 @@ class DecodeLoop:
             _Planned(
                 item,
                 self._desk.sample_of(item.sequence),
-                drafts.of(item.sequence.key).cut(item.num_draft_tokens) if item.num_draft_tokens else NO_DRAFT,
+                drafts.of(item.sequence.key).cut(item.num_draft_tokens).depth_first()
+                if item.num_draft_tokens
+                else NO_DRAFT,
             )
             for item in plan.scheduled
         ]
@@ -272,6 +283,14 @@ class DecodeLoop:
 
     def _commit(self, verifying: Sequence[_Planned], drafts: StepDrafts, verified: Sequence[Verified]) -> list[Verdict]:
         """Judges, frees rejected slots, reports, ends what is finished; in this order for each sample."""
+        moved = [
+            pair
+            for item, outcome in zip(verifying, verified, strict=True)
+            if outcome.path
+            for pair in item.moved_slots(outcome)
+        ]
+        if moved:  # before anything is published
+            self._engine.kv_cache.move_slots(moved)
         verdicts: list[Verdict] = []
         going_on: list[tuple[Sample, tuple[int, ...]]] = []
         for item, outcome in zip(verifying, verified, strict=True):
@@ -328,13 +347,14 @@ def _rows(item: _Planned) -> SequenceRows:
         start_position=start,
         block_ids=sequence.kv.block_table(),
         num_logits=1 + len(draft) if scheduled.reaches_end else 0,
+        parents=draft.parents,
     )
 
 
 def _draft_rows(item: _Planned) -> DraftRows:
     sample, draft = item.sample, item.draft
     rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
-    return DraftRows(rows, draft.distributions, sample.group.opened.verification_method)
+    return DraftRows(rows, draft.distributions, sample.group.opened.verification_method, draft.parents)
 
 
 def _kind(plan: StepPlan) -> StepKind:

@@ -148,11 +148,23 @@ class ScriptedKVCache:
         self._slots["k"][layer, slot] = token_id
         self._slots["v"][layer, slot] = position
 
-    def context(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """The first `num_tokens` tokens of a block table. Raises InternalError where a slot holds something else."""
-        positions = np.arange(num_tokens)
-        blocks = np.asarray(block_ids, dtype=np.int64)[positions // self.block_size]
-        slots = blocks * self.block_size + positions % self.block_size
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        for stored in self._slots.values():
+            stored[:, [destination for _, destination in pairs]] = stored[:, [source for source, _ in pairs]]
+
+    def context(self, block_ids: Sequence[int], num_tokens: int, path: Sequence[int] = ()) -> list[int]:
+        """The first `num_tokens` tokens of a block table, then those of other slots.
+
+        Raises InternalError where a slot holds something else than the KV of its position.
+        """
+        in_table = np.arange(num_tokens)
+        blocks = np.asarray(block_ids, dtype=np.int64)[in_table // self.block_size]
+        slots = np.concatenate(
+            [blocks * self.block_size + in_table % self.block_size, np.asarray(path, dtype=np.int64)]
+        )
+        positions = np.arange(len(slots))
         token_ids, stored_positions = self._slots["k"][:, slots], self._slots["v"][:, slots]
         wrong = np.flatnonzero((stored_positions != positions).any(axis=0) | (token_ids != token_ids[0]).any(axis=0))
         if wrong.size:
@@ -173,6 +185,8 @@ class Rows(Protocol):
     def block_ids(self) -> Sequence[int]: ...
     @property
     def num_logits(self) -> int: ...
+    @property
+    def parents(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +197,7 @@ class ScriptedRows:
     start_position: int
     block_ids: Sequence[int]
     num_logits: int
+    parents: Sequence[int] = ()
 
 
 class ScriptedModelRunner:
@@ -199,9 +214,9 @@ class ScriptedModelRunner:
         cache = self.kv_cache
         for layer in range(cache.num_layers):
             for row in rows:
-                for position, token_id in enumerate(row.token_ids, start=row.start_position):
-                    block_id = row.block_ids[position // cache.block_size]
-                    slot = block_id * cache.block_size + position % cache.block_size
+                for place, token_id in enumerate(row.token_ids):
+                    slot = self._slot(row, row.start_position + place)
+                    position = row.start_position + _depth(row, place)
                     cache.write_token(layer, slot, token_id=token_id, position=position)
             if on_layer_done is not None:
                 on_layer_done(layer)
@@ -209,10 +224,19 @@ class ScriptedModelRunner:
         self.num_rows.append(sum(len(row.token_ids) for row in rows))
         logits: list[list[float]] = []
         for row in rows:
-            end = row.start_position + len(row.token_ids)
+            end = row.start_position + len(row.token_ids) - len(row.parents)
             context = cache.context(row.block_ids, end)
-            logits += [self.model.logits(context[: end - later]) for later in range(row.num_logits - 1, -1, -1)]
+            num_known = row.num_logits - len(row.parents)  # of the rows that need logits
+            logits += [self.model.logits(context[: end - later]) for later in range(num_known - 1, -1, -1)]
+            for draft in range(len(row.parents)):
+                path = [self._slot(row, end + each) for each in _path(row.parents, draft)]
+                logits.append(self.model.logits(cache.context(row.block_ids, end, path)))
         return logits
+
+    def _slot(self, row: Rows, place: int) -> int:
+        """Where the tokens of a sequence lie in the order of its rows."""
+        size = self.kv_cache.block_size
+        return row.block_ids[place // size] * size + place % size
 
     def target_token_ids(self, rows: Sequence[Rows]) -> list[int]:
         """The greedy choice of every row that needs logits, in order."""
@@ -265,7 +289,8 @@ class ScriptedSampler:
             state: ScriptedSampling = row.state
             for num_drafts in range(len(row.draft_token_ids) + 1):
                 values = logits[len(token_ids)]
-                if len(state.generated_token_ids) + num_drafts < state.params.min_tokens:
+                num_assumed = len(row.assumed_token_ids) + num_drafts
+                if len(state.generated_token_ids) + num_assumed < state.params.min_tokens:
                     masked = set(state.stop_token_ids)
                     values = [-1.0 if token_id in masked else value for token_id, value in enumerate(values)]
                 token_ids.append(greedy(values))
@@ -310,6 +335,20 @@ class ScriptedEngine:
         logits = self.runner.forward(rows)
         self.clock.mark(Part.FORWARD)
         return logits
+
+
+def _path(parents: Sequence[int], draft: int) -> list[int]:
+    """The drafts of a tree from the root to this one."""
+    path = [draft]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def _depth(row: Rows, place: int) -> int:
+    """How many tokens of a sequence's rows come before this one in the text."""
+    num_known = len(row.token_ids) - len(row.parents)
+    return place if place < num_known else num_known + len(_path(row.parents, place - num_known)) - 1
 
 
 def greedy(logits: Sequence[float]) -> int:

@@ -80,6 +80,10 @@ class SimulatedKVCache:
         """(source, destination) block ids; all sources are read first."""
         self._blocks[[destination for _, destination in pairs]] = self._blocks[[source for source, _ in pairs]]
 
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, destination) slots; all sources are read first."""
+        self.slots[[destination for _, destination in pairs]] = self.slots[[source for source, _ in pairs]]
+
 
 @dataclass(slots=True)
 class SimulatedRunner:
@@ -109,7 +113,11 @@ class SimulatedRunner:
             sequence = int(np.searchsorted(starts, row, side="right")) - 1
             positions = np.arange(max(0, arrays.positions[row] + 1 - ORDER), arrays.positions[row] + 1)
             table = np.asarray(arrays.block_tables[sequence * batch.max_blocks : (sequence + 1) * batch.max_blocks])
-            found[index] = self.model.logits(slots[table[positions // size] * size + positions % size].tolist())
+            places = table[positions // size] * size + positions % size
+            if batch.has_trees:
+                path = arrays.path_slots[arrays.path_starts[row] : arrays.path_starts[row + 1]][-ORDER:]
+                places[len(places) - len(path) :] = path
+            found[index] = self.model.logits(slots[places].tolist())
         time.sleep(max(0.0, ends_at - time.perf_counter()))
         self._ended_at = max(ends_at, started_at)
         return torch.from_numpy(found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.speculation.draft_tree import ROOT
+
 
 def accept(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> tuple[int, ...]:
     """The tokens that one verification commits: the agreeing prefix, plus one.
@@ -22,3 +24,22 @@ def accept(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> t
             break
         num_accepted += 1
     return tuple(target_token_ids[: num_accepted + 1])
+
+
+def accept_path(
+    draft_token_ids: Sequence[int], parents: Sequence[int], target_token_ids: Sequence[int]
+) -> tuple[int, ...]:
+    """The draft tokens of a tree that stand, by index, from the root on.
+
+    Entry 0 of `target_token_ids` is the decision after the prefix, entry j + 1 the one after the path that ends with
+    draft token j. Siblings differ, so at most one of them is what was decided.
+    """
+    assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
+    assert len(parents) == len(draft_token_ids)
+    path: list[int] = []
+    last = ROOT
+    for index, parent in enumerate(parents):  # parents come before their children
+        if parent == last and draft_token_ids[index] == target_token_ids[last + 1]:
+            path.append(index)
+            last = index
+    return tuple(path)

@@ -67,6 +67,11 @@ class SequenceStart:
     cache_salt: bytes = b""
 
     @property
+    def verifies_trees(self) -> bool:
+        """Whether a draft may have branches; of others the likeliest path is verified. Greedy: all methods are one."""
+        return self.verification_method is VerificationMethod.COUPLED or self.params.is_greedy
+
+    @property
     def wants_distributions(self) -> bool:
         """Whether drafts that were drawn come with what they were drawn from."""
         return self.verification_method is VerificationMethod.REJECTION and not self.params.is_greedy

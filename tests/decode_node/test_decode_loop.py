@@ -33,6 +33,7 @@ from outrider.session import (
     SequenceGroupFailed,
 )
 from outrider.speculation.draft_tree import DraftTree
+from tests.speculation.draft_trees import SHAPES, path_to
 
 PROMPT = (11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12)
 SESSION = 1
@@ -48,8 +49,10 @@ class ScriptedDrafts(NoDrafts):
         return StepDrafts({want.sequence_id: self._draft(want) for want in wants})
 
     def _draft(self, want):
-        token_ids = tuple(self.propose(list(want.token_ids), want.num_wanted))
-        return DraftTree(len(want.token_ids), token_ids=token_ids)
+        proposed = self.propose(list(want.token_ids), want.num_wanted)
+        if isinstance(proposed, DraftTree):
+            return proposed
+        return DraftTree(len(want.token_ids), token_ids=tuple(proposed))
 
 
 class Node:
@@ -173,11 +176,21 @@ def test_tokens_do_not_depend_on_the_drafter(make_node, sampling):
     def wrong(token_ids, num_wanted):
         return [(token + 1) % 299 for token in oracle(token_ids, num_wanted)]
 
-    for propose in (oracle, half_right, wrong):
+    def bush(token_ids, num_wanted):
+        """A tree of any shape, one path of which is right."""
+        parents = shuffled.choice(list(SHAPES.values()))[:num_wanted]
+        right = dict(zip(path_to(parents, shuffled.randrange(len(parents))), oracle(token_ids, num_wanted)))  # noqa: B905
+        wrong_ids = iter(shuffled.sample(range(299), 20))
+        return DraftTree(
+            len(token_ids), token_ids=tuple(right.get(i, next(wrong_ids)) for i in range(len(parents))), parents=parents
+        )
+
+    for propose in (oracle, half_right, wrong, bush):
         node = make_node(drafts=ScriptedDrafts(propose))
         assert generate(node, sampling=sampling) == plain
         assert sum(stats.num_draft_tokens for stats in node.stats) > 0
         node.assert_nothing_is_held()
+    assert sum(stats.num_accepted_draft_tokens for stats in node.stats) > 0  # of branches
 
 
 def test_an_oracle_saves_steps(make_node):

@@ -13,7 +13,7 @@ from outrider.speculation.draft_tree import DraftTree
 
 
 class HalfRightDrafts(NoDrafts):
-    """Knows the model, and lies now and then."""
+    """Knows the model, and lies now and then; some drafts have branches."""
 
     def __init__(self, model, choice):
         self.model, self.choice = model, choice
@@ -25,7 +25,30 @@ class HalfRightDrafts(NoDrafts):
         draft = self.model.generate(list(want.token_ids), want.num_wanted)
         if self.choice.random() < 0.5:
             draft[self.choice.randrange(len(draft))] = self.choice.randrange(64)
+        if self.choice.random() < 0.5:
+            return self._with_branches(draft, len(want.token_ids), want.num_wanted)
         return DraftTree(len(want.token_ids), token_ids=tuple(draft))
+
+    def _with_branches(self, right, length, num_wanted):
+        """Wrong tokens between those of a path that may be right, in any order that is a tree."""
+        token_ids, parents, last = [], [], -1
+        while len(token_ids) < num_wanted:
+            depth = 0 if last < 0 else self._depth(parents, last)
+            if right and self.choice.random() < 0.6 and depth < len(right):
+                token_ids.append(right[depth])
+                parents.append(last)
+                last = len(token_ids) - 1
+            else:
+                parents.append(self.choice.randrange(-1, len(token_ids)))
+                token_ids.append(self.choice.randrange(64))
+            if not DraftTree(0, token_ids=tuple(token_ids), parents=tuple(parents)).is_well_formed:
+                token_ids.pop()
+                parents.pop()
+                last = min(last, len(token_ids) - 1)
+        return DraftTree(length, token_ids=tuple(token_ids), parents=tuple(parents))
+
+    def _depth(self, parents, index):
+        return 1 if parents[index] < 0 else 1 + self._depth(parents, parents[index])
 
 
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost(make_scripted_node):

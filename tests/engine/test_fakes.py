@@ -30,6 +30,7 @@ def runner() -> ScriptedModelRunner:
 class FakeSampleRows:
     state: object
     draft_token_ids: tuple[int, ...] = ()
+    assumed_token_ids: tuple[int, ...] = ()
 
 
 def test_a_fake_clock_moves_when_told():

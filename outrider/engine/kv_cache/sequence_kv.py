@@ -58,6 +58,10 @@ class SequenceKV:
         self._table.extend(self.block_ids[len(self._table) :])
         return self._table
 
+    def slot(self, place: int) -> int:
+        """Where the KV of the row at this place goes, counted from position 0; without trees a place is a position."""
+        return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
+
     @property
     def capacity(self) -> int:
         """Tokens for which there are blocks."""

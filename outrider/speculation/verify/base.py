@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """One sequence's share of a step: a row for each draft token, and one after the last."""
+    """One sequence's share of a step: a row for what follows the known tokens, and one for what follows each draft."""
 
     rows: SampleRows
     distributions: tuple[TokenDistribution, ...] = ()  # of each draft token; empty: each had probability 1
     method: VerificationMethod = VerificationMethod.COUPLED
+    parents: tuple[int, ...] = ()  # as in DraftTree: of each draft token; empty: a chain. Coupled sampling only
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -34,6 +35,7 @@ class Verified:
 
     token_ids: tuple[int, ...]  # at least one
     logprobs: tuple[TokenLogprobs | None, ...]  # of each; None: not asked for
+    path: tuple[int, ...] = ()  # of a tree: the accepted draft tokens, by index
 
     @property
     def num_accepted(self) -> int:

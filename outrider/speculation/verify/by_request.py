@@ -30,7 +30,9 @@ class RequestVerifier:
         """The outcome for each draft, in order. Arguments as for `Verifier.verify`; drafts may be empty."""
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
-            by_method.setdefault(_method_of(draft), []).append(place)
+            method = _method_of(draft)
+            assert not draft.parents or method is VerificationMethod.COUPLED, "of other methods' drafts, the chain"
+            by_method.setdefault(method, []).append(place)
         if len(by_method) == 1:
             return self.verifiers[next(iter(by_method))].verify(logits, drafts)
         starts = row_starts(drafts)

@@ -11,12 +11,39 @@ from torch import Tensor
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.sampler.transfer import upload_ids
+from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.verify.base import DraftRows, Verified
 
 
 def row_starts(drafts: Sequence[DraftRows]) -> list[int]:
     """The first row of each draft."""
     return list(accumulate((draft.rows.num_rows for draft in drafts[:-1]), initial=0))
+
+
+def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
+    """The rows of a tree, in order, as runs in which each token follows the one before it.
+
+    What leads to a run is assumed to be generated, as for drafts: penalties and min_tokens count a row's own path.
+    """
+    rows = draft.rows
+    paths: list[tuple[int, ...]] = []  # to each draft token, itself included
+    firsts = [ROOT]  # of each run: the draft token whose row begins it
+    for index, (token_id, parent) in enumerate(zip(rows.draft_token_ids, draft.parents, strict=True)):
+        paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
+        if parent != index - 1:
+            firsts.append(index)
+    runs: list[SampleRows] = []
+    for first, following in zip(firsts, [*firsts[1:], len(paths)], strict=True):
+        path = paths[first] if first != ROOT else ()
+        runs.append(
+            replace(
+                rows,
+                position=rows.position + len(path),
+                draft_token_ids=rows.draft_token_ids[first + 1 : following],
+                assumed_token_ids=rows.assumed_token_ids + path,
+            )
+        )
+    return runs
 
 
 def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftRows]) -> Tensor:
