@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from outrider.engine.device_batch import DeviceBatch, upload_arrays
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
@@ -52,7 +54,7 @@ class InputBatch:
     Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. Rows, sequences and
     logits keep the order in which the sequences were given.
 
-    Tensors are views of `arrays`, on the CPU (the model runner moves them), and made when they
+    Tensors are views of `arrays`, on the CPU (`on` moves them), and made when they
     are asked for: right after a forward, whose weights have pushed everything else out of the
     caches, a call into torch or numpy costs several times what it costs in a loop of its own.
     """
@@ -60,6 +62,7 @@ class InputBatch:
     arrays: BatchArrays
     max_blocks: int  # of a sequence
     block_size: int
+    _copies: dict[torch.device, DeviceBatch] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -112,6 +115,32 @@ class InputBatch:
     def block_tables(self) -> Tensor:
         """[num_seqs, max_blocks] int32; unused entries repeat a block of the sequence."""
         return _tensor(self.arrays.block_tables).view(self.num_seqs, self.max_blocks)
+
+    @cached_property
+    def path_starts(self) -> Tensor:
+        """[num_rows + 1] int64 into `path_slots`, or empty."""
+        return _tensor(self.arrays.path_starts)
+
+    @cached_property
+    def path_slots(self) -> Tensor:
+        """[sum of depths] int64."""
+        return _tensor(self.arrays.path_slots)
+
+    def on(self, device: torch.device) -> InputBatch | DeviceBatch:
+        """The same tensors on `device`: this batch for the CPU, else a copy, which is made once."""
+        if device.type == "cpu":
+            return self
+        if device not in self._copies:
+            self._copies[device] = self._copy_to(device)
+        return self._copies[device]
+
+    def _copy_to(self, device: torch.device) -> DeviceBatch:
+        arrays = self.arrays
+        wide = ("token_ids", "positions", "slot_mapping", "logits_rows", "path_starts", "path_slots")
+        names = (*wide, "query_start_loc", "seq_lens", "block_tables")
+        tensors = dict(zip(names, upload_arrays([getattr(arrays, name) for name in names], device), strict=True))
+        tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
+        return DeviceBatch(**tensors)
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:

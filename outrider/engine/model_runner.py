@@ -87,9 +87,10 @@ class ModelRunner:
     def _forward_of_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         assert self._model is not None
         step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
+        on_device = batch.on(self._device)
         arguments: dict[str, Any] = {
-            "input_ids": batch.token_ids.to(self._device).unsqueeze(0),  # [1, num_rows]
-            "position_ids": batch.positions.to(self._device).unsqueeze(0),
+            "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
+            "position_ids": on_device.positions.unsqueeze(0),
             "use_cache": False,
             STEP_ARGUMENT: step,
         }
@@ -97,7 +98,7 @@ class ModelRunner:
             self._model.base_model(**arguments)
             return torch.empty((0, self._spec.vocab_size), device=self._device)
         if batch.num_logits < batch.num_rows:
-            arguments["logits_to_keep"] = batch.logits_rows.to(self._device)
+            arguments["logits_to_keep"] = on_device.logits_rows
         logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
         return logits.float()
 
@@ -131,7 +132,7 @@ class _PagedStep:
         self._attention = attention
         self._on_layer_done = on_layer_done
         self._plan = attention.prepare(batch)
-        self._slots = batch.slot_mapping.to(kv_cache.device)
+        self._slots = batch.on(kv_cache.device).slot_mapping
 
     def attend(
         self,

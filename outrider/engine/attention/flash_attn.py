@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
+from torch.nn.functional import pad
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
@@ -48,20 +50,19 @@ class FlashAttention:
         return BLOCK_SIZE
 
     def prepare(self, batch: InputBatch) -> Any:
-        """Moves lengths and block tables to the GPU.
+        """What the kernel reads on the GPU, and what it is launched with.
 
         The kernel reads keys by block table only: a batch with trees of drafts is left to torch_sdpa.
         """
         if batch.has_trees:
             return self._of_trees.prepare(batch)
-        key_start_loc = torch.zeros_like(batch.query_start_loc)
-        torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=key_start_loc[1:])
+        arrays, on_device = batch.arrays, batch.on(self._device)
         return _Plan(
-            query_start_loc=self._move(batch.query_start_loc),
-            key_start_loc=self._move(key_start_loc),
-            max_num_rows=int(batch.query_start_loc.diff().max()),
-            max_seq_len=int(batch.seq_lens.max()),
-            block_tables=self._move(batch.block_tables),
+            query_start_loc=on_device.query_start_loc,
+            key_start_loc=pad(on_device.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_num_rows=max(end - start for start, end in pairwise(arrays.query_start_loc)),
+            max_seq_len=max(arrays.seq_lens),
+            block_tables=on_device.block_tables,
         )
 
     def attend(
@@ -91,6 +92,3 @@ class FlashAttention:
             block_table=plan.block_tables,
         )
         return output
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)

@@ -24,9 +24,11 @@ class RowRuns:
 
     @classmethod
     def of(cls, batch: InputBatch) -> RowRuns:
-        if not batch.has_trees:
-            return cls(batch.query_start_loc.numpy(), batch.seq_lens.numpy(), batch.block_tables.numpy())
         arrays = batch.arrays
+        block_tables = np.frombuffer(arrays.block_tables, dtype=np.int32).reshape(batch.num_seqs, -1)
+        if not batch.has_trees:
+            query_start_loc = np.frombuffer(arrays.query_start_loc, dtype=np.int32)
+            return cls(query_start_loc, np.frombuffer(arrays.seq_lens, dtype=np.int32), block_tables)
         starts, slots, positions = arrays.path_starts, arrays.path_slots, arrays.positions
         first_rows, seq_lens, sequences = [0], [], []
         paths: list[Sequence[int]] = []
@@ -42,7 +44,7 @@ class RowRuns:
         return cls(
             np.asarray(first_rows, dtype=np.int32),
             np.asarray(seq_lens, dtype=np.int32),
-            batch.block_tables.numpy()[sequences],
+            block_tables[sequences],
             paths,
         )
 

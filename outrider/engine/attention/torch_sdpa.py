@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.engine.attention.base import DEFAULT_BLOCK_SIZE, AttentionOptions
 from outrider.engine.attention.row_runs import RowRuns
 from outrider.engine.input_batch import InputBatch
+from outrider.engine.transfer import upload, upload_ids
 
 MOST_GROUPED_ROWS = 16
 """Sequences with more rows are prefill chunks: each is enough work to be attended by itself."""
@@ -112,9 +113,9 @@ class _Plan:
         all_rows = len(members) == len(self._seq_lens) and bool((np.diff(index) > 0).all())
         rows = None if all_rows else self._query_start_loc[index][:, None] + np.arange(num_rows)[None]
         return _Group(
-            rows=None if rows is None else torch.from_numpy(rows.astype(np.int64).reshape(-1)).to(self._device),
-            block_ids=torch.from_numpy(block_ids.reshape(-1)).to(self._device),
-            unused=torch.from_numpy(np.flatnonzero(is_unused)).to(self._device) if is_unused.any() else None,
+            rows=None if rows is None else upload(rows.astype(np.int64).reshape(-1), self._device),
+            block_ids=upload(block_ids.reshape(-1), self._device),
+            unused=upload(np.flatnonzero(is_unused), self._device) if is_unused.any() else None,
             mask=None if mask is None else self._additive(mask, heads_per_kv, dtype),
             num_seqs=len(members),
             num_rows=num_rows,
@@ -138,7 +139,7 @@ class _Plan:
                     slots.append(slot)
         if not places:
             return None
-        return torch.tensor(places, device=self._device), torch.tensor(slots, device=self._device)
+        return upload_ids(places, self._device), upload_ids(slots, self._device)
 
     def _mask(
         self, seq_lens: np.ndarray, first_blocks: np.ndarray, num_rows: int, num_keys: int, window: int | None
@@ -154,10 +155,11 @@ class _Plan:
 
     def _additive(self, seen: np.ndarray, heads_per_kv: int, dtype: torch.dtype) -> Tensor:
         """[num_seqs, 1, heads_per_kv * num_rows, num_keys], head by head; a chunk keeps its heads apart."""
-        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+        mask = torch.zeros(seen.shape, dtype=dtype, device=self._device)
+        mask.masked_fill_(upload(~seen, self._device), float("-inf"))
         if seen.shape[1] <= MOST_GROUPED_ROWS:
             mask = mask.repeat(1, heads_per_kv, 1)
-        return mask.unsqueeze(1).to(self._device)
+        return mask.unsqueeze(1)
 
 
 def _cut(members: Sequence[int], spans: Sequence[int]) -> Iterator[list[int]]:

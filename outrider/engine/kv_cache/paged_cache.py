@@ -13,6 +13,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.memory import free_main_memory_bytes
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.transfer import upload, upload_ids
 from outrider.errors import ConfigError, InternalError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -95,11 +96,11 @@ class PagedKVCache:
         """Copies whole blocks, (source, destination) each, in all layers and planes. No block is both."""
         if not pairs:
             return
-        sources = torch.tensor([source for source, _ in pairs], device=self.device)
-        destinations = torch.tensor([destination for _, destination in pairs], device=self.device)
+        sources = upload_ids([source for source, _ in pairs], self.device)
+        destinations = upload_ids([destination for _, destination in pairs], self.device)
         for tensor in self._tensors.values():
             for layer in tensor.unbind(0):
-                layer[destinations] = layer[sources]
+                layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies single slots, (source, destination) each, in all layers and planes, all at once."""
@@ -112,8 +113,8 @@ class PagedKVCache:
                 data: np.ndarray = rows.view(torch.uint8).numpy()
                 data[:, destinations] = data[:, sources]
             else:
-                moved = rows.index_select(1, torch.tensor(sources, device=self.device))
-                rows.index_copy_(1, torch.tensor(destinations, device=self.device), moved)
+                moved = rows.index_select(1, upload_ids(sources, self.device))
+                rows.index_copy_(1, upload_ids(destinations, self.device), moved)
 
     def read(self, plane: str, layers: range, slots: Tensor) -> np.ndarray:
         """KV of `slots` ([num_tokens] int64) in `layers`, as bytes.
@@ -126,7 +127,7 @@ class PagedKVCache:
             # numpy: torch would start a pool of threads for the caller's (see `EngineThread`).
             data: np.ndarray = rows.view(torch.uint8).numpy()  # [layers, slots, heads * dim * itemsize]
             return np.take(data, slots.numpy(), axis=1).reshape(-1)
-        taken = rows.index_select(1, slots.to(self.device))  # [layers, tokens, heads * dim]
+        taken = rows.index_select(1, upload(slots.numpy(), self.device))  # [layers, tokens, heads * dim]
         array: np.ndarray = taken.cpu().view(torch.uint8).reshape(-1).numpy()
         return array
 
@@ -148,7 +149,7 @@ class PagedKVCache:
         if source.data_ptr() % rows.element_size():
             source = source.clone()
         values = source.view(rows.dtype).view(len(layers), slots.numel(), rows.shape[2])
-        rows.index_copy_(1, slots.to(self.device), values.to(self.device))
+        rows.index_copy_(1, upload(slots.numpy(), self.device), values.to(self.device))
 
     def _rows(self, plane: str, layers: range, slots: Tensor) -> Tensor:
         """The plane as [layers, slots, heads * dim], after all bounds have been checked."""

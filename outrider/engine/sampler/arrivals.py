@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.philox import WORD, philox4x32, split_seed
-from outrider.engine.sampler.transfer import upload
+from outrider.engine.transfer import upload
 
 BLOCK_SIZE = 64  # token ids in a block
 GROUP_SIZE = 4  # token ids that share one counter of purpose 1

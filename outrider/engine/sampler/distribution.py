@@ -15,7 +15,7 @@ from outrider.engine.sampler.draw import divide_by_temperatures
 from outrider.engine.sampler.filters import Filters, has_filters
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.sampler.transfer import upload_ids
+from outrider.engine.transfer import upload_ids
 
 
 def drawn_from(values: Tensor, decisions: Sequence[Decision]) -> Tensor:

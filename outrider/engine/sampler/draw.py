@@ -19,7 +19,7 @@ from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.order import order_keys
 from outrider.engine.sampler.race import run_race
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.sampler.transfer import upload, upload_ids
+from outrider.engine.transfer import upload, upload_ids
 from outrider.request import SamplingParams
 
 _USUAL_CANDIDATES = 64

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.sampler.transfer import upload
+from outrider.engine.transfer import upload
 
 Ints = npt.NDArray[np.int64]
 
@@ -23,9 +23,9 @@ class LogitEditor:
         self._num_ids = vocabulary.num_ids
         self._holes: Tensor | None = None  # [num_ids] bool; None: there is none
         if vocabulary.holes.size:
-            self._holes = torch.zeros(vocabulary.num_ids, dtype=torch.bool)
-            self._holes[torch.from_numpy(vocabulary.holes)] = True
-            self._holes = self._holes.to(device)
+            holes = np.zeros(vocabulary.num_ids, dtype=np.bool_)
+            holes[vocabulary.holes] = True
+            self._holes = upload(holes, device)
 
     def edit(self, logits: Tensor, decisions: Sequence[Decision]) -> Tensor:
         """Holes go, then bans, biases and penalties apply.

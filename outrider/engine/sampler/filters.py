@@ -23,7 +23,7 @@ from outrider.engine.sampler.arrivals import BLOCK_SIZE
 from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.sampler.logit_blocks import LogitBlocks, highest_blocks
 from outrider.engine.sampler.order import LOWEST_KEY, lowest_keys, order_keys
-from outrider.engine.sampler.transfer import upload
+from outrider.engine.transfer import upload
 from outrider.request import SamplingParams
 
 _NEVER_REACHED = torch.iinfo(torch.int64).max

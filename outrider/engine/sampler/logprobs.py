@@ -16,7 +16,7 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import log_of_mass, masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.sampler.transfer import download, upload_ids
+from outrider.engine.transfer import download, upload_ids
 from outrider.request import LogprobsMode, TokenLogprobs
 
 

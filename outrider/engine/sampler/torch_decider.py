@@ -18,7 +18,7 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
-from outrider.engine.sampler.transfer import download, upload_ids
+from outrider.engine.transfer import download, upload_ids
 from outrider.request import SamplingParams
 
 _MOST_VALUES = 1 << 22

@@ -15,7 +15,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
-from outrider.engine.sampler.transfer import download, upload_ids
+from outrider.engine.transfer import download, upload_ids
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import Decided, PathRows

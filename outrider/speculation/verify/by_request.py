@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outrider.engine.sampler import Sampler
-from outrider.engine.sampler.transfer import upload_ids
+from outrider.engine.transfer import upload_ids
 from outrider.request import VerificationMethod
 from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.sampler.transfer import download, upload_ids
+from outrider.engine.transfer import download, upload_ids
 from outrider.speculation.token_distribution import TokenDistribution, certain
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.rows import draft_token_masses, row_starts, with_logprobs

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.elementary import masses_of
-from outrider.engine.sampler.transfer import upload_ids
+from outrider.engine.transfer import upload_ids
 from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.verify.base import DraftRows, Verified
 

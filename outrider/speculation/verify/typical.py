@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.sampler import Sampler
-from outrider.engine.sampler.transfer import download, upload_ids
+from outrider.engine.transfer import download, upload_ids
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.rows import draft_token_masses, row_starts, with_logprobs
 

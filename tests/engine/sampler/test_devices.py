@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from outrider.engine.sampler import Sampler, logprobs
 from outrider.engine.sampler.decider import Vocabulary
@@ -14,9 +12,9 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.engine.sampler.torch_decider import TorchDecider
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
+from tests.fake_gpu import GPU, OneDevice, fake_gpu
 
 VOCAB_SIZE = 5000
-GPU = torch.device("cuda:0")
 
 SETTINGS = [
     {"temperature": 0.0},
@@ -26,28 +24,12 @@ SETTINGS = [
 ]
 
 
-class OneDevice(TorchDispatchMode):
-    """Refuses what makes the host wait for the GPU, and operations of mixed devices, which torch allows for numbers."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        before, after = devices_of((args, kwargs)), devices_of(result)
-        assert not (before == {"cuda"} and after == {"cpu"}), f"{function} reads from the GPU"
-        assert len(before) <= 1, f"{function} mixes devices"
-        return result
-
-
-def devices_of(tensors):
-    return {each.device.type for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)}
-
-
 @pytest.fixture
 def on_gpu(monkeypatch):
     """Runs a function among fake tensors, which allow no question about a value."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # FakeTensorMode has none
 
     def run(function):
-        with FakeTensorMode(), OneDevice():
+        with fake_gpu(monkeypatch), OneDevice():
             return function(torch.empty(4 * len(SETTINGS), VOCAB_SIZE, device=GPU))
 
     return run
@@ -116,6 +98,8 @@ def test_logprobs_are_read_in_one_transfer(known, on_gpu, mode, monkeypatch):
         (lambda logits: logits.amax().item(), DataDependentOutputException),
         (lambda logits: logits.cpu(), AssertionError),
         (lambda logits: logits + torch.ones(()), AssertionError),
+        (lambda logits: torch.ones(3).to(logits.device), AssertionError),
+        (lambda logits: torch.ones(3).to(logits.device, non_blocking=True), AssertionError),
     ],
 )
 def test_a_wait_or_a_mix_is_noticed(on_gpu, question, error):

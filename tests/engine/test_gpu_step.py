@@ -1,0 +1,134 @@
+"""A whole step of a node on a GPU, as far as a machine without one can tell: devices, and where the host waits.
+
+Everything runs under torch's FakeTensorMode with a model, a cache and logits on device cuda.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_spec import ModelSpec
+from outrider.engine.sampler import Sampler, SampleRows, torch_decider
+from outrider.request import SamplingParams
+from outrider.speculation.verify.base import DraftRows
+from outrider.speculation.verify.by_request import RequestVerifier
+from tests.fake_gpu import GPU, OneDevice, fake_gpu
+
+VOCAB_SIZE = 5000
+BATCH = [
+    SequenceRows([5, 6, 7, 8, 9], 40, range(8), num_logits=5),  # a verification
+    SequenceRows([5], 7, range(8, 16), num_logits=1),
+    SequenceRows(range(30), 16, range(16, 24), num_logits=0),  # a chunk of a prompt
+]
+TREE = SequenceRows([5, 6, 7, 8], 20, range(8), num_logits=4, parents=(-1, -1, 1))
+SETTINGS = [
+    {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9, "logit_bias": ((3, 1.0),)},
+    {"temperature": 0.0},
+]
+
+
+@pytest.fixture
+def sampler():
+    """Made before tensors are fake: it reads the mask of known ids."""
+    return Sampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool), device=GPU)
+
+
+@pytest.fixture
+def gpu(sampler, monkeypatch):
+    with fake_gpu(monkeypatch):
+        yield
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, block_table, **_options):
+    """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
+    assert (max_seqlen_q, max_seqlen_k) == (30, 46)  # the chunk's
+    assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)} == {GPU}
+    assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k, block_table)} == {torch.int32}
+    return torch.empty_like(q)
+
+
+@pytest.fixture(params=["torch_sdpa", "flash_attn"])
+def node(sampler, gpu, request, monkeypatch):
+    register_attention()
+    package = ModuleType("flash_attn")
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    package.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.delitem(sys.modules, "outrider.engine.attention.flash_attn", raising=False)
+    for name in ("uniform_", "normal_"):  # weights have no values here, and these would ask for the real device
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_arguments, **_keywords: tensor)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    with GPU:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
+    spec = ModelSpec(
+        architecture="llama", num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE,
+        max_model_len=2048, dtype="bfloat16",
+    )  # fmt: skip
+    loaded = SimpleNamespace(model=model.eval(), device=GPU, spec=spec, native=None)
+    attention = make_attention_backend(request.param, GPU, spec.dtype)
+    assert attention.name == request.param
+    cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=GPU)
+    return SimpleNamespace(
+        cache=cache, runner=ModelRunner(loaded, cache, attention), sampler=sampler, verifier=RequestVerifier(sampler)
+    )
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Shapes of what the host has read."""
+    shapes = []
+
+    def download(rows):
+        shapes.append(tuple(rows.shape))
+        return [[1] * rows.shape[1], [0] * rows.shape[1]]
+
+    monkeypatch.setattr(torch_decider, "download", download)
+    return shapes
+
+
+def drafts(sampler):
+    for settings, draft, position in zip(SETTINGS, [(6, 7, 8, 9), ()], [45, 8], strict=True):
+        state = sampler.start(SamplingParams(seed=1, max_tokens=99, **settings), sample=0, prompt_token_ids=[1, 2])
+        yield DraftRows(SampleRows(state, position, draft))
+
+
+def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
+    rows = list(drafts(node.sampler))
+    with OneDevice():
+        node.cache.copy_blocks([(0, 23), (1, 22)])
+        logits = node.runner.forward(build_input_batch(BATCH, 16))
+        assert logits.shape == (6, VOCAB_SIZE)
+        assert reads == []
+        verified = node.verifier.verify(logits, rows)
+    assert reads == [(2, 6)]
+    assert len(verified) == 2
+
+
+def test_rows_of_a_draft_tree_do_not_wait_either(node):
+    with OneDevice():
+        logits = node.runner.forward(build_input_batch([TREE, BATCH[1]], 16))
+        node.cache.move_slots([(22, 21), (23, 22)])
+    assert logits.shape == (5, VOCAB_SIZE)
+
+
+def test_a_forward_without_logits_reads_nothing(node):
+    """Chunks of prompts."""
+    done = []
+    with OneDevice():
+        logits = node.runner.forward(build_input_batch([BATCH[2]], 16), on_layer_done=done.append)
+    assert logits.shape == (0, VOCAB_SIZE)
+    assert done == [0, 1]

@@ -1,0 +1,92 @@
+"""A GPU that computes nothing: torch's FakeTensorMode knows devices and shapes, but no values.
+
+What a real GPU would only be slow at is an error here: an operation whose tensors are on two devices, and
+whatever makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GPU = torch.device("cuda:0")
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+@contextlib.contextmanager
+def fake_gpu(monkeypatch):
+    """Tensors made inside are fake. Enter OneDevice for the part that is held to its rules."""
+    pinned = []  # alive until the end, so that no id is used twice
+
+    def pin(tensor):
+        tensor.constant = None  # a fake tensor of one number knows it, and would compute with it on the real device
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # FakeTensorMode has none
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is each for each in pinned))
+    # Their Python bindings, and only theirs, ask a torch without CUDA for the real device.
+    monkeypatch.setattr(torch.Tensor, "copy_", _copy)
+    monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def _copy(tensor, source, non_blocking=False):
+    return torch.ops.aten.copy_(tensor, source, non_blocking)
+
+
+_own_get_item = torch.Tensor.__getitem__
+
+
+def _get_item(tensor, key):
+    """tensor[key] by operations, for numbers, slices, None, an ellipsis and ids."""
+    if tensor.device.type != "cuda":
+        return _own_get_item(tensor, key)
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if Ellipsis in keys:
+        place = keys.index(Ellipsis)
+        keys[place : place + 1] = [slice(None)] * (tensor.dim() - sum(each is not None for each in keys) + 1)
+    dim = 0
+    for each in keys:
+        if isinstance(each, int):
+            tensor = tensor.select(dim, each)
+            continue
+        if each is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(each, torch.Tensor) and each.dtype is torch.int64:
+            tensor = tensor.index_select(dim, each)
+        else:
+            assert isinstance(each, slice), f"not stood in for: {each!r}"
+            tensor = torch.ops.aten.slice(tensor, dim, each.start, each.stop, each.step or 1)
+        dim += 1
+    return tensor
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses what makes the host wait for the GPU, and operations of mixed devices, which torch allows for numbers.
+
+    A copy to the GPU waits for all work before it, unless it comes from page-locked memory and is told not to wait.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        before, after = devices_of((args, kwargs)), devices_of(result)
+        if function in _COPIES and before | after == {"cpu", "cuda"}:
+            source = args[1] if function is torch.ops.aten.copy_.default else args[0]
+            assert source.device.type == "cpu", f"{function} reads from the GPU"
+            assert (kwargs or {}).get("non_blocking") or args[2:3] == (True,), f"{function} waits for the GPU"
+            assert source.is_pinned(), f"{function} waits for the GPU: its source is in pageable memory"
+            return result
+        assert not (before == {"cuda"} and after == {"cpu"}), f"{function} reads from the GPU"
+        assert len(before) <= 1, f"{function} mixes devices"
+        return result
+
+
+def devices_of(tensors):
+    return {each.device.type for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)}
