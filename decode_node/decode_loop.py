@@ -182,19 +182,11 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._wait_for_blocks()
             return None
-        self.progress.expect(plan.num_rows)
+        num_rows = plan.num_rows
+        self.progress.expect(num_rows)
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
-        planned = [
-            _Planned(
-                item,
-                self._desk.sample_of(item.sequence),
-                drafts.of(item.sequence.key).cut(item.num_draft_tokens).depth_first()
-                if item.num_draft_tokens
-                else NO_DRAFT,
-            )
-            for item in plan.scheduled
-        ]
+        planned = [self._planned(item, drafts) for item in plan.scheduled]
         verifying = [item for item in planned if item.scheduled.reaches_end]
         logits = self._engine.forward(plan.block_copies, [_rows(item) for item in planned])
         for item in plan.scheduled:
@@ -207,7 +199,7 @@ class DecodeLoop:
         verdicts = self._commit(verifying, drafts, verified)
         self._drafts.observe_step(
             seconds=self.progress.age_seconds() - age_before,
-            num_rows=plan.num_rows,
+            num_rows=num_rows,
             num_sequences=len(plan.scheduled),
             num_prefill_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
         )
@@ -219,6 +211,11 @@ class DecodeLoop:
                     stats.nanoseconds, kind=_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
                 )
         return stats
+
+    def _planned(self, scheduled: Scheduled, drafts: StepDrafts) -> _Planned:
+        sequence, num_draft_tokens = scheduled.sequence, scheduled.num_draft_tokens
+        draft = drafts.of(sequence.key).cut(num_draft_tokens).depth_first() if num_draft_tokens else NO_DRAFT
+        return _Planned(scheduled, self._desk.sample_of(sequence), draft)
 
     def _gather(self) -> StepDrafts:
         # Processors that another node waits for are not to stand idle: drafts had the time until this turn.

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from torch import Tensor
 from outrider.engine.device_batch import DeviceBatch, upload_arrays
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRows:
+class SequenceRows(NamedTuple):
     """What one sequence contributes to a forward: consecutive tokens, known ones first, drafts after them.
 
     Drafts may be a tree. Then a row's place in the cache is not its position: keys and values go to the slots of

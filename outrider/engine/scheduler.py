@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -43,8 +44,7 @@ class EngineSequence:
         return 0 if self.kv is None else self.kv.num_cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """One sequence's share of a step: its rows are token_ids[num_computed :][:num_rows], then the drafts."""
 
     sequence: EngineSequence

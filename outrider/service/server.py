@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -189,6 +190,9 @@ class _ServiceProcess:
             self._service.follow_readiness(health.set_ready)
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **self._service.describe()}
+        # What is loaded by now lives as long as the process: a model's libraries are 350,000 objects, and each full
+        # garbage collection would stop all threads for 0.2 s to look at them.
+        gc.freeze()
         self._announcer.say(serving=True, **{**described, **where})
         self._log.info(
             "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described

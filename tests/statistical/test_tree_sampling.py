@@ -5,7 +5,6 @@ Seeds are fixed: a passing test passes always.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -78,7 +77,7 @@ def test_races_of_rows_instead_of_positions_are_noticed(monkeypatch):
     def of_slots(draft):
         runs = runs_of_tree(draft)
         firsts = accumulate((run.num_rows for run in runs[:-1]), initial=draft.rows.position)
-        return [replace(run, position=first) for run, first in zip(runs, firsts, strict=True)]
+        return [run._replace(position=first) for run, first in zip(runs, firsts, strict=True)]
 
     settings = {"temperature": 0.3}  # siblings are accepted often
     probs = probabilities(small_logits(), **settings)

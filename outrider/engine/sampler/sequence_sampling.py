@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.engine.sampler.arrivals import RaceKey
 from outrider.engine.sampler.penalties import PenaltyState
@@ -25,8 +26,7 @@ class SequenceSampling:
     prepared: object = None  # what the sampler's Decider keeps for it
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRows:
+class SampleRows(NamedTuple):
     """One sequence's share of a step: `len(draft_token_ids) + 1` consecutive logits rows.
 
     Row j decides position `position + j` and takes as generated what is committed in

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.request import TokenLogprobs, VerificationMethod
 from outrider.speculation.token_distribution import TokenDistribution
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from outrider.engine.sampler import SampleRows
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRows:
+class DraftRows(NamedTuple):
     """One sequence's share of a step: a row for what follows the known tokens, and one for what follows each draft."""
 
     rows: SampleRows
@@ -29,8 +27,7 @@ class DraftRows:
         return self.rows.draft_token_ids
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(NamedTuple):
     """What is committed for one sequence: the accepted draft tokens, then a recovered or a bonus token."""
 
     token_ids: tuple[int, ...]  # at least one

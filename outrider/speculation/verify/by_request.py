@@ -28,6 +28,8 @@ class RequestVerifier:
 
     def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
         """The outcome for each draft, in order. Arguments as for `Verifier.verify`; drafts may be empty."""
+        if {draft.method for draft in drafts} == {VerificationMethod.COUPLED}:
+            return self.verifiers[VerificationMethod.COUPLED].verify(logits, drafts)
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
             method = _method_of(draft)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from torch import Tensor
@@ -36,8 +35,7 @@ def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
     for first, following in zip(firsts, [*firsts[1:], len(paths)], strict=True):
         path = paths[first] if first != ROOT else ()
         runs.append(
-            replace(
-                rows,
+            rows._replace(
                 position=rows.position + len(path),
                 draft_token_ids=rows.draft_token_ids[first + 1 : following],
                 assumed_token_ids=rows.assumed_token_ids + path,
@@ -63,7 +61,7 @@ def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftR
         for index in range(len(draft.draft_token_ids))
     ]
     parts = [
-        replace(draft.rows, draft_token_ids=draft.draft_token_ids[:-1]) for draft in drafts if draft.draft_token_ids
+        draft.rows._replace(draft_token_ids=draft.draft_token_ids[:-1]) for draft in drafts if draft.draft_token_ids
     ]
     return _masses(sampler, logits.index_select(0, upload_ids(rows, logits.device)), parts)
 
@@ -92,7 +90,7 @@ def with_logprobs(
         for index in range(len(tokens))
     ]
     parts = [
-        replace(draft.rows, draft_token_ids=draft.draft_token_ids[: len(tokens) - 1])
+        draft.rows._replace(draft_token_ids=draft.draft_token_ids[: len(tokens) - 1])
         for draft, tokens in zip(drafts, token_ids, strict=True)
     ]
     flat = [token_id for tokens in token_ids for token_id in tokens]
