@@ -6,19 +6,21 @@ comes back is told again, and what two attempts at once are compared with are on
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from outrider.answer import AnswerEvent, Started, Summary
-from outrider.errors import AbortedError, InternalError, OutOfRangeError, OutriderError
+from outrider.errors import InternalError, OutOfRangeError, OutriderError
 from outrider.request import FinishReason, Request
 from outrider.session import SampleDone, SampleStart, SampleTokens
+from router.answer_reader import AnswerReader, NewsBoard
 from router.detokenizer import NoText
 from router.sample_answer import EndRules, SampleAnswer
 from router.stop_strings import StopStringMatcher
 from router.text import AnswerText
 from router.tokenizer import Tokenizer
+
+Message = TypeVar("Message")
 
 
 class Answer:
@@ -28,8 +30,11 @@ class Answer:
     reader is attached at a time: a new one ends the stream of the one before.
     """
 
-    def __init__(self, request: Request, rules: EndRules, make_text: Callable[[], AnswerText]) -> None:
+    def __init__(
+        self, request: Request, rules: EndRules, make_text: Callable[[], AnswerText], board: NewsBoard
+    ) -> None:
         self.request = request
+        self._board = board
         self.samples = tuple(
             SampleAnswer(sample=sample, request=request, rules=rules, text=make_text())
             for sample in range(request.sampling.n)
@@ -38,7 +43,7 @@ class Answer:
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
         self.may_be_behind = False  # taken over from another router: its client may know more, and the same tokens
-        self._reader: AnswerReader | None = None
+        self._reader: AnswerReader[Any] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -108,7 +113,9 @@ class Answer:
 
     # ------------------------------------------------------------ reading
 
-    def read(self, next_positions: Mapping[int, int] | None = None) -> AnswerReader:
+    def read(
+        self, render: Callable[[AnswerEvent], Message], next_positions: Mapping[int, int] | None = None
+    ) -> AnswerReader[Message]:
         """Attaches a reader that is told everything from these positions on, by sample.
 
         Samples that are not named start where this call's tokens start. The reader that was
@@ -127,10 +134,11 @@ class Answer:
             positions[index] = position
         if self._reader is not None:
             self._reader.supersede()
-        self._reader = AnswerReader(self, positions)
-        return self._reader
+        reader = AnswerReader(self, positions, render, self._board)
+        self._reader = reader
+        return reader
 
-    def leave(self, reader: AnswerReader) -> None:
+    def leave(self, reader: AnswerReader[Any]) -> None:
         """The reader's stream is over."""
         if self._reader is reader:
             self._reader = None
@@ -145,105 +153,7 @@ class Answer:
         return self.samples[index]
 
 
-@dataclass(slots=True)
-class _Cursor:
-    """What a reader has been told of one sample."""
-
-    position: int  # the next one
-    has_end: bool = False
-
-
-BEHIND_SECONDS = 0.02
-"""A reader that gets its turn so late is on an event loop that has more to do than it can."""
-MAX_MERGE_SECONDS = 0.1
-
-
-class AnswerReader:
-    """One client's stream of an answer. Slow clients get fewer, larger deltas; no node waits for them.
-
-    So do all clients while the event loop is behind: a reader whose turn came late waits as long again, and
-    what comes meanwhile is in one delta. The first tokens never wait.
-    """
-
-    def __init__(self, answer: Answer, positions: list[int]) -> None:
-        self._answer = answer
-        self._cursors = [_Cursor(position) for position in positions]
-        self._is_superseded = False
-        self._loop = asyncio.get_running_loop()
-        self._news = asyncio.Event()
-        self._news_at = 0.0  # the loop's time of the oldest news
-        self._has_told_tokens = False
-        self.wake()
-
-    async def batches(self) -> AsyncGenerator[list[AnswerEvent], None]:
-        """Started, then at each turn everything new, the Summary last.
-
-        Raises: the answer's failure, after what came before it; AbortedError when another
-        reader has been attached.
-        """
-        answer = self._answer
-        has_started = False
-        try:
-            while True:
-                await self._news.wait()
-                if self._has_told_tokens:
-                    await self._merge()
-                self._news.clear()
-                if self._is_superseded:
-                    raise AbortedError("another stream of this answer was attached", reason="RESUMED_ELSEWHERE")
-                events: list[AnswerEvent] = []
-                if not has_started and answer.started is not None:
-                    has_started = True
-                    events.append(answer.started)
-                if has_started:
-                    events += self._take_new()
-                if events:
-                    yield events
-                    self._news_at = self._loop.time()
-                    self._news.set()  # the client's turn took time: look again
-                    continue
-                if answer.failure is not None:
-                    raise answer.failure
-                if answer.summary is not None:
-                    yield [answer.summary]
-                    return
-        finally:
-            answer.leave(self)
-
-    def wake(self) -> None:
-        if not self._news.is_set():
-            self._news_at = self._loop.time()
-            self._news.set()
-
-    def supersede(self) -> None:
-        self._is_superseded = True
-        self.wake()
-
-    async def _merge(self) -> None:
-        late = self._loop.time() - self._news_at
-        if late > BEHIND_SECONDS:
-            await asyncio.sleep(min(late, MAX_MERGE_SECONDS))
-
-    def _take_new(self) -> list[AnswerEvent]:
-        """One delta for each sample with something new, each sample's end after its last."""
-        events: list[AnswerEvent] = []
-        for sample, cursor in zip(self._answer.samples, self._cursors, strict=True):
-            if cursor.position <= sample.next_position and not cursor.has_end:
-                delta = sample.delta(cursor.position)
-                if delta is not None:
-                    self._has_told_tokens = True
-                    cursor.position += len(delta.token_ids)
-                    events.append(delta)
-                tail = sample.tail()
-                if tail is not None:
-                    events.append(tail)
-            if sample.finished is not None and not cursor.has_end:
-                cursor.has_end = True
-                events.append(sample.finished)
-        return events
-
-
-def make_answer(request: Request, *, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> Answer:
+def make_answer(request: Request, *, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], board: NewsBoard) -> Answer:
     """`stop_token_ids`: the request's, and the model's end-of-text ids unless the request ignores them."""
     stop, output, sampling = request.stop, request.output, request.sampling
     needs_text = bool(stop.strings) or not output.token_ids_only
@@ -260,4 +170,4 @@ def make_answer(request: Request, *, tokenizer: Tokenizer, stop_token_ids: tuple
     rules = EndRules(
         stop_token_ids=frozenset(stop_token_ids), min_tokens=sampling.min_tokens, max_tokens=sampling.max_tokens
     )
-    return Answer(request, rules, make_text)
+    return Answer(request, rules, make_text, board)

@@ -33,20 +33,26 @@ class ByteDetokenizer:
     `token_bytes[id]` is what the token adds; ids beyond the table add nothing.
     """
 
-    __slots__ = ("_decoder", "_token_bytes")
+    __slots__ = ("_decoder", "_is_mid_character", "_token_bytes")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_mid_character = False
 
     @property
     def is_mid_character(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+        return self._is_mid_character
 
     def append(self, token_id: int) -> str:
         if token_id >= len(self._token_bytes):
             return ""
-        return self._decoder.decode(self._token_bytes[token_id])
+        added = self._token_bytes[token_id]
+        if not self._is_mid_character and added.isascii():  # nearly every token: the decoder is Python
+            return added.decode("ascii")
+        text = self._decoder.decode(added)
+        self._is_mid_character = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)

@@ -73,6 +73,7 @@ class NodeDirectory:
         self._has_model = asyncio.Event()
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
+        self._on_report: list[Callable[[], None]] = []
         self._first_of_numerics: dict[str, str] = {}  # by numerics: the first node that computes so
         self.served: ServedModel | None = None
 
@@ -138,8 +139,13 @@ class NodeDirectory:
         return found
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """`listener` is called after every report, and when nodes come and go. It must not block."""
+        """`listener` is called when nodes come and go, and when their standing changes. It must not block."""
         self._on_change.append(listener)
+
+    def on_report(self, listener: Callable[[], None]) -> None:
+        """`listener` is called after every report as well: many times a second."""
+        self._on_change.append(listener)
+        self._on_report.append(listener)
 
     # ------------------------------------------------------------ life
 
@@ -194,6 +200,7 @@ class NodeDirectory:
             identity=self._identity,
             approve=self._approve,
             on_change=self._changed_now,
+            on_report=self._reported_now,
             on_lost=lambda link, _error: self._on_lost(link.role),
             liveness_timeout_seconds=self._config.liveness_timeout_seconds,
         )
@@ -201,6 +208,10 @@ class NodeDirectory:
     def _changed_now(self) -> None:
         self._changed.set()
         for listener in self._on_change:
+            listener()
+
+    def _reported_now(self) -> None:
+        for listener in self._on_report:
             listener()
 
     # ------------------------------------------------------------ approval

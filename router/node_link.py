@@ -51,6 +51,7 @@ class NodeLink:
         identity: RouterIdentity,
         approve: Approve,
         on_change: Callable[[], None],
+        on_report: Callable[[], None],
         on_lost: Callable[[NodeLink, OutriderError], None],
         liveness_timeout_seconds: float,
     ) -> None:
@@ -71,6 +72,7 @@ class NodeLink:
         self._fingerprint = ""
         self._approve = approve
         self._on_change = on_change
+        self._on_report = on_report
         self._on_lost = on_lost
         self._listeners: set[LinkListener] = set()
         self._progress = ProgressDeadline()
@@ -150,7 +152,7 @@ class NodeLink:
                 self._take_report(report)
 
     def _take_report(self, report: NodeReport) -> None:
-        has_changed = self.is_late
+        has_changed = self.is_late or self.report is None
         if self.state is not report.state:
             _log.info("node changed state", node=self.name, address=self.address, state=report.state.name)
             has_changed = True
@@ -163,7 +165,9 @@ class NodeLink:
         self._set_late_timer()
         if has_changed:
             self._tell_standing()
-        self._on_change()
+            self._on_change()
+        else:
+            self._on_report()
 
     def _set_late(self, *, is_late: bool) -> None:
         self.num_latenesses += is_late and not self.is_late

@@ -12,6 +12,7 @@ from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from router.answer import Answer, make_answer
 from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
+from router.answer_reader import NewsBoard
 from router.caller import Caller, split_key
 from router.clients import Clients
 from router.intake import complete_proto, read_request, resume_window_seconds
@@ -33,6 +34,7 @@ class RequestDesk:
         self._services = services
         self.running = RunningRequests()
         self.keeper: Keeper = NoKeeper()
+        self._board = NewsBoard()
         self.is_draining = False
 
     async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> RunningRequest:
@@ -49,7 +51,7 @@ class RequestDesk:
             default_method = VerificationMethod(services.config.verification_method)
             request = await read_request(proto, served, caller, request_id=request_id, default_method=default_method)
             window = resume_window_seconds(proto)
-            answer = _make_answer(request, served)
+            answer = self._make_answer(request, served)
             _begin(running, answer, served, services, arrived_at=arrived_at, window=window, client=caller.share)
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
@@ -107,7 +109,7 @@ class RequestDesk:
         running = self.running.enter(stored.request.request_id)
         try:
             request = await read_request(proto, served, caller, request_id=request_id)
-            answer = _make_answer(request, served)
+            answer = self._make_answer(request, served)
             take_known_tokens(answer, stored)
             numerics = stored.request.numerics
             answer.may_be_behind = bool(numerics) and numerics == self._nodes.exact_numerics()
@@ -129,9 +131,9 @@ class RequestDesk:
             raise
         return running
 
-
-def _make_answer(request: Request, served: ServedModel) -> Answer:
-    return make_answer(request, tokenizer=served.tokenizer, stop_token_ids=_stop_token_ids(request, served))
+    def _make_answer(self, request: Request, served: ServedModel) -> Answer:
+        stop_token_ids = _stop_token_ids(request, served)
+        return make_answer(request, tokenizer=served.tokenizer, stop_token_ids=stop_token_ids, board=self._board)
 
 
 def _stop_token_ids(request: Request, served: ServedModel) -> tuple[int, ...]:

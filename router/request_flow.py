@@ -373,7 +373,7 @@ class RequestFlow(AttemptListener):
             self._take_memory(num_new)
         if has_ended:
             self._stop_sample(attempt, tokens.sample)
-        if len(self._attempts) > 1 or self._answer.is_complete:
+        if len(self._attempts) > 1:
             self._news.set()
 
     def _take_memory(self, num_tokens: int) -> None:

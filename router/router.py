@@ -96,7 +96,7 @@ class Router:
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
             router_address=address,
         )
-        self.nodes.on_change(_pump_and_count(self.services))
+        self.nodes.on_report(_pump_and_count(self.services))
         if self._store is not None:
             self.desk.keeper = AnswerKeeper(
                 self._store,
@@ -173,9 +173,14 @@ async def _comes_about(condition: Coroutine[Any, Any, None], seconds: float) -> 
 
 def _pump_and_count(services: FlowServices) -> Callable[[], None]:
     """What happens after every report: whoever waits gets what has become free."""
+    shown = (-1, -1)
 
     def on_change() -> None:
+        nonlocal shown
         services.admission.pump()
-        services.metrics.set_load(num_running=services.placement.num_placed, num_waiting=services.admission.num_waiting)
+        load = services.placement.num_placed, services.admission.num_waiting
+        if load != shown:
+            shown = load
+            services.metrics.set_load(num_running=load[0], num_waiting=load[1])
 
     return on_change

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from outrider.answer import AnswerEvent
 from outrider.errors import AbortedError, AlreadyRunningError, InternalError, NotFoundError, OutriderError
@@ -15,6 +15,7 @@ from router.request_flow import RequestFlow
 from router.trailers import NOTHING_GENERATED, Trailers
 
 _log = get_logger("requests")
+Message = TypeVar("Message")
 
 
 class RunningRequest:
@@ -80,21 +81,6 @@ class RunningRequest:
         """What a call's trailers say of the answer so far."""
         return self._trailers()
 
-    async def stream(self, next_positions: Mapping[int, int] | None = None) -> AsyncGenerator[list[AnswerEvent], None]:
-        """The answer from these positions on (by sample); the stream that was attached before ends.
-
-        Raises: OutOfRangeError for positions that the answer does not have; what the answer
-        ends with; AbortedError when another stream is attached.
-        """
-        reader = self.answer.read(next_positions)
-        self._stop_expiry()
-        try:
-            async with aclosing(reader.batches()) as batches:
-                async for batch in batches:
-                    yield batch
-        finally:
-            self.leave()
-
     def abort(self) -> bool:
         """Whether there was something to stop."""
         if self._flow is not None:
@@ -110,26 +96,34 @@ class RunningRequest:
 
     async def write(
         self,
-        write: Callable[[AnswerEvent], Awaitable[None]],
+        write: Callable[[Message], Awaitable[None]],
+        render: Callable[[AnswerEvent], Message],
         next_positions: Mapping[int, int] | None = None,
     ) -> None:
-        """Passes the answer on, event by event, as the client takes them. Raises: as `stream`; what `give_up` says."""
+        """Passes the answer on from these positions (by sample), message by message, as the client takes them.
+
+        The stream that was attached before ends. Raises: OutOfRangeError for positions that the answer does not
+        have; what the answer ends with; AbortedError when another stream is attached; what `give_up` says.
+        """
+        reader = self.answer.read(render, next_positions)
+        self._stop_expiry()
         writer = self._writer = asyncio.current_task()
         try:
-            async with aclosing(self.stream(next_positions)) as batches:
-                async for events in batches:
-                    for event in events:
-                        self.stalled_since = time.monotonic()
-                        await write(event)
-                        self.stalled_since = None
+            while messages := await reader.next():
+                for message in messages:
+                    self.stalled_since = time.monotonic()
+                    await write(message)
+                    self.stalled_since = None
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
             writer.uncancel()  # it was us
             raise self._given_up from None
         finally:
+            reader.close()
             if self._writer is writer:
                 self._writer = self.stalled_since = None
+            self.leave()
 
     def give_up(self, error: OutriderError) -> None:
         """Ends the answer, and the stream that its client does not read, and drops it."""

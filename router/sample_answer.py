@@ -38,8 +38,12 @@ class SampleAnswer:
         self._sample = sample
         self._rules = rules
         self._text = text
-        self._num_prompt_tokens = len(request.prompt_token_ids)
         self._brought = request.generated_token_ids
+        self.start_position = len(request.prompt_token_ids) + len(self._brought)
+        """Of the first token that this call makes."""
+        self.next_position = self.start_position
+        self.last_position = len(request.prompt_token_ids) + rules.max_tokens
+        """Of the token behind the longest answer."""
         self._token_ids: list[int] = []
         self._texts: list[str] = []  # of each token
         self._logprobs: list[TokenLogprobs] = []  # of each token, or empty
@@ -55,20 +59,6 @@ class SampleAnswer:
     def num_tokens(self) -> int:
         """Tokens that this call made."""
         return len(self._token_ids)
-
-    @property
-    def start_position(self) -> int:
-        """Of the first token that this call makes."""
-        return self._num_prompt_tokens + len(self._brought)
-
-    @property
-    def next_position(self) -> int:
-        return self.start_position + len(self._token_ids)
-
-    @property
-    def last_position(self) -> int:
-        """Of the token behind the longest answer."""
-        return self._num_prompt_tokens + self._rules.max_tokens
 
     @property
     def is_whole(self) -> bool:
@@ -99,7 +89,7 @@ class SampleAnswer:
             )
         if tokens.logprobs and len(tokens.logprobs) != len(tokens.token_ids):
             raise InternalError(f"{len(tokens.logprobs)} logprobs came with {len(tokens.token_ids)} tokens")
-        num_known = min(len(self._token_ids) - first, len(tokens.token_ids))
+        num_known = min(len(self._token_ids) - first, len(tokens.token_ids))  # nearly always 0
         for offset in range(num_known):
             if self._token_ids[first + offset] != tokens.token_ids[offset]:
                 raise TokenMismatchError(
@@ -108,15 +98,17 @@ class SampleAnswer:
                 )
         if self.finished is not None:
             return 0
-        num_before = len(self._token_ids)
+        num_new = 0
         for token_id in tokens.token_ids[num_known:]:
             released, has_ended = self._read(token_id, len(self._brought) + len(self._token_ids))
             self._token_ids.append(token_id)
             self._texts.append(released)
+            num_new += 1
             if has_ended:
                 break
-        num_new = len(self._token_ids) - num_before
-        self._logprobs.extend(tokens.logprobs[num_known : num_known + num_new])
+        self.next_position += num_new
+        if tokens.logprobs:
+            self._logprobs.extend(tokens.logprobs[num_known : num_known + num_new])
         return num_new
 
     def finish(self, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
@@ -125,15 +117,14 @@ class SampleAnswer:
             self._tail = self._text.finish()
             self.finished = Finished(self._sample, reason, stop_token_id=stop_token_id)
 
-    def delta(self, position: int) -> Delta | None:
-        """The tokens from a position on, with what they released; None when there is none."""
+    def delta(self, position: int) -> Delta:
+        """The tokens from a position before the next one on, with what they released."""
         first = position - self.start_position
-        token_ids = tuple(self._token_ids[first:])
-        if not token_ids:
-            return None
-        echo = self._echo if first == 0 else ""
-        text = echo + "".join(self._texts[first:]) if self._shows_text else ""
-        return Delta(self._sample, position, token_ids, text, tuple(self._logprobs[first:]))
+        text = "".join(self._texts[first:]) if self._shows_text else ""
+        if first == 0 and self._shows_text:
+            text = self._echo + text
+        logprobs = tuple(self._logprobs[first:]) if self._logprobs else ()
+        return Delta(self._sample, position, tuple(self._token_ids[first:]), text, logprobs)
 
     def tail(self) -> Delta | None:
         """Text that was held back when the sample ended without another token: a delta of its own, so that a client

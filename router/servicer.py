@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -67,16 +67,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context), self._request(request, context) as running:
-            await self._write(running, context)
+            await running.write(context.write, event_to_proto)
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
         async with rpc_errors(context), self._request(request, context) as running:
             answer = WholeAnswer(num_samples(request.sampling), max_bytes=self._max_message_bytes)
-            async with aclosing(running.stream()) as batches:
-                async for events in batches:
-                    answer.add(events)
+            await running.write(answer.add, lambda event: event)
             return answer.to_proto()
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
@@ -89,7 +87,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             caller = self._charge(context)
             running = await self.desk.find(request.request_id, next_positions, caller)
             try:
-                await self._write(running, context, next_positions)
+                await running.write(context.write, event_to_proto, next_positions)
             finally:
                 running.leave()
                 context.set_trailing_metadata(running.trailers())
@@ -168,11 +166,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         finally:
             running.leave()
             context.set_trailing_metadata(running.trailers())
-
-    async def _write(
-        self, running: RunningRequest, context: Context, next_positions: dict[int, int] | None = None
-    ) -> None:
-        await running.write(lambda event: context.write(event_to_proto(event)), next_positions)
 
     def _charge(self, context: Context) -> Caller:
         """Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""

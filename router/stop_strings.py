@@ -21,11 +21,14 @@ class StopStringMatcher:
         self._floor = 0  # no match begins before this character
         self.matched: str | None = None
 
+    @property
+    def has_strings(self) -> bool:
+        """False: it releases everything at once."""
+        return bool(self._strings)
+
     def append(self, text: str) -> str:
         """Takes the text of one token; gives what may be sent. Sets `matched`."""
         assert self.matched is None, "nothing follows a match"
-        if not self._strings:
-            return text
         self._num_seen += len(text)
         text = self._held + text
         start = min(max(self._floor - (self._num_seen - len(text)), 0), len(text))

@@ -17,12 +17,15 @@ class AnswerText:
     def __init__(self, detokenizer: Detokenizer, matcher: StopStringMatcher, *, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._has_stop_strings = matcher.has_strings
         self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string begins
         self.matched_stop_string: str | None = None
 
     def append(self, token_id: int) -> str:
         """The text that this token releases. Nothing may follow a match."""
         text = self._detokenizer.append(token_id)
+        if not self._has_stop_strings:
+            return text
         if self._num_unstoppable == 0:
             released = self._matcher.append(text)
             self.matched_stop_string = self._matcher.matched

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from outrider.answer import AnswerEvent, Delta
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
@@ -22,12 +20,11 @@ class WholeAnswer:
         self._events: list[AnswerEvent] = []
         self._most_bytes = 0  # an upper bound of what the events take
 
-    def add(self, events: Iterable[AnswerEvent]) -> None:
-        """Raises: InvalidRequestError when the answer is larger than a message."""
-        for event in events:
-            self._events.append(event)
-            if isinstance(event, Delta):
-                self._most_bytes += _most_bytes(event)
+    async def add(self, event: AnswerEvent) -> None:
+        """Never waits. Raises: InvalidRequestError when the answer is larger than a message."""
+        self._events.append(event)
+        if isinstance(event, Delta):
+            self._most_bytes += _most_bytes(event)
         if self._most_bytes > self._max_bytes:
             self._most_bytes = self.to_proto().ByteSize()
             if self._most_bytes > self._max_bytes:

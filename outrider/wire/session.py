@@ -201,7 +201,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
                 sequence_group_id=group_id,
                 sample=tokens.sample,
                 start_position=tokens.start_position,
-                token_ids=tuple(tokens.token_ids),
+                token_ids=tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
                 logprobs=logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
                 speculation=_counts_from_proto(tokens.speculation)
                 if tokens.HasField("speculation")

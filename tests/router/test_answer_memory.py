@@ -125,7 +125,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     async def never_taken(_event):
         await asyncio.Event().wait()
 
-    writing = asyncio.create_task(unread.write(never_taken))
+    writing = asyncio.create_task(unread.write(never_taken, lambda event: event))
     await cluster.eventually(lambda: unread.answer.has_ended)
     assert cluster.services.answers.reserved_bytes > 400 * TOKEN
     assert len((await cluster.generate(sampling=sampling)).token_ids()) == 400

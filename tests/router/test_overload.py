@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import grpc
 import pytest
-
-from outrider.answer import Delta, Started
-from outrider.request import OutputOptions, Request, SamplingParams, StopConditions
-from outrider.session import SampleTokens
-from router.answer import BEHIND_SECONDS, make_answer
 
 CAPACITY = 8
 """Sequences that the decode node runs at a time."""
@@ -84,55 +78,3 @@ async def test_requests_whose_deadline_passes_in_the_queue_cost_the_nodes_nothin
         call.cancel()
     await busy.is_empty()
     assert len(busy.prefill.requests) == CAPACITY
-
-
-class Reading:
-    """One reader of an answer to which a test adds tokens."""
-
-    def __init__(self):
-        request = Request(
-            request_id="r",
-            prompt_token_ids=(1,),
-            prompt_text="",
-            sampling=SamplingParams(seed=0, max_tokens=100),
-            stop=StopConditions(),
-            output=OutputOptions(token_ids_only=True),
-        )
-        self.answer = make_answer(request, tokenizer=None, stop_token_ids=())
-        self.answer.begin(Started(request_id="r", num_prompt_tokens=1, seed=0, model="m", router="r"))
-        self.batches = self.answer.read().batches()
-
-    def add(self, position):
-        tokens = SampleTokens(sequence_group_id=b"", sample=0, start_position=position, token_ids=(position,))
-        self.answer.take(tokens)
-
-    async def next(self):
-        """Token ids of the next delta."""
-        async with asyncio.timeout(10):
-            async for events in self.batches:
-                found = [event.token_ids for event in events if isinstance(event, Delta)]
-                if found:
-                    return found[0]
-        raise AssertionError("the answer has ended")
-
-
-async def test_while_the_event_loop_is_behind_deltas_merge():
-    reading = Reading()
-    reading.add(1)
-    time.sleep(2 * BEHIND_SECONDS)  # noqa: ASYNC251 this is the stall
-    assert await reading.next() == (1,), "the first token never waits"
-    waiting = asyncio.ensure_future(reading.next())
-    await asyncio.sleep(0)
-    reading.add(2)
-    time.sleep(2 * BEHIND_SECONDS)  # noqa: ASYNC251
-    await asyncio.sleep(0)
-    reading.add(3)
-    reading.add(4)
-    assert await waiting == (2, 3, 4)
-
-
-async def test_on_time_each_token_goes_out_by_itself():
-    reading = Reading()
-    for position in range(1, 5):
-        reading.add(position)
-        assert await reading.next() == (position,)

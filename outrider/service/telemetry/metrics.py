@@ -7,9 +7,11 @@ engines do. What vLLM has no name for is `outrider:*`. Every series has the labe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
 
 from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason, VerificationMethod
@@ -35,6 +37,8 @@ MOVE_CAUSES = (
     *("decode_lost", "decode_silent", "decode_late", "draining", "group_failed", "prefill_lost", "protocol"),
     *("token_mismatch", "hand_off"),
 )
+
+MAX_PENDING_TOKEN_TIMES = 256
 
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
@@ -62,6 +66,17 @@ class _Family:
 
     def labelled_gauge(self, name: str, help_text: str, label: str) -> _LabelledGauge:
         return _LabelledGauge(Gauge(name, help_text, ("model_name", label), registry=self._registry), self._model_name)
+
+
+class _BeforeOthers(Collector):
+    """No metrics: brings those that are registered after it up to date when they are read."""
+
+    def __init__(self, update: Callable[[], None]) -> None:
+        self._update = update
+
+    def collect(self) -> Iterable[Metric]:
+        self._update()
+        return ()
 
 
 class _LabelledGauge:
@@ -200,6 +215,8 @@ class RouterMetrics:
     """What clients of the router see. One for each process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
+        self._token_times: deque[tuple[int, float | None]] = deque()  # not yet in their metrics
+        registry.register(_BeforeOthers(self._take_token_times))
         family = _Family(model_name, registry)
         self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
@@ -247,10 +264,23 @@ class RouterMetrics:
         self._ttft.observe(ttft_seconds)
 
     def observe_tokens(self, *, num_tokens: int, seconds_since_last: float | None) -> None:
-        """Tokens that arrived together. `seconds_since_last` is None for a sample's first."""
-        self._generation_tokens.inc(num_tokens)
-        if seconds_since_last is not None and num_tokens:
-            self._itl.observe(seconds_since_last / num_tokens)
+        """Tokens that arrived together. `seconds_since_last` is None for a sample's first.
+
+        One call for every token of every stream: their metrics, with their locks, are moved many at a time.
+        """
+        self._token_times.append((num_tokens, seconds_since_last))
+        if len(self._token_times) >= MAX_PENDING_TOKEN_TIMES:
+            self._take_token_times()
+
+    def _take_token_times(self) -> None:
+        while self._token_times:
+            try:
+                num_tokens, seconds_since_last = self._token_times.popleft()
+            except IndexError:  # a scrape, in its thread, was faster
+                return
+            self._generation_tokens.inc(num_tokens)
+            if seconds_since_last is not None and num_tokens:
+                self._itl.observe(seconds_since_last / num_tokens)
 
     def observe_finished_sample(self, reason: FinishReason) -> None:
         self._success(_FINISHED_REASONS[reason]).inc()
