@@ -130,6 +130,7 @@ def make_build(
             policy=DraftPolicy(num_speculative_tokens=config.num_speculative_tokens),
             num_speculative_tokens=config.num_speculative_tokens,
             max_wait_seconds=config.draft_wait_seconds,
+            takes_trees=config.draft_trees == "auto",
         )
         ingest = Ingest(
             kv_cache=kv_cache,

@@ -38,6 +38,12 @@ class DecodeNodeConfig:
     num_speculative_tokens: int = setting(
         5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
     )
+    draft_trees: str = setting(
+        "off",
+        choices=("auto", "off"),
+        help="auto: draft nodes that look ahead send the likeliest alternatives to their tokens, which are verified in "
+        "the same step where they are worth more than a longer draft.",
+    )
     local_fallback: str = setting(
         "ngram", choices=("ngram", "none"), help="Proposes where no draft node has: prompt lookup, or nothing."
     )

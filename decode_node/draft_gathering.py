@@ -9,6 +9,7 @@ from decode_node.drafts import DraftClient, DraftWant, NoDrafts
 from decode_node.groups import Sample
 from decode_node.step_drafts import StepDrafts
 from decode_node.verdict import Verdict
+from outrider.request import VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_policy import DraftPolicy
@@ -41,12 +42,14 @@ class DraftGatherer:
         policy: DraftPolicy,
         num_speculative_tokens: int,
         max_wait_seconds: float,
+        takes_trees: bool = False,
     ) -> None:
         self._client = client
         self._fallback = fallback
         self._policy = policy
         self._num_speculative_tokens = num_speculative_tokens
         self._max_wait_seconds = max_wait_seconds
+        self._takes_trees = takes_trees
         self._last_step_seconds = 0.0
         self._unindexed: dict[int, Sequence[int]] = {}  # tokens that the fallback does not know yet, by sequence
 
@@ -66,6 +69,9 @@ class DraftGatherer:
                 stop_token_ids=opened.stop_token_ids,
                 verification_method=opened.verification_method,
                 cache_salt=opened.cache_salt,
+                # Other methods verify one path; a greedy request is verified by coupled sampling, whatever it asks for.
+                takes_trees=self._takes_trees
+                and (opened.verification_method is VerificationMethod.COUPLED or opened.sampling.is_greedy),
             ),
             known_token_ids,
         )

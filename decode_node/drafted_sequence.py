@@ -236,14 +236,15 @@ class DraftedSequence:
         self.has_news = True
 
     def _keep(self, tree: DraftTree, now: float) -> None:
-        if not self.start.verifies_trees:
-            tree = tree.chain()
         if not self._is_spent(tree):
             self.trees.add(tree, self.committed, now=now)
 
     def _is_plausible_tree(self, tree: DraftTree, most_wanted: int, vocab_size: int, *, is_assumption: bool) -> bool:
         """What serves no more is not hashed: the hash of a prefix far back costs its whole length."""
-        if len(tree) > most_tokens_offered(most_wanted) or not tree.is_well_formed:
+        takes_trees = self.start.takes_trees
+        if len(tree) > most_tokens_offered(most_wanted, takes_trees=takes_trees) or not tree.is_well_formed:
+            return False
+        if tree.parents and not takes_trees:
             return False
         if tree.token_ids and not 0 <= min(tree.token_ids) <= max(tree.token_ids) < vocab_size:
             return False

@@ -356,13 +356,15 @@ def _tree_of(branch: AheadBranch, held: HeldSequence, hello: DraftHello) -> Draf
     """Empty where the decode node's model does not have the ids."""
     assumed = branch.assumed_token_ids
     num_known = _num_known_to(hello, branch.token_ids) if _num_known_to(hello, assumed) == len(assumed) else 0
-    return DraftTree(
+    tree = DraftTree(
         length=len(held.tokens) + len(assumed),
         prefix_hash=held.tokens.hash_after(assumed),
-        token_ids=branch.token_ids[:num_known],
+        token_ids=branch.token_ids,
         probability=branch.probability,
-        distributions=branch.distributions[:num_known],
+        distributions=branch.distributions,
+        parents=branch.parents,
     )
+    return tree.cut(num_known)
 
 
 def _num_known_to(hello: DraftHello, token_ids: Sequence[int]) -> int:

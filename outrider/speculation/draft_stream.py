@@ -38,9 +38,14 @@ NUM_EXTRA_TOKENS = 8
 """Offered beyond num_wanted, so that a branch still serves after the next commits."""
 
 
-def most_tokens_offered(num_wanted: int) -> int:
+MAX_SIBLINGS = 8
+"""Tokens beside the likeliest path of a branch, where the decode node takes trees."""
+
+
+def most_tokens_offered(num_wanted: int, *, takes_trees: bool = False) -> int:
     """The longest branch that may answer `num_wanted`: some more, for re-basing."""
-    return max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
+    on_path = max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
+    return on_path + MAX_SIBLINGS if takes_trees else on_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +70,7 @@ class SequenceStart:
     stop_token_ids: tuple[int, ...] = ()
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     cache_salt: bytes = b""
-
-    @property
-    def verifies_trees(self) -> bool:
-        """Whether a draft may have branches; of others the likeliest path is verified. Greedy: all methods are one."""
-        return self.verification_method is VerificationMethod.COUPLED or self.params.is_greedy
+    takes_trees: bool = False  # whether drafts may have branches
 
     @property
     def wants_distributions(self) -> bool:

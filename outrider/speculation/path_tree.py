@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.draft_stream import MAX_SIBLINGS
+from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.path_estimates import PathEstimates
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
@@ -203,6 +205,33 @@ class PathTree:
         path = DraftPath(kv, assumed, [()] * size, [None] * size, num_assumed=size, rank=opening.rank)
         self.alternatives.append(path)
         return path
+
+    def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The path's tokens from `start` to `end`, with the likeliest alternatives to them beside it.
+
+        These cost nothing: the runners-up of the draft model's race are known.
+
+        Returns:
+            Ids and parents as in DraftTree, in the order of their probability.
+        """
+        acceptance = self.estimates.acceptance
+        reached = 1.0  # probability that the text goes along the path to here
+        on_path: list[tuple[float, int, int]] = []  # probability, place on the path, id
+        siblings: list[tuple[float, int, int]] = []
+        for place in range(end - start):
+            on_path.append((reached * acceptance, place, path.token_ids[start + place]))
+            siblings += [
+                (reached * (1.0 - acceptance) * self.estimates.runner_up_chance(rank), place, token_id)
+                for rank, token_id in enumerate(path.runners_up[start + place])
+            ]
+            reached *= acceptance
+        if not siblings:
+            return tuple(path.token_ids[start:end]), ()
+        siblings = sorted(siblings, key=lambda each: -each[0])[:MAX_SIBLINGS]
+        # No token is likelier than its parent, which comes first of equals.
+        tokens = sorted([*on_path, *siblings], key=lambda each: (-each[0], each[1]))
+        indices = {place: tokens.index(token) for place, token in enumerate(on_path)}
+        return tuple(token_id for *_, token_id in tokens), tuple(indices.get(place - 1, ROOT) for _, place, _ in tokens)
 
     # --- inside ---------------------------------------------------------------------------
 

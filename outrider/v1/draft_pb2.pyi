@@ -75,20 +75,22 @@ class SequenceUpdate(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("sample", "sampling", "prompt_length", "stop_token_ids", "verification_method", "cache_salt")
+    __slots__ = ("sample", "sampling", "prompt_length", "stop_token_ids", "verification_method", "cache_salt", "takes_trees")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_TREES_FIELD_NUMBER: _ClassVar[int]
     sample: int
     sampling: _router_pb2.SamplingParams
     prompt_length: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     verification_method: _router_pb2.VerificationMethod
     cache_salt: bytes
-    def __init__(self, sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    takes_trees: bool
+    def __init__(self, sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., cache_salt: _Optional[bytes] = ..., takes_trees: bool = ...) -> None: ...
 
 class DraftProposals(_message.Message):
     __slots__ = ("hello", "sequences")
@@ -113,18 +115,20 @@ class SequenceProposals(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ..., num_computed: _Optional[int] = ...) -> None: ...
 
 class Branch(_message.Message):
-    __slots__ = ("length", "prefix_hash", "token_ids", "probability", "distributions")
+    __slots__ = ("length", "prefix_hash", "token_ids", "probability", "distributions", "parents")
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     length: int
     prefix_hash: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     probability: float
     distributions: _containers.RepeatedCompositeFieldContainer[TokenDistribution]
-    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., probability: _Optional[float] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ...) -> None: ...
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., probability: _Optional[float] = ..., distributions: _Optional[_Iterable[_Union[TokenDistribution, _Mapping]]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenDistribution(_message.Message):
     __slots__ = ("token_ids", "probabilities")

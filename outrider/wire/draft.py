@@ -88,6 +88,7 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
                 prefix_hash=branch.prefix_hash,
                 token_ids=branch.token_ids,
                 probability=branch.probability,
+                parents=[parent + 1 for parent in branch.parents],
                 distributions=[
                     draft_pb2.TokenDistribution(token_ids=each.token_ids, probabilities=each.probabilities)
                     for each in branch.distributions
@@ -116,6 +117,7 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
                 tuple(branch.token_ids[:TOO_MANY_TOKENS]),
                 probability=_probability_from(branch.probability),
                 distributions=tuple(map(_distribution_from, branch.distributions[:TOO_MANY_TOKENS])),
+                parents=tuple(parent - 1 for parent in branch.parents[:TOO_MANY_TOKENS]),
             )
             for branch in proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1]
         ),
@@ -151,6 +153,7 @@ def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:
         stop_token_ids=start.stop_token_ids,
         verification_method=VERIFICATION_METHODS.to_proto(start.verification_method),
         cache_salt=start.cache_salt,
+        takes_trees=start.takes_trees,
     )
 
 
@@ -162,4 +165,5 @@ def _start_from_proto(proto: draft_pb2.SequenceStart) -> SequenceStart:
         stop_token_ids=tuple(proto.stop_token_ids),
         verification_method=verification_method_from_proto(proto.verification_method),
         cache_salt=proto.cache_salt,
+        takes_trees=proto.takes_trees,
     )

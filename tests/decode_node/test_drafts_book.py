@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -627,3 +629,22 @@ def test_a_wake_looks_only_at_sequences_with_news(book, monkeypatch):
     book.update(1, [9], num_wanted=1)  # while the last is unanswered: told of when that is answered
     assert [book.take_updates(0), book.take_updates(0)] == [[], []]
     assert looked_at == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("takes_trees", "parents", "is_kept"),
+    [(True, (-1, -1, 0), True), (False, (-1, -1, 0), False), (True, (-1, 1, 0), False), (True, (-1, -1), False)],
+    ids=["a tree", "not asked for", "no tree", "too short"],
+)
+def test_branches_that_are_trees(book, takes_trees, parents, is_kept):
+    start, prompt = start_of(5)
+    book.open(1, replace(start, takes_trees=takes_trees), prompt, num_wanted=3)
+    (update,) = book.take_updates(0)
+    tree = DraftTree(1, update.prefix_hash, (7, 8, 9), parents=parents)
+    book.take_proposals(0, [answer_to(update, branches=(tree,))])
+    found, _ = book.find([DraftWant(1, prompt, 3)], wait_seconds=0.0)
+    assert tokens(found) == ({1: (7, 8, 9)} if is_kept else {})
+    assert book.counters().num_quarantined == (not is_kept)
+    if is_kept:
+        found, _ = book.find([DraftWant(1, (5, 7), 3)], wait_seconds=0.0)
+        assert tokens(found) == {1: (9,)}

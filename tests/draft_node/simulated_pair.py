@@ -18,8 +18,8 @@ from draft_node.draft_peer import DraftPeer
 from outrider.engine.fakes import FakeClock, ScriptedKVCache, ScriptedModel
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.request import SamplingParams
-from outrider.speculation.acceptance import accept
 from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 
@@ -121,7 +121,9 @@ class Text:
 class DecodeNode:
     """Steps of a set time over its sequences, each with `num_wanted` draft tokens that are here when it begins."""
 
-    def __init__(self, pair: SimulatedPair, decide: Decide, *, num_sequences: int, num_wanted: int) -> None:
+    def __init__(
+        self, pair: SimulatedPair, decide: Decide, *, num_sequences: int, num_wanted: int, takes_trees: bool
+    ) -> None:
         self.clock = FakeClock(pair.clock())
         self.book = DraftBook(vocab_size=VOCAB_SIZE, clock=self.clock)
         self.sequences: dict[int, Text] = {}
@@ -137,7 +139,8 @@ class DecodeNode:
         self.peer = pair.loop.connect(hello, lambda: None)
         self.to_draft: list[tuple[float, list[SequenceUpdate], float]] = []
         self.from_draft: list[tuple[float, list[SequenceProposals]]] = []
-        start = SequenceStart(params=SamplingParams(seed=1, max_tokens=2000), sample=0, prompt_length=3)
+        params = SamplingParams(seed=1, max_tokens=2000)
+        start = SequenceStart(params=params, sample=0, prompt_length=3, takes_trees=takes_trees)
         for key in range(num_sequences):
             prompt = [len(pair.nodes), key, 7]
             self.sequences[key] = Text(list(prompt))
@@ -165,11 +168,12 @@ class DecodeNode:
     def _finish_step(self) -> None:
         self.book.observe_step(self._pair.step_seconds)
         for key, sequence in self.sequences.items():
-            draft = self._drafts[key].token_ids if key in self._drafts else ()
-            decided: list[int] = []
-            for index in range(len(draft) + 1):
-                decided.append(self._decide([*sequence.token_ids, *draft[:index]]))
-            committed = accept(draft, decided)
+            draft = self._drafts.get(key, DraftTree(0))
+            committed: list[int] = []
+            last: int | None = ROOT
+            while last is not None:
+                committed.append(self._decide([*sequence.token_ids, *committed]))
+                last = draft.child(last, committed[-1])
             sequence.token_ids += committed
             sequence.num_steps += 1
             sequence.num_hits += bool(draft)
@@ -209,8 +213,10 @@ class SimulatedPair:
         self.now = 0.0
         self.num_ahead_tokens = 0
 
-    def add_node(self, decide: Decide, *, num_sequences: int = 1, num_wanted: int = 4) -> DecodeNode:
-        node = DecodeNode(self, decide, num_sequences=num_sequences, num_wanted=num_wanted)
+    def add_node(
+        self, decide: Decide, *, num_sequences: int = 1, num_wanted: int = 4, takes_trees: bool = False
+    ) -> DecodeNode:
+        node = DecodeNode(self, decide, num_sequences=num_sequences, num_wanted=num_wanted, takes_trees=takes_trees)
         self.nodes.append(node)
         return node
 

@@ -74,6 +74,31 @@ def test_the_text_is_the_targets_own_whatever_is_drafted():
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_siblings_win_where_the_drafter_is_often_wrong():
+    """With as many rows a step, the text is longer, and the same."""
+    texts = []
+    for takes_trees in (False, True):
+        pair = SimulatedPair()
+        node = pair.add_node(target_that_decides_like(pair.forward.model, 0.35, 0.45, 0.1), takes_trees=takes_trees)
+        pair.run(3.0)
+        texts.append(node.sequences[0])
+        assert texts[-1].num_drafted <= 4 * texts[-1].num_steps
+        assert node.book.counters().num_quarantined == 0
+        pair.proposer.check_integrity()
+    chains, trees = texts
+    assert trees.num_accepted / trees.num_steps > 1.15 * chains.num_accepted / chains.num_steps
+    size = min(len(text.token_ids) for text in texts)
+    assert chains.token_ids[:size] == trees.token_ids[:size]
+
+
+def test_a_good_drafters_rows_are_a_chain():
+    pair = SimulatedPair()
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0), takes_trees=True)
+    pair.run(1.0)
+    sequence = node.sequences[0]
+    assert sequence.num_accepted > 3.5 * (sequence.num_steps - 5)
+
+
 def test_a_target_that_verifies_nothing_costs_no_forward_after_its_step():
     pair = SimulatedPair()
     pair.add_node(target_that_decides_like(pair.forward.model, 0.7, 0.2))

@@ -18,7 +18,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.tiny import make_tiny_model
 from outrider.request import SamplingParams, VerificationMethod
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
@@ -100,6 +100,22 @@ class Reference:
 def test_a_draft_is_what_the_draft_model_itself_would_generate(model, params):
     (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start_of(params)))
     assert proposal.tree.token_ids == Reference(model).continuation(PROMPT, params, 6)
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_a_draft_for_a_target_that_takes_trees_has_the_same_tokens_and_siblings(model, params):
+    start = replace(start_of(params), takes_trees=True)
+    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
+    assert proposal.tree.is_well_formed
+    assert proposal.tree.chain().token_ids == Reference(model).continuation(PROMPT, params, 6)
+    assert len(proposal.tree) == 6 + MAX_SIBLINGS
+
+
+def test_a_draft_that_is_verified_by_rejection_sampling_has_no_siblings(model):
+    start = replace(start_of(HOT), takes_trees=True, verification_method=VerificationMethod.REJECTION)
+    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
+    assert not proposal.tree.parents
+    assert len(proposal.tree.distributions) == 3
 
 
 @pytest.mark.parametrize("num_agreeing", [0, 2, 5])

@@ -6,6 +6,8 @@ import pytest
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.speculation.draft_stream import MAX_SIBLINGS
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 
@@ -169,3 +171,35 @@ def test_a_likely_text_is_drafted_first_and_owners_take_turns():
 
     found = by_worth([row(0, 0.9), row(0, 0.8), row(0, 0.7), row(1, 0.1), row(2, 0.2)])
     assert [(each.owner, each.probability) for each in found] == [(0, 0.9), (2, 0.2), (1, 0.1), (0, 0.8), (0, 0.7)]
+
+
+def test_runners_up_are_siblings_in_the_order_of_their_probability(sequence):
+    main = sequence.draft(sequence.tree.main, 10, 11, 12)
+    token_ids, parents = sequence.tree.with_siblings(main, 0, 3)
+    tree = DraftTree(len(PROMPT), token_ids=token_ids, parents=parents)
+    assert tree.is_well_formed
+    assert tree.chain().token_ids == (10, 11, 12)
+    assert sorted(token_ids) == [10, 11, 12, 110, 111, 112, 210, 211, 212]
+    assert {(tree.depths()[index], token_ids[index] % 100 - 9) for index in range(9)} == {(1, 1), (2, 2), (3, 3)}
+    assert token_ids[:2] == (10, 11)
+    assert token_ids.index(110) < token_ids.index(210)
+    assert token_ids.index(110) < token_ids.index(111)
+
+
+def test_a_drafter_that_is_often_wrong_puts_siblings_before_longer_paths(sequence):
+    text = list(PROMPT)
+    for _ in range(20):
+        (token_id,) = sequence.draft(sequence.tree.main, 10).token_ids
+        text.append(token_id + 100)
+        sequence.tree.follow(text)
+    token_ids, parents = sequence.tree.with_siblings(sequence.draft(sequence.tree.main, 10, 11), 0, 2)
+    assert token_ids[:2] == (110, 10) or token_ids[:2] == (10, 110)
+    assert token_ids.index(110) < token_ids.index(11)
+    assert parents[token_ids.index(111)] == token_ids.index(10)
+
+
+def test_siblings_are_few(sequence):
+    main = sequence.draft(sequence.tree.main, *range(10, 26))
+    token_ids, parents = sequence.tree.with_siblings(main, 4, 16)
+    assert len(token_ids) == len(parents) == 12 + MAX_SIBLINGS
+    assert sequence.tree.with_siblings(main, 4, 4) == ((), ())

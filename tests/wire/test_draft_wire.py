@@ -35,6 +35,7 @@ START = SequenceStart(
     prompt_length=2,
     stop_token_ids=(0, 5),
     verification_method=VerificationMethod.REJECTION,
+    takes_trees=True,
 )
 
 
@@ -68,6 +69,7 @@ def test_an_update_survives_the_wire(update):
             acked_length=9,
             branches=(
                 DraftTree(9, 2**64 - 1, (1, 2)),
+                DraftTree(9, 7, (1, 2, 3), parents=(-1, -1, 1)),
                 DraftTree(8, 0, (3,), distributions=(TokenDistribution((3, 2**32 - 1), (0.75, 0.25)),)),
             ),
         ),

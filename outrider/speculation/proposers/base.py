@@ -44,6 +44,7 @@ class AheadBranch:
     token_ids: tuple[int, ...]
     probability: float  # the proposer's estimate that the text does
     distributions: tuple[TokenDistribution, ...] = ()  # as in DraftTree
+    parents: tuple[int, ...] = ()  # as in DraftTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +108,8 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """One proposal for each request, in their order.
 
-        At most `num_wanted` tokens each. Work in one call is bounded: a model makes at most
-        one forward pass, and a request that needs more comes back as DRAFTING or CATCHING_UP.
+        At most `num_wanted` tokens each, besides siblings where the sequence takes trees. Work in one call is bounded:
+        a model makes at most one forward pass, and a request that needs more comes back as DRAFTING or CATCHING_UP.
         A call that raises leaves what is remembered of each sequence as good as it was: it
         may be made again.
         """

@@ -219,7 +219,8 @@ class DraftModelProposer:
                 continue
             num_decisions = 0
             if request.num_wanted > 0 and num_rows == num_missing:
-                num_decisions = 1 + (NUM_RUNNERS_UP if request.max_alternatives else 0)
+                tells_runners_up = request.max_alternatives or drafted.start.takes_trees
+                num_decisions = 1 + (NUM_RUNNERS_UP if tells_runners_up else 0)
             if self._add(now, drafted, main, num_rows=num_rows, num_decisions=num_decisions, evicts_beside=busy):
                 budget -= 0 if is_draft else num_rows
             else:
@@ -354,11 +355,7 @@ class DraftModelProposer:
             main.num_sent = num_offered = min(len(main.token_ids), request.num_wanted)
         return Proposal(
             sequence_id=request.sequence_id,
-            tree=DraftTree(
-                length,
-                token_ids=tuple(main.token_ids[:num_offered]),
-                distributions=main.distributions_of(0, num_offered),
-            ),
+            tree=DraftTree(length, **_tokens_of(drafted, main, 0, num_offered)),
             progress=progress,
             num_computed=main.kv.num_tokens if progress is Progress.CATCHING_UP else 0,
         )
@@ -384,7 +381,14 @@ class DraftModelProposer:
                 start = path.num_assumed or min(num_before, max(0, len(path.token_ids) - most))
                 yield AheadBranch(
                     assumed_token_ids=tuple(path.token_ids[:start]),
-                    token_ids=tuple(path.token_ids[start : start + most]),
                     probability=tree.probability(path, start),
-                    distributions=path.distributions_of(start, start + most),
+                    **_tokens_of(drafted, path, start, min(start + most, len(path.token_ids))),
                 )
+
+
+def _tokens_of(drafted: _Drafted, path: DraftPath, start: int, end: int) -> dict[str, Any]:
+    """What is proposed of a path: fields of a DraftTree or an AheadBranch."""
+    if drafted.start.takes_trees and not drafted.start.wants_distributions:
+        token_ids, parents = drafted.tree.with_siblings(path, start, end)
+        return {"token_ids": token_ids, "parents": parents}
+    return {"token_ids": tuple(path.token_ids[start:end]), "distributions": path.distributions_of(start, end)}
