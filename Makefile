@@ -61,8 +61,14 @@ demo: $(READY) ## Four services, three prompts with and without speculation, and
 test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST_ARGS='-n 0' in one process)
 	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
+# Triton is large (690 MB installed), and only these need it.
+TRITON := $(VENV)/.triton
+$(TRITON): $(INSTALLED)
+	$(PIP_INSTALL) -c constraints.txt -e '.[triton]'
+	touch $@
+
 .PHONY: test-all
-test-all: $(READY) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
+test-all: $(READY) $(TRITON) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
 	$(BIN)/python checks/test_all.py $(PYTEST_ARGS)
 
 FAULTS_ARGS ?=
@@ -115,6 +121,11 @@ check-files: $(INSTALLED)
 	$(BIN)/check-jsonschema --schemafile checks/schemas/prometheus.json deploy/prometheus/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-datasources.json deploy/grafana/provisioning/datasources/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-dashboards.json deploy/grafana/provisioning/dashboards/*.yaml
+
+.PHONY: gpu-kernels
+gpu-kernels: $(TRITON) ## Our Triton kernels compiled for three generations of GPUs, and in the interpreter; needs no GPU
+	$(BIN)/python checks/gpu_kernels.py
+	$(BIN)/python -m pytest --full tests/engine/gpu_kernels $(PYTEST_ARGS)
 
 .PHONY: sanitize
 sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers

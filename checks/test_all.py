@@ -1,8 +1,9 @@
 """Runs every test there is, and says at the end what was left out and why. Arguments go to pytest.
 
 The suite with whole matrices and long soaks, the native kernels' tests over sanitized
-libraries, and clusters of containers. What this machine cannot run is left out and
-named, and is no failure; a part that fails does not keep the next from running.
+libraries, the GPU kernels compiled ahead of time, and clusters of containers. What this
+machine cannot run is left out and named, and is no failure; a part that fails does not
+keep the next from running.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -28,6 +30,7 @@ class Part:
 
     name: str
     command: list[str]
+    is_pytest: bool = True
     why_left_out: str = ""
     status: int = 0
     seconds: float = 0.0
@@ -39,7 +42,8 @@ class Part:
         report = folder / f"{len(list(folder.iterdir()))}.xml"
         started_at = time.monotonic()
         print(f"==== {self.name}", flush=True)
-        self.status = subprocess.run([*self.command, f"--junitxml={report}"], cwd=ROOT, check=False).returncode
+        command = [*self.command, f"--junitxml={report}"] if self.is_pytest else self.command
+        self.status = subprocess.run(command, cwd=ROOT, check=False).returncode
         self.seconds = time.monotonic() - started_at
         if report.exists():
             self._read(report)
@@ -62,6 +66,8 @@ class Part:
         if self.why_left_out:
             return f"left out  {self.name}: {self.why_left_out}"
         result = "passed" if self.status == 0 else "FAILED"
+        if not self.is_pytest:
+            return f"{result:8s}  {self.name}: {self.seconds:.0f} s, exit status {self.status}"
         counts = f"{self.num_passed} passed, {self.num_failed} failed, {self.skipped.total()} skipped"
         return f"{result:8s}  {self.name}: {counts}, {self.seconds:.0f} s, exit status {self.status}"
 
@@ -73,9 +79,11 @@ def main() -> int:
     parts = [
         Part("the suite, with whole matrices and long soaks", [*pytest, *whole, *arguments]),
         Part("native kernels with sanitizers", [sys.executable, "checks/sanitize.py", "--full", *arguments]),
+        Part("GPU kernels compiled ahead of time", [sys.executable, "checks/gpu_kernels.py"], is_pytest=False),
         Part("clusters of containers", [*pytest, "-m", "compose", "tests/compose", *arguments]),
     ]
     parts[1].why_left_out = why_no_sanitizers()
+    parts[2].why_left_out = "" if find_spec("triton") else "triton is not installed"
     with tempfile.TemporaryDirectory(prefix="outrider-test-all-") as folder:
         for part in parts:
             if not part.why_left_out:

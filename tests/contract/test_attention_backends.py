@@ -17,12 +17,16 @@ from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from tests.contract import stand_in_flash_attn
+from tests.interpreted_triton import interpreted_attention
 from tests.speculation.draft_trees import path_to
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_FLASH_ATTN = HAS_CUDA and importlib.util.find_spec("flash_attn") is not None
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = pytest.mark.skipif(not HAS_TRITON or HAS_CUDA, reason="needs triton, and no CUDA device to run it on")
 
 KERNELS = choose_kernels()
 
@@ -39,6 +43,17 @@ BACKENDS = [
     ),
     pytest.param(("stand-in", "cpu", torch.bfloat16), id="flash_attn-stand-in-bfloat16"),
     pytest.param(("stand-in", "cpu", torch.float16), id="flash_attn-stand-in-float16"),
+    pytest.param(  # triton's interpreter has no products of bfloat16
+        ("interpreted", "cpu", torch.float32), id="triton-interpreted-float32", marks=[pytest.mark.full, INTERPRETED]
+    ),
+    *(
+        pytest.param(
+            ("triton", "cuda", dtype),
+            id=f"triton-cuda-{str(dtype).removeprefix('torch.')}",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")],
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
     pytest.param(
         ("torch_sdpa", "cuda", torch.float32),
         id="torch_sdpa-cuda-float32",
@@ -74,6 +89,8 @@ def backend(request):
 def make_backend(name, device, dtype):
     if name == "native":  # comes with the kernels that a model was loaded with
         return NativeAttention(start_kernels(KERNELS, ModelConfig(num_threads=2)))
+    if name == "interpreted":
+        return interpreted_attention()
     if name == "stand-in":
         return flash_attention_over(stand_in_flash_attn, device)
     return make_attention_backend(name, device, str(dtype).removeprefix("torch."))
@@ -258,18 +275,33 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_flash_attn)
 
 
+@pytest.fixture
+def without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"), [("float32", "torch_sdpa"), ("bfloat16", "flash_attn"), ("float16", "flash_attn")]
 )
-def test_auto_on_a_gpu_takes_flash_attn_for_what_it_can_compute(installed, dtype, expected):
+def test_auto_on_a_gpu_takes_flash_attn_for_what_it_can_compute(installed, without_triton, dtype, expected):
     backend = make_attention_backend("auto", "cuda", dtype)
     assert backend.name == expected
     assert backend.block_size(None) == {"torch_sdpa": 16, "flash_attn": 256}[expected]
 
 
-def test_auto_on_a_gpu_without_flash_attn_is_torch(monkeypatch):
+def test_auto_on_a_gpu_without_flash_attn_and_triton_is_torch(without_triton, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert make_attention_backend("auto", "cuda", "bfloat16").name == "torch_sdpa"
+    with pytest.raises(ConfigError, match=r"triton package.*torch_sdpa"):
+        make_attention_backend("triton", "cuda", "bfloat16")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_on_a_gpu_without_flash_attn_is_triton(monkeypatch, dtype):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    backend = make_attention_backend("auto", "cuda", dtype)
+    assert (backend.name, backend.block_size(None)) == ("triton", 16)
 
 
 def test_what_flash_attn_cannot_do_is_refused_with_the_way_out(installed):

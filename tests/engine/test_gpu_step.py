@@ -23,7 +23,7 @@ from outrider.engine.sampler import Sampler, SampleRows, torch_decider
 from outrider.request import SamplingParams
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.fake_gpu import GPU, OneDevice, fake_gpu
+from tests.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
 
 VOCAB_SIZE = 5000
 BATCH = [
@@ -58,8 +58,26 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     return torch.empty_like(q)
 
 
-@pytest.fixture(params=["torch_sdpa", "flash_attn"])
+class Kernel:
+    """A Triton kernel, of which FakeTensorMode knows nothing: all of its tensors are on the GPU."""
+
+    def __getitem__(self, grid):
+        assert all(isinstance(size, int) and size > 0 for size in grid)
+
+        def launch(*arguments, **constants):
+            assert devices_of((arguments, constants)) == {"cuda"}
+
+        return launch
+
+
+@pytest.fixture(params=["torch_sdpa", "flash_attn", "triton"])
 def node(sampler, gpu, request, monkeypatch):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        from outrider.engine.attention import triton_paged
+
+        monkeypatch.setattr(triton_paged, "attend", Kernel())
+        monkeypatch.setattr(triton_paged, "merge_splits", Kernel())
     register_attention()
     package = ModuleType("flash_attn")
     package.__spec__ = ModuleSpec("flash_attn", None)

@@ -1,0 +1,134 @@
+"""Compiles our Triton kernels for three generations of GPUs and prints what they use; needs neither GPU nor driver.
+
+Exits with 1 if a kernel uses more than its bounds, or has a fused product and sum outside of tensor cores, which
+would round differently from one kernel to the next.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outrider.engine.gpu_kernels import attention
+
+CAPABILITIES = (80, 90, 100)
+TILE = attention.Tile()
+POINTERS = {"f": "*fp32", "i": "*i32", "l": "*i64", "b": "*bf16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with the constants of one use."""
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]  # of arguments that are no constants
+    constants: Mapping[str, Any]
+    most_shared: int  # bytes; 48 KiB fit three programs on each multiprocessor of an A100
+    most_spilled: int  # bytes stored by a thread
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one compiled kernel takes."""
+
+    registers: int  # of a thread
+    shared: int  # bytes
+    spilled: int  # bytes
+    fused: int  # instructions
+    products: int  # instructions for tensor cores
+
+
+def cases() -> Iterator[Case]:
+    """Every kernel, with the sizes of an 8B model of the Llama family."""
+    types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
+    types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
+    types |= dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")
+    types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
+    types |= dict.fromkeys(("num_seqs", "max_blocks", "max_splits", "window"), "i32")
+    types |= dict.fromkeys(("scale", "softcap"), "fp32")
+    sizes = {"HEADS_PER_KV": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
+    sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}
+    for has_paths in (False, True):
+        for is_split in (False, True):
+            flags = {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths, "IS_SPLIT": is_split}
+            yield Case(
+                f"attend{', trees' * has_paths}{', split' * is_split}",
+                attention.attend,
+                types,
+                sizes | flags,
+                most_shared=48 << 10,
+                most_spilled=256 if has_paths else 0,
+                num_warps=TILE.num_warps,
+                num_stages=TILE.num_stages,
+            )
+    merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
+    yield Case("merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0)
+
+
+def compile_case(case: Case, capability: int) -> Use:
+    """Compiles to PTX, and that with ptxas to machine code."""
+    names = case.kernel.arg_names
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    types = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
+    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": False}
+    compiled = triton.compile(
+        ASTSource(fn=case.kernel, signature=types, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+    ptx = compiled.asm["ptx"]
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if capability >= 100:
+        assembler = assembler.with_name("ptxas-blackwell")
+    target = re.search(r"^\.target ([a-z0-9_]+)", ptx, re.MULTILINE)
+    assert target is not None, "PTX names its target"
+    with tempfile.TemporaryDirectory(prefix="outrider-ptx-") as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx, encoding="ascii")
+        command = [str(assembler), "-v", "--fmad=false", f"--gpu-name={target[1]}", str(source), "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return Use(
+        registers=max(map(int, re.findall(r"Used (\d+) registers", report))),
+        shared=compiled.metadata.shared,
+        spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+        fused=len(re.findall(r"\bfma\.", ptx)),
+        products=len(re.findall(r"\b(?:mma|wgmma|tcgen05\.mma)\.\S*sync", ptx)),
+    )
+
+
+def main() -> int:
+    print(f"triton {triton.__version__}: capability, registers of a thread, shared and spilled bytes, mma instructions")
+    has_failed = False
+    for case in cases():
+        for capability in CAPABILITIES:
+            use = compile_case(case, capability)
+            problems = [
+                *[f"more than {case.most_shared} shared bytes"] * (use.shared > case.most_shared),
+                *[f"more than {case.most_spilled} spilled bytes"] * (use.spilled > case.most_spilled),
+                *[f"{use.fused} fused instructions"] * (use.fused > 0),
+            ]
+            has_failed |= bool(problems)
+            print(
+                f"{case.name:24s} sm_{capability:<4d}{use.registers:5d}{use.shared:8d}{use.spilled:6d}{use.products:6d}"
+                f"  {'; '.join(problems) or 'ok'}",
+                flush=True,
+            )
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

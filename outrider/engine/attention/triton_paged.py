@@ -1,0 +1,97 @@
+"""Paged attention by our own Triton kernel: blocks of any size, read in place, the same bits for a row in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.engine.attention.base import DEFAULT_BLOCK_SIZE, AttentionOptions
+from outrider.engine.gpu_kernels.attention import Tile, attend, merge_splits
+from outrider.engine.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from outrider.engine.device_batch import DeviceBatch
+
+_MOST_SPLIT_ROWS = 256
+"""With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One forward's batch, and what its kernels are launched with."""
+
+    batch: InputBatch | DeviceBatch
+    num_rows: int
+    num_seqs: int
+    max_blocks: int
+    block_size: int
+    longest: int  # sequence, in tokens
+    has_trees: bool
+
+
+class TritonAttention:
+    """One launch for all rows of all sequences, and one that merges splits where rows are few."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device | str = "cuda", tile: Tile | None = None) -> None:
+        self._device = torch.device(device)
+        self._tile = tile or Tile()
+
+    def block_size(self, wanted: int | None) -> int:
+        return wanted or DEFAULT_BLOCK_SIZE
+
+    def prepare(self, batch: InputBatch) -> _Plan:
+        return _Plan(
+            batch=batch.on(self._device),
+            num_rows=batch.num_rows,
+            num_seqs=batch.num_seqs,
+            max_blocks=batch.max_blocks,
+            block_size=batch.block_size,
+            longest=max(batch.arrays.seq_lens),
+            has_trees=batch.has_trees,
+        )
+
+    def attend(
+        self,
+        plan: _Plan,
+        query: Tensor,  # [num_rows, num_heads, head_dim], any floating dtype, that of the caches
+        key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+        value_cache: Tensor,  # same
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Returns [num_rows, num_heads, head_dim]."""
+        tile, batch = self._tile, plan.batch
+        _, num_heads, head_dim = query.shape
+        num_kv_heads = key_cache.shape[2]
+        padded_dim = max(16, 1 << (head_dim - 1).bit_length())
+        max_splits = -(-plan.longest // tile.split_keys)
+        is_split = max_splits > 1 and plan.num_rows <= _MOST_SPLIT_ROWS
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        partials = (plan.num_rows, num_heads, max_splits) if is_split else (0, 0, 0)
+        values = torch.empty((*partials, padded_dim), dtype=torch.float32, device=query.device)
+        largest, totals = torch.empty((2, *partials), dtype=torch.float32, device=query.device).unbind(0)
+        rows_per_tile = tile.lines // (num_heads // num_kv_heads)
+        grid = (plan.num_rows // rows_per_tile + plan.num_seqs, num_kv_heads, max_splits if is_split else 1)
+        window = options.sliding_window or 0
+        attend[grid](
+            query, key_cache, value_cache, output, values, largest, totals,
+            batch.query_start_loc, batch.seq_lens, batch.positions, batch.block_tables,
+            batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
+            options.scaling, options.softcap or 0.0, window,
+            HEADS_PER_KV=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_dim, HEAD_DIM=padded_dim,
+            BLOCK_SIZE=plan.block_size, LINES=tile.lines, KEYS=tile.keys, SPLIT_KEYS=tile.split_keys,
+            HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=plan.has_trees, IS_SPLIT=is_split,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
+        )  # fmt: skip
+        if is_split:
+            merge_splits[plan.num_rows, num_heads](
+                values, largest, totals, output, batch.positions, max_splits, window,
+                NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, SPLIT_KEYS=tile.split_keys,
+                HAS_WINDOW=window > 0, enable_fp_fusion=False,
+            )  # fmt: skip
+        return output

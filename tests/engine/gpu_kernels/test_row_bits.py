@@ -1,0 +1,81 @@
+"""A row of our attention kernel has the same bits alone and in any company: what model.deterministic rests on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from tests.interpreted_triton import interpreted_attention
+
+attention_kernels = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.gpu_kernels.attention")
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 40
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
+TILE = attention_kernels.Tile(lines=16, keys=16, split_keys=32)
+BLOCKS = (7, 3, 11, 2, 9)
+PLAIN = AttentionOptions(0.25)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """(queries of positions, keys, values): row by row, so that a row is the same wherever it is in a batch."""
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn((100, NUM_HEADS, HEAD_DIM), generator=generator)
+    shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    return queries, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def attend(memory, *sequences, options=PLAIN, backend=None):
+    """[num_rows, num_heads, head_dim] of all rows."""
+    queries, keys, values = memory
+    batch = build_input_batch(sequences, BLOCK_SIZE)
+    attention = backend or interpreted_attention(tile=TILE)
+    return attention.attend(attention.prepare(batch), queries[batch.positions], keys, values, options)
+
+
+def rows(start, end, blocks=BLOCKS, parents=()):
+    return SequenceRows([0] * (end - start), start, blocks, 0, parents)
+
+
+@pytest.mark.parametrize("options", [PLAIN, AttentionOptions(0.25, sliding_window=37, softcap=1.5)])
+@pytest.mark.parametrize("position", [0, 31, 32, 70])
+def test_a_row_has_the_same_bits_alone_and_in_company(memory, position, options):
+    alone = attend(memory, rows(position, position + 1), options=options)[0]
+    for start, end in ((max(position - 3, 0), position + 1), (position, position + 5)):
+        verified = attend(memory, rows(start, end), options=options)
+        assert torch.equal(verified[position - start], alone)
+    crowd = [rows(60, 61, (20, 21, 22, 23)), rows(position, position + 2), rows(0, 9, (24,)), rows(3, 4, (25,))]
+    assert torch.equal(attend(memory, *crowd, options=options)[1], alone)
+
+
+def test_splits_merged_by_one_program_or_by_another_give_the_same_bits(memory, monkeypatch):
+    few = attend(memory, rows(66, 71))
+    from outrider.engine.attention import triton_paged
+
+    monkeypatch.setattr(triton_paged, "_MOST_SPLIT_ROWS", 0)
+    assert torch.equal(attend(memory, rows(66, 71)), few)
+
+
+def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
+    """Its keys lie elsewhere, but in the same order."""
+    queries, keys, values = memory
+    chain = attend(memory, rows(45, 50))
+    keys, values = keys.clone(), values.clone()
+    # A tree whose path 0, 2, 4 is the chain's 46, 47, 48: their slots are those of rows 1, 3 and 5.
+    for cache in (keys, values):
+        before = [cache[BLOCKS[p // 16], p % 16].clone() for p in range(46, 52)]
+        for place, source in ((46, 0), (48, 1), (50, 2)):
+            cache[BLOCKS[place // 16], place % 16] = before[source]
+        for place in (47, 49):
+            cache[BLOCKS[place // 16], place % 16] = 99.0
+    tree = attend((queries, keys, values), rows(45, 51, parents=(-1, -1, 0, 0, 2)))
+    assert torch.equal(tree[[0, 1, 3, 5]], chain[:4])
+
+
+def test_the_order_of_keys_would_be_noticed(memory):
+    """Negative control: other blocks of keys round otherwise."""
+    other = interpreted_attention(tile=attention_kernels.Tile(lines=16, keys=32, split_keys=32))
+    difference = attend(memory, rows(66, 71)) - attend(memory, rows(66, 71), backend=other)
+    assert 0.0 < float(difference.abs().max()) < 1e-5
