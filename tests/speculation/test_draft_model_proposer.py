@@ -235,6 +235,48 @@ def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_pre
     proposer.check_integrity()
 
 
+class FailsBeforeCopies:
+    """A forward that raises, having copied no block, when it should copy some; each time it has worked once between."""
+
+    def __init__(self, forward) -> None:
+        self._forward = forward
+        self.num_failures = 0
+        self._has_worked = True
+
+    def __getattr__(self, name):
+        return getattr(self._forward, name)
+
+    def decide(self, rows, block_copies):
+        if block_copies and self._has_worked:
+            self._has_worked = False
+            self.num_failures += 1
+            raise RuntimeError("no forward now")
+        self._has_worked = True
+        return self._forward.decide(rows, block_copies)
+
+
+def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
+    proposer, reference = proposer_of(model), Reference(model)
+    request = ProposalRequest(1, PROMPT, 2, start_of(GREEDY), max_alternatives=9)
+    drafts_of(proposer, request)
+    proposer._forward = forward = FailsBeforeCopies(proposer._forward)
+    branches = []
+    for _ in range(40):
+        try:
+            (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+        except RuntimeError:
+            continue  # as for IsolatedProposer, which asks again for those that are not to blame
+        branches += ahead.ahead
+        if not ahead.may_go_on:
+            break
+    assert forward.num_failures > 1
+    assert branches
+    for branch in branches:
+        assumed = [*PROMPT, *branch.assumed_token_ids]
+        assert branch.token_ids == reference.continuation(assumed, GREEDY, len(branch.token_ids))
+    proposer.check_integrity()
+
+
 @pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])
 def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
     reference, start = Reference(model), start_of(params)

@@ -319,12 +319,14 @@ class DraftModelProposer:
         if not now.rows:
             return
         started = self._clock()
-        decided = self._forward.decide([row.rows for row in now.rows], now.copies)
+        try:
+            decided = self._forward.decide([row.rows for row in now.rows], now.copies)
+        except Exception:
+            self._give_up_copies(now)
+            raise
         num_rows, seconds = sum(len(row.rows.token_ids) for row in now.rows), self._clock() - started
-        if num_rows == len(now.rows):
-            self._budget.observe(num_rows, seconds)
-        else:
-            self._catch_up.observe(num_rows, seconds)
+        budget = self._budget if num_rows == len(now.rows) else self._catch_up
+        budget.observe(num_rows, seconds)
         for row, outcome in zip(now.rows, decided, strict=True):
             kv = row.path.kv
             kv.advance(row.rows.start_position + len(row.rows.token_ids))
@@ -332,6 +334,13 @@ class DraftModelProposer:
                 row.path.append(outcome.token_ids[0], outcome.token_ids[1:], outcome.distribution)
             if row.path is row.drafted.tree.main:
                 kv.publish(row.drafted.tree.token_ids)
+
+    def _give_up_copies(self, now: _Round) -> None:
+        """The forward has failed: blocks that it should have copied may hold nothing, and are computed again."""
+        destinations = {destination for _, destination in now.copies}
+        for kv in (row.path.kv for row in now.rows):
+            if not destinations.isdisjoint(kv.block_ids):  # the last one with valid tokens: only that is ever copied
+                kv.truncate(kv.num_tokens - kv.num_tokens % self._forward.pool.block_size)
 
     def _proposal(self, now: _Round, request: ProposalRequest, drafted: _Drafted | None) -> Proposal:
         length = len(request.token_ids)
