@@ -171,7 +171,7 @@ class DraftBook:
         """A new stream is up: its node knows nothing yet."""
         self._targets[target].connected()
         for drafted in self._sequences.values():
-            drafted.refused.discard(target)  # what the last stream said is no guilt of this one
+            drafted.stream_begins(target)
             if drafted.target is None:
                 self._assign(drafted)
 
@@ -328,7 +328,7 @@ class DraftBook:
         if target.is_connected and drafted.is_known_to_target:
             target.closed.add(drafted.sequence_id)
             self.has_unsent = True
-        drafted.leave()
+        target.num_under_way += drafted.leave()
 
     def _spread(self, target: DraftTarget, *, keep: int) -> None:
         """Moves all but `keep` sequences of a target to others that work; without those they stay."""

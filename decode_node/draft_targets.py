@@ -14,7 +14,8 @@ LATE_STEPS = 4.0
 LATENCY_SMOOTHING = 0.2
 
 MAX_UNASKED_IN_A_ROW = 1024
-"""Answers that nobody has asked for, before the stream is given up. Some cross the end of their sequence."""
+"""Answers that nobody has asked for, before the stream is given up, besides those that crossed the end of their sequence
+or its move to another node."""
 
 PROBE_STEPS = 2.0
 """An answer that comes within so many steps closes an open breaker."""
@@ -34,6 +35,7 @@ class DraftTarget:
     num_sequences: int = 0
     closed: set[int] = field(default_factory=set)  # sequences that have ended, of which the node has still to hear
     news: dict[int, None] = field(default_factory=dict)  # its sequences that may have something to tell, in order
+    num_under_way: int = 0  # answers and branches that may still come for sequences that have left it
     _num_unasked: int = 0  # in a row
     _probe_sent_at: float | None = None
     _missed_at: float = float("-inf")
@@ -46,7 +48,7 @@ class DraftTarget:
 
     def connected(self) -> None:
         self.is_connected = True
-        self._num_unasked = 0
+        self.was_asked()
         self.breaker.success()
 
     def disconnected(self) -> None:
@@ -70,11 +72,11 @@ class DraftTarget:
 
     @property
     def is_flooding(self) -> bool:
-        return self._num_unasked > MAX_UNASKED_IN_A_ROW
+        return self._num_unasked > MAX_UNASKED_IN_A_ROW + self.num_under_way
 
     def was_asked(self) -> None:
         """One of its answers was due."""
-        self._num_unasked = 0
+        self._num_unasked = self.num_under_way = 0
 
     def was_unasked(self) -> None:
         self._num_unasked += 1

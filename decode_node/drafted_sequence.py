@@ -82,6 +82,7 @@ class DraftedSequence:
     refused: set[int] = field(default_factory=set)  # targets that answered nonsense about it
     trees: ProposalTable = field(default_factory=lambda: ProposalTable(max_trees=MAX_BRANCHES_PER_SEQUENCE))
     _service: _Service | None = None
+    _past: dict[int, _Service] = field(default_factory=dict)  # by target, on the stream that it has
 
     @property
     def is_known_to_target(self) -> bool:
@@ -137,12 +138,28 @@ class DraftedSequence:
     # The stream's side.
 
     def serve(self, target: int) -> None:
-        """A target that knows nothing of it serves it from here on."""
-        self.target, self._service = target, _Service()
+        """A target that knows nothing of it serves it from here on.
+
+        If it did so before, on the same stream, answers to what it was asked then may still come.
+        """
+        past = self._past.pop(target, _Service())
+        self.target = target
+        self._service = _Service(sent_length=past.sent_length, most_wanted=past.most_wanted)
         self.has_news = True
 
-    def leave(self) -> None:
+    def leave(self) -> int:
+        """Returns how many answers and branches of its target may be under way."""
+        target, service = self.target, self._service
+        assert target is not None
+        assert service is not None
+        self._past[target] = service
         self.target = self._service = None
+        return (service.asked is not None) + service.is_catching_up + service.num_ahead_allowed
+
+    def stream_begins(self, target: int) -> None:
+        """Nothing of the target's last stream counts any more, what it was refused for included."""
+        self.refused.discard(target)
+        self._past.pop(target, None)
 
     def make_update(self, now: float, *, most_tokens: int) -> SequenceUpdate:
         """What the target does not have, at most `most_tokens` of it; drafts are asked for once it has all."""

@@ -325,6 +325,41 @@ def test_a_quarantined_sequence_is_offered_to_another_target(clock):
     assert tokens(book.find([DraftWant(1, [1], 1)], wait_seconds=0.0)[0]) == {1: (9,)}
 
 
+def moved_away(clock, *sequence_ids, num_wanted) -> tuple[DraftBook, list[SequenceUpdate]]:
+    """Sequences that were asked of target 0, which has opened its breaker, and are served by target 1."""
+    book = make_book(2, clock=clock)
+    book.connected(0)
+    for sequence_id in (0, *sequence_ids):
+        book.open(sequence_id, *start_of(1), num_wanted=num_wanted)
+    updates = book.take_updates(0)
+    book.connected(1)
+    for _ in range(5):
+        miss(book, 0, *sequence_ids)
+    assert [book.num_sequences(target) for target in range(2)] == [1, len(sequence_ids)]
+    return book, updates
+
+
+def test_what_a_node_was_asked_before_a_sequence_moved_and_came_back_is_no_lie(clock):
+    book, (_, old) = moved_away(clock, 1, num_wanted=8)
+    book.disconnected(1)
+    clock.now += 1.1  # a probe is due
+    book.find([DraftWant(1, (1,), 1)], wait_seconds=0.0)
+    book.update(1, [2], num_wanted=1)
+    assert any(update.sequence_id == 1 and update.num_wanted == 1 for update in book.take_updates(0))
+    book.take_proposals(0, [answer_to(old, 2, *range(9), 3, 4, 5, 6, 7, 8)])  # 16 tokens, as one that wants 8 gets
+    assert book.counters().num_quarantined == 0
+    assert tokens(book.find([DraftWant(1, (1, 2), 1)], wait_seconds=0.0)[0]) == {1: (0,)}
+
+
+def test_answers_that_were_under_way_when_their_sequences_moved_are_no_flood(clock):
+    book, (_, *old) = moved_away(clock, *range(1, MAX_UNASKED_IN_A_ROW + 10), num_wanted=3)
+    book.take_proposals(0, [answer_to(update) for update in old])
+    assert not book.is_flooding(0)
+    assert book.counters().num_stale_answers == len(old)
+    book.take_proposals(0, [answer_to(update) for update in old] * (MAX_AHEAD_BRANCHES + 1))
+    assert book.is_flooding(0)
+
+
 @pytest.mark.parametrize(
     "distributions",
     [
