@@ -14,8 +14,8 @@ LATE_STEPS = 4.0
 LATENCY_SMOOTHING = 0.2
 
 MAX_UNASKED_IN_A_ROW = 1024
-"""Answers that nobody has asked for, before the stream is given up, besides those that crossed the end of their sequence
-or its move to another node."""
+"""Answers that nobody has asked for, before the stream is given up. Those that were under way when their sequence ended
+or moved to another node are not counted."""
 
 PROBE_STEPS = 2.0
 """An answer that comes within so many steps closes an open breaker."""

@@ -126,12 +126,13 @@ class Sessions:
         hello = await self._read_hello(commands)
         session = RouterSession(next(self._session_ids), hello.name or "router", asyncio.current_task())
         kv_host = hello.reached_at.rpartition(":")[0].removeprefix("ipv4:").removeprefix("dns:///") or "127.0.0.1"
+        # Before anything is read: gRPC cannot end a call with a status while the first write is under way.
+        await self._write_hello(session, write)
         self._sessions[session.session_id] = session
         _log.info("session opened", router=session.router, session=session.session_id)
         reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
         reader.add_done_callback(lambda done: _end_writer(done, session))
         try:
-            await write(report_message_to_proto(self._report(), (), hello=self._info()))
             while not reader.done():
                 await self._something_to_say(session)
                 events = tuple(session.events)
@@ -169,6 +170,15 @@ class Sessions:
                 f"decode node {info.name} has {mine}"
             )
         return hello
+
+    async def _write_hello(
+        self, session: RouterSession, write: Callable[[session_pb2.SessionReport], Awaitable[None]]
+    ) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                await write(report_message_to_proto(self._report(), (), hello=self._info()))
+        except TimeoutError as error:
+            raise PeerLostError(f"router {session.router} does not read", node=session.router) from error
 
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]

@@ -227,6 +227,45 @@ async def test_heartbeats_keep_a_session():
         call.cancel()
 
 
+async def test_nothing_is_read_before_the_hello_is_written():
+    """What is read may end the session, and a call whose first write is under way cannot be ended with a status."""
+    engine = Engine()
+    sessions = Sessions(
+        submit=engine.submit,
+        info=lambda: INFO,
+        report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
+        timeout_seconds=1.0,
+    )
+    opened = session_pb2.OpenSequenceGroup(
+        sequence_group_id=GROUP, transfer_id=GROUP, prompt_token_ids=[1], request_id="r"
+    )
+    num_read = 0
+
+    async def commands():
+        nonlocal num_read
+        for message in (HELLO, session_pb2.SessionCommand(open=opened)):
+            num_read += 1
+            yield message
+        await asyncio.Event().wait()
+
+    writing, may_return = asyncio.Event(), asyncio.Event()
+
+    async def write(_report):
+        writing.set()
+        await may_return.wait()
+
+    serving_task = asyncio.create_task(sessions.serve(commands(), write))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await writing.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert num_read == 1
+    may_return.set()
+    await engine.until(GroupOpened)
+    serving_task.cancel()
+    await asyncio.wait([serving_task], timeout=PATIENCE_SECONDS)
+
+
 async def test_events_count_as_unsent_until_they_are_written():
     sessions = Sessions(
         submit=lambda _: None,
