@@ -8,7 +8,6 @@ has been sent. There are no logits: the decode node samples every token.
 
 from __future__ import annotations
 
-import heapq
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from prefill_node.jobs import (
     Stop,
 )
 from prefill_node.push import KvPush, LayerGroups, ReadableCache, slots_of
+from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import PrefillTask
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from outrider.engine.kv_cache.block_pool import BlockPool
     from outrider.kv_transfer.base import Connector
 
-MAX_PUSHES = 64
+MAX_PUSHES = 64  # 32 to a single decode node
 """A push has three threads, and may go on for long after its prompt is computed, or its job is cancelled."""
 STOP_SECONDS = 2.0
 TURN_WAIT_SECONDS = 0.1
@@ -79,7 +79,7 @@ class PrefillLoop:
     ) -> None:
         """`turn_seconds`: of a turn, where other nodes compute on the same processors (see `cpu_turns`).
 
-        `max_pushes`: jobs that are computed or pushed; the others wait.
+        `max_pushes`: jobs that are computed or pushed; the others wait (`PushPlaces`).
         """
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
@@ -97,9 +97,7 @@ class PrefillLoop:
         self._turn_seconds = turn_seconds
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
-        self._max_pushes = max_pushes
-        self._num_in_work = 0
-        self._held: list[tuple[int, int, PrefillTask]] = []  # a heap of those that wait for others' pushes
+        self._places = PushPlaces(max_pushes)
         self._ended: list[JobEnded] = []
         self._is_stopping = False  # a Stop is in the inbox; set by any thread
         self._is_stopped = False
@@ -170,7 +168,7 @@ class PrefillLoop:
     @property
     def num_waiting(self) -> int:
         """Jobs that wait for blocks, or for others' pushes. May be read by any thread."""
-        return self._scheduler.num_waiting + len(self._held)
+        return self._scheduler.num_waiting + self._places.num_waiting
 
     @property
     def num_tasks(self) -> int:
@@ -205,15 +203,12 @@ class PrefillLoop:
 
     def _add(self, job: PrefillJob) -> None:
         task = self._tasks[job.job_id] = PrefillTask.of(job)
-        heapq.heappush(self._held, (-job.priority, job.job_id, task))
-        self._take_held()
+        self._places.add(task)
+        self._schedule()
 
-    def _take_held(self) -> None:
+    def _schedule(self) -> None:
         """As many jobs as there is room for beside the pushes under way."""
-        while self._held and self._num_in_work < self._max_pushes:
-            task = heapq.heappop(self._held)[2]
-            task.is_in_work = True
-            self._num_in_work += 1
+        for task in self._places.take():
             self._scheduler.add(task.sequence)
 
     def _cancel(self, job_id: int) -> None:
@@ -373,12 +368,8 @@ class PrefillLoop:
     def _forget(self, task: PrefillTask) -> None:
         task.unpin()
         del self._tasks[task.job.job_id]
-        if task.is_in_work:
-            self._num_in_work -= 1
-            self._take_held()
-        else:
-            self._held.remove((-task.job.priority, task.job.job_id, task))
-            heapq.heapify(self._held)
+        self._places.leave(task)
+        self._schedule()
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
 
 

@@ -59,36 +59,40 @@ class AnswerBudget:
                 field="sampling.max_tokens",
                 reason="ANSWER_TOO_LARGE",
             )
-        while self.reserved_bytes + num_bytes > self._limit_bytes:
-            if not self._drop_stalled(besides=account):
-                raise CapacityError(
-                    f"{self.reserved_bytes} of {self._limit_bytes} journal bytes are taken, {num_bytes} more needed",
-                    retry_after_seconds=RETRY_SECONDS,
-                    reason="JOURNAL_FULL",
-                )
+        if self.reserved_bytes + num_bytes > self._limit_bytes:
+            self._make_room(num_bytes, besides=account)
         account.num_bytes += num_bytes
         self.reserved_bytes += num_bytes
 
-    def _drop_stalled(self, *, besides: AnswerAccount) -> bool:
-        """The answer whose client has stalled for longest. False: all read."""
+    def _make_room(self, num_bytes: int, *, besides: AnswerAccount) -> None:
+        """Drops answers whose clients have stalled, longest first, if that is enough. Raises: CapacityError."""
         horizon = self._clock() - STALLED_SECONDS
         stalled = [
             (since, account)
             for account in self._accounts
             if account is not besides and (since := account.holder.stalled_since) is not None and since <= horizon
         ]
-        if not stalled:
-            return False
-        _, account = min(stalled, key=lambda item: item[0])
-        account.holder.give_up(
-            CapacityError(
-                "the answer was not read, and others need its memory",
+        dropped: list[AnswerAccount] = []
+        missing = self.reserved_bytes + num_bytes - self._limit_bytes
+        for _, account in sorted(stalled, key=lambda item: item[0]):
+            if missing > 0:
+                dropped.append(account)
+                missing -= account.num_bytes
+        if missing > 0:
+            raise CapacityError(
+                f"{self.reserved_bytes} of {self._limit_bytes} journal bytes are taken, {num_bytes} more needed",
                 retry_after_seconds=RETRY_SECONDS,
-                reason="NOT_READING",
+                reason="JOURNAL_FULL",
             )
-        )
-        account.close()
-        return True
+        for account in dropped:
+            account.holder.give_up(
+                CapacityError(
+                    "the answer was not read, and others need its memory",
+                    retry_after_seconds=RETRY_SECONDS,
+                    reason="NOT_READING",
+                )
+            )
+            account.close()
 
     def _close(self, account: AnswerAccount) -> None:
         if account in self._accounts:

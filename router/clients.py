@@ -136,6 +136,11 @@ class _Allowance:
         return 0.0
 
 
+def host_of_peer(peer: str) -> str:
+    """Of gRPC's name for the other end of a connection: "ipv4:192.0.2.1:5000", "ipv6:%5B::1%5D:5000", "unix:..."."""
+    return peer.rpartition(":")[0] or peer
+
+
 def open_clients(token_file: Path | None) -> Clients:
     """Raises: ConfigError."""
     return Anybody() if token_file is None else TokenFile(token_file)

@@ -91,11 +91,17 @@ class RequestDesk:
         return running
 
     async def abort(self, request_id: str, caller: Caller) -> bool:
-        """Whether there was something of the caller's to stop, here or on another router. Raises: StoreError."""
+        """Whether there was something of the caller's to stop, here or on another router.
+
+        What frees is never refused; a call that stops nothing here is charged like others.
+        Raises: StoreError; CapacityError beyond the caller's rate.
+        """
         key = caller.key_of(request_id)
+        was_running = self.running.abort(key)
+        if not was_running:
+            self._clients.charge(caller)
         if not self.running.has(key):
             return await self.keeper.abort(key)
-        was_running = self.running.abort(key)
         with suppress(StoreError):  # which another router may have taken over meanwhile
             await self.keeper.abort(key)
         return was_running

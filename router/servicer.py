@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -22,7 +23,7 @@ from outrider.wire.answer import event_to_proto
 from outrider.wire.cluster import cluster_to_proto, model_to_proto
 from outrider.wire.request import num_samples, skips_special_tokens
 from router.caller import Caller
-from router.clients import Anybody, Clients
+from router.clients import Anybody, Clients, host_of_peer
 from router.intake import encode_prompt
 from router.node_directory import NodeDirectory
 from router.request_desk import RequestDesk
@@ -37,6 +38,8 @@ DEFAULT_WATCH_SECONDS = 1.0
 LEAST_WATCH_SECONDS = 0.1
 MAX_WATCHES = 128
 """WatchCluster calls at a time: each costs a message for every node, ten times a second."""
+MAX_WATCHES_OF_ONE = 32
+"""Those of one client, by the name of its token, else by its address."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,7 +62,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self.desk = RequestDesk(nodes, services, self._clients)
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
         self._has_ended = asyncio.Event()  # nothing is left to watch
-        self._num_watches = 0
+        self._watches: Counter[str] = Counter()  # by client
 
     def end_watches(self) -> None:
         """Every WatchCluster ends, with a status that says why."""
@@ -96,9 +99,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         response = router_pb2.AbortResponse()
         async with rpc_errors(context):
             check_request_id(request.request_id)
-            response.aborted = await self.desk.abort(
-                request.request_id, self._clients.identify(context.invocation_metadata())
-            )
+            caller = self._clients.identify(context.invocation_metadata())
+            response.aborted = await self.desk.abort(request.request_id, caller)
         return response
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
@@ -133,7 +135,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
-        async with rpc_errors(context), self._watch():
+        async with rpc_errors(context), self._watch(context):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
@@ -145,15 +147,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             raise PeerLostError("the router is stopping", reason="DRAINING")
 
     @asynccontextmanager
-    async def _watch(self) -> AsyncIterator[None]:
-        """Raises: CapacityError beyond `MAX_WATCHES`."""
-        if self._num_watches >= MAX_WATCHES:
+    async def _watch(self, context: Context) -> AsyncIterator[None]:
+        """Raises: CapacityError beyond `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
+        client = self._clients.identify(context.invocation_metadata()).name or host_of_peer(context.peer())
+        if self._watches.total() >= MAX_WATCHES:
             raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
-        self._num_watches += 1
+        if self._watches[client] >= MAX_WATCHES_OF_ONE:
+            message = f"{MAX_WATCHES_OF_ONE} calls of this client watch the cluster already"
+            raise CapacityError(message, reason="TOO_MANY_WATCHES")
+        self._watches[client] += 1
         try:
             yield
         finally:
-            self._num_watches -= 1
+            self._watches[client] -= 1
+            self._watches += Counter()  # which drops those that have none
 
     @asynccontextmanager
     async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[RunningRequest]:

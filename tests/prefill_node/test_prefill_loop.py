@@ -324,6 +324,21 @@ def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
     rig.wait_until_idle()
 
 
+def test_a_decode_node_that_takes_nothing_leaves_pushes_to_the_others(make_rig):
+    rig = make_rig(max_pushes=4)
+    rig.decode.gate.clear()
+    stuck = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(8)]
+    rig.start()
+    assert rig.decode.is_writing.wait(10)
+    for n in range(4):
+        result, _ = rig.prefill(prompt(8, first=1000 * (n + 1)), to=rig.other_decode)
+        assert isinstance(result, PrefillResult)
+    rig.decode.gate.set()
+    for job in stuck:
+        assert isinstance(rig.result(job), PrefillResult)
+    rig.wait_until_idle()
+
+
 def test_a_job_that_is_cancelled_before_its_turn_leaves_nothing(make_rig):
     rig = make_rig(max_pushes=0)
     jobs = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(3)]

@@ -93,6 +93,17 @@ def test_who_does_not_read_gives_way_the_longest_first(budget, clock):
     assert lately.error is None
 
 
+def test_nobody_gives_way_to_an_answer_that_does_not_fit_all_the_same(budget, clock):
+    stalled = Holder(budget, clock[0] - 2 * STALLED_SECONDS, num_prompt_tokens=24)
+    Holder(budget, num_prompt_tokens=69)
+    with pytest.raises(CapacityError) as refused:
+        Holder(budget, num_prompt_tokens=49)
+    assert refused.value.reason == "JOURNAL_FULL"
+    assert stalled.error is None
+    Holder(budget, num_prompt_tokens=24)
+    assert stalled.error.reason == "NOT_READING"
+
+
 @pytest.fixture
 async def wide(cluster):
     """A window of 131,072 tokens."""

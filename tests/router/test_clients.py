@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from outrider.v1 import router_pb2
-from router.clients import TokenFile
+from router.clients import TokenFile, host_of_peer
 from tests.router.conftest import told
 from tests.router.test_token_file import line, shown
 
@@ -19,7 +19,7 @@ ALICE, BOB = shown("a-secret"), shown("b-secret")
 @pytest.fixture
 def clients(tmp_path):
     path = tmp_path / "tokens"
-    path.write_text(f"{line('alice', 'a-secret')}\n{line('bob', 'b-secret', 'rate=2')}\n", encoding="utf-8")
+    path.write_text(f"{line('alice', 'a-secret')}\n{line('bob', 'b-secret', 'rate=3')}\n", encoding="utf-8")
     return TokenFile(path)
 
 
@@ -114,14 +114,67 @@ async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
     assert [call.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
 
 
+async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(cluster, clients):
+    cluster.decode.step_seconds = 0.01
+    await cluster.serve(clients=clients)
+    request = cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=400))
+    call = cluster.stub.Generate(request, metadata=BOB, timeout=20)
+    await call.read()
+    for _ in range(2):
+        assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB)).aborted
+    guess = cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB, timeout=10)
+    assert (await failure(cluster, guess)).reason == "RATE_LIMIT"
+    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"), metadata=BOB)).aborted
+    call.cancel()
+
+
+@pytest.mark.parametrize("of_one_name", [True, False])
+async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch, of_one_name):
+    """Clients are told apart by name; without one, all of an address are one."""
+    monkeypatch.setattr("router.servicer.MAX_WATCHES_OF_ONE", 2)
+    await cluster.serve(clients=clients if of_one_name else None)
+
+    def watch(metadata):
+        return cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), metadata=metadata, timeout=20)
+
+    watches = [watch(ALICE), watch(ALICE)]
+    for call in watches:
+        assert (await call.read()).nodes
+    assert (await failure(cluster, watch(ALICE))).reason == "TOO_MANY_WATCHES"
+    if of_one_name:
+        watches.append(watch(BOB))
+        assert (await watches[-1].read()).nodes
+    for call in watches:
+        call.cancel()
+
+    async def may_watch_again():
+        call = watch(ALICE)
+        try:
+            return bool((await call.read()).nodes)
+        except grpc.aio.AioRpcError:
+            return False
+        finally:
+            call.cancel()
+
+    async with asyncio.timeout(10):
+        while not await may_watch_again():
+            await asyncio.sleep(0.01)
+
+
+def test_the_host_of_a_peer():
+    assert host_of_peer("ipv4:192.0.2.1:5000") == host_of_peer("ipv4:192.0.2.1:5001")
+    assert host_of_peer("ipv4:192.0.2.1:5000") != host_of_peer("ipv4:192.0.2.2:5000")
+    assert host_of_peer("ipv6:%5B::1%5D:5000") == "ipv6:%5B::1%5D"
+    assert host_of_peer("unix:") == "unix"
+
+
 async def test_priorities_and_rates_are_limited(cluster, clients):
     await cluster.serve(clients=clients)
     refused = await failure(cluster, cluster.stub.Generate(cluster.request(priority=1), metadata=ALICE, timeout=10))
     assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PRIORITY")
-    for _ in range(2):
+    for _ in range(3):
         await cluster.stub.Tokenize(router_pb2.TokenizeRequest(text="a"), metadata=BOB)
     refused = await failure(cluster, cluster.stub.Generate(cluster.request(), metadata=BOB, timeout=10))
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT")
-    assert refused.retry_seconds > 20
-    await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"), metadata=BOB)  # what frees is never refused
+    assert refused.retry_seconds > 10
     await cluster.stub.GetModel(router_pb2.GetModelRequest(), metadata=BOB)

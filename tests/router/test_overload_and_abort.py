@@ -102,7 +102,7 @@ async def test_watches_are_bounded_and_a_place_is_free_again(cluster, monkeypatc
         await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=20).read()
     assert cluster.failure_of(refused.value).reason == "TOO_MANY_WATCHES"
     first.cancel()
-    await cluster.eventually(lambda: cluster.service.servicer._num_watches == 0)
+    await cluster.eventually(lambda: not cluster.service.servicer._watches)
     assert (await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=20).read()).nodes
 
 

@@ -1,0 +1,68 @@
+"""Which jobs may hold a push: bounded in all, and shared between decode nodes."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+
+from prefill_node.task import PrefillTask
+
+
+class PushPlaces:
+    """At most `max_pushes` jobs are computed or pushed; the others wait, by priority, then by arrival.
+
+    A decode node may have as many as are free for others (dynamic thresholds: Choudhury and Hahne, 1998): one that
+    takes nothing holds half of the places, two of them a third each, and the rest is left to those that do.
+    Owned by the engine thread.
+    """
+
+    def __init__(self, max_pushes: int) -> None:
+        self._max_pushes = max_pushes
+        self._num_taken: Counter[str] = Counter()  # by KV address
+        self._waiting: dict[str, list[tuple[int, int, PrefillTask]]] = {}  # by KV address, heaps
+        self.num_waiting = 0
+        """May be read by any thread."""
+
+    def add(self, task: PrefillTask) -> None:
+        """The task waits until `take` gives it out."""
+        heapq.heappush(self._waiting.setdefault(task.job.kv_address, []), _entry(task))
+        self.num_waiting += 1
+
+    def take(self) -> Iterator[PrefillTask]:
+        """Those for which there is room now; they hold a place until they leave."""
+        while True:
+            num_free = self._max_pushes - self._num_taken.total()
+            heads = [heap[0] for address, heap in self._waiting.items() if self._num_taken[address] < num_free]
+            if not heads:
+                return
+            task = min(heads)[2]
+            self._remove(task)
+            task.is_in_work = True
+            self._num_taken[task.job.kv_address] += 1
+            yield task
+
+    def leave(self, task: PrefillTask) -> None:
+        """It has ended, or is not wanted any more."""
+        if not task.is_in_work:
+            self._remove(task)
+            return
+        address = task.job.kv_address
+        self._num_taken[address] -= 1
+        if not self._num_taken[address]:
+            del self._num_taken[address]
+
+    def _remove(self, task: PrefillTask) -> None:
+        heap = self._waiting[task.job.kv_address]
+        if heap[0][2] is task:
+            heapq.heappop(heap)
+        else:
+            heap.remove(_entry(task))
+            heapq.heapify(heap)
+        if not heap:
+            del self._waiting[task.job.kv_address]
+        self.num_waiting -= 1
+
+
+def _entry(task: PrefillTask) -> tuple[int, int, PrefillTask]:
+    return -task.job.priority, task.job.job_id, task
