@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from outrider.answer import Started
 from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
 from outrider.faults import fault_point
-from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Granted, Rejected, RejectReason, SampleDone, SampleTokens
 from router.admission import Admission, Waiting
@@ -31,14 +30,12 @@ from router.hedge_budget import HedgeBudget
 from router.node_directory import EXACT_NUMERICS, ServedModel
 from router.placement import Demand, Place, Placement
 from router.request_record import RequestRecord
-from router.token_times import TokenTimes
+from router.request_telemetry import RequestTelemetry
 
 MAX_LOSSES = 5
 """So many attempts may be lost without a new token: a request that kills nodes must not kill them all."""
 HEDGE_RETRY_SECONDS = 0.1
 """How often a place is looked for while an attempt is suspect."""
-
-_log = get_logger("requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +93,7 @@ class RequestFlow(AttemptListener):
         self._last: Attempt | None = None  # of those that have completed: its figures may still come
         self._excluded: frozenset[bytes] = frozenset()  # decode nodes that the request can never fit on
         self._num_losses = 0  # since the last new token
-        self._times = TokenTimes(record, services.metrics)
+        self._telemetry = RequestTelemetry(record, services.metrics)
         self._retry: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
@@ -115,10 +112,9 @@ class RequestFlow(AttemptListener):
             answer.fail(error)
         finally:
             self._free()
-            if self._record.has_mixed_numerics:
-                self._services.metrics.add_mixed_numerics()
+            self._telemetry.ended()
             if answer.failure is not None:
-                self._tell_failure(answer.failure)
+                self._telemetry.failed(answer.failure)
 
     def abort(self) -> bool:
         """Ends the unfinished samples, and stops the request everywhere. False: it had ended."""
@@ -291,17 +287,8 @@ class RequestFlow(AttemptListener):
         self._note_move(attempt, cause, error)
 
     def _note_move(self, attempt: Attempt, cause: str, error: PeerLostError | None = None) -> None:
-        self._times.moved()
-        self._record.num_moves += 1
-        self._services.metrics.add_move(cause)
-        _log.warning(
-            "work moves",
-            request_id=self._request.request_id,
-            cause=cause,
-            node=attempt.place.decode.name,
-            error="" if error is None else error.message,
-            num_generated_tokens=self._answer.num_generated_tokens,
-        )
+        num_tokens = self._answer.num_generated_tokens
+        self._telemetry.moved(cause, node=attempt.place.decode.name, error=error, num_generated_tokens=num_tokens)
 
     async def _conclude(self) -> None:
         fault_point("router.before_finish")
@@ -310,28 +297,11 @@ class RequestFlow(AttemptListener):
         if last is not None:
             await last.wait_for_figures()
         self._begin()
-        for sample in self._answer.samples:
-            if sample.finished is not None:
-                self._services.metrics.observe_finished_sample(sample.finished.reason)
         summary = self._record.summary(num_generated_tokens=self._answer.num_generated_tokens)
         metrics = summary.metrics
-        self._services.metrics.observe_finished_request(e2e_seconds=metrics.e2e_seconds)
         self._services.admission.observe_service(max(metrics.e2e_seconds - metrics.queue_seconds, 0.0))
-        _log.info(
-            "request finished",
-            request_id=self._request.request_id,
-            nodes=metrics.nodes,
-            attempts=metrics.attempts,
-            num_generated_tokens=summary.usage.num_generated_tokens,
-            num_cached_tokens=summary.usage.num_cached_tokens,
-            ttft_seconds=round(metrics.ttft_seconds, 4),
-            e2e_seconds=round(metrics.e2e_seconds, 4),
-        )
+        self._telemetry.finished(summary, [sample.finished for sample in self._answer.samples if sample.finished])
         self._answer.close(summary)
-
-    def _tell_failure(self, error: OutriderError) -> None:
-        self._services.metrics.add_failure(error.reason)
-        _log.warning("request failed", request_id=self._request.request_id, error=error.message, reason=error.reason)
 
     # ------------------------------------------------------------ what attempts say
 
@@ -344,16 +314,7 @@ class RequestFlow(AttemptListener):
         if self._record.admitted_at is not None:
             return
         self._record.mark_admitted()
-        num_prompt_tokens, queue_seconds = len(self._request.prompt_token_ids), self._record.queue_seconds
-        self._services.metrics.observe_admitted(queue_seconds=queue_seconds, num_prompt_tokens=num_prompt_tokens)
-        _log.info(
-            "request admitted",
-            request_id=self._request.request_id,
-            nodes=list(self._record.nodes),
-            num_prompt_tokens=num_prompt_tokens,
-            num_held_tokens=granted.held_prefix_length,
-            queue_seconds=round(queue_seconds, 4),
-        )
+        self._telemetry.admitted(granted)
         self._begin()
 
     def on_prefill(self, attempt: Attempt) -> None:
@@ -368,7 +329,7 @@ class RequestFlow(AttemptListener):
         num_new, has_ended = self._answer.take(tokens)
         self._record.speculation.add(tokens.speculation)
         if num_new:
-            self._times.observe(tokens.sample, num_new)
+            self._telemetry.tokens(tokens.sample, num_new)
             self._num_losses = 0
             self._take_memory(num_new)
         if has_ended:
