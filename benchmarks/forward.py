@@ -1,13 +1,14 @@
 """One forward pass of the default model by itself: its shapes, where its time goes, and how it grows.
 
-    .venv/bin/python benchmarks/forward.py [--variants native,int8,float32,torch] [--growth] [--svg FILE]
+    .venv/bin/python benchmarks/forward.py [--variants native,int8,float32,torch] [--growth | --trees] [--svg FILE]
 
 Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
 draft tokens for each of sixteen sequences. Times are medians, with the least in brackets,
 in milliseconds. The floor is the time to read the first variant's weights once, at the speed at
 which memory is read by itself, measured in turns with the rest: compare medians with medians.
 `--growth` instead takes one variant through batches of 1 to 64 sequences and contexts
-of 100 to 8000 tokens, and `--svg` draws both curves.
+of 100 to 8000 tokens, and `--svg` draws both curves. `--trees` compares draft trees of six
+tokens with a chain of as many.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ VARIANTS = {
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (100, 300, 1000, 2000, 4000, 8000)
+TREES = {
+    "chain": (),
+    "chain of three, three siblings": (-1, 0, 1, -1, 0, 1),
+    "two chains of three": (-1, 0, 1, -1, 3, 4),
+    "six siblings": (-1, -1, -1, -1, -1, -1),
+}
+TREE_CONTEXTS = (100, 300, 2000)
 SECONDS_FOR_SHAPE = 0.6  # in each round
 
 
@@ -55,6 +63,7 @@ class Shape:
     num_seqs: int
     num_rows: int
     context: int = CONTEXT
+    parents: tuple[int, ...] = ()  # of the last rows, if they are a draft tree
 
     def __str__(self) -> str:
         if self.num_rows == self.context:
@@ -97,7 +106,9 @@ class Variant:
     def _rows(self, seq: int, shape: Shape) -> SequenceRows:
         start = shape.context - shape.num_rows
         num_logits = 1 if shape.num_rows == shape.context else shape.num_rows
-        return SequenceRows(self.token_ids[start : shape.context], start, self.block_ids[seq], num_logits)
+        return SequenceRows(
+            self.token_ids[start : shape.context], start, self.block_ids[seq], num_logits, shape.parents
+        )
 
     def _forward(self, rows: list[SequenceRows]) -> float:
         batch = build_input_batch(rows, BLOCK_SIZE)
@@ -111,6 +122,7 @@ def main() -> int:
     parser.add_argument("--variants", default="native,float32,int8,torch", help="of " + ", ".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--growth", action="store_true", help="batches and contexts instead, of the first variant")
+    parser.add_argument("--trees", action="store_true", help="draft trees instead, with the first variant")
     parser.add_argument("--svg", type=Path, help="with --growth: draw the curves into this file")
     arguments = parser.parse_args()
     names = arguments.variants.split(",")
@@ -121,6 +133,8 @@ def main() -> int:
     torch.manual_seed(0)
     if arguments.growth:
         return measure_growth(names[0], arguments.rounds, arguments.svg)
+    if arguments.trees:
+        return measure_trees(names[0], arguments.rounds)
     variants = [Variant(name, num_seqs=16, most=CONTEXT + 8) for name in names]
     with MemoryReader(machine.num_cores) as memory:
         times, bandwidths = measure(variants, SHAPES, arguments.rounds, memory)
@@ -155,6 +169,22 @@ def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
         points.append((title, list(zip(sizes, (1e3 * median(seconds) for seconds in times.values()), strict=True))))
     if svg is not None:
         svg.write_text(draw(points), encoding="utf-8")
+    return 0
+
+
+def measure_trees(name: str, rounds: int) -> int:
+    variant = Variant(name, num_seqs=4, most=TREE_CONTEXTS[-1] + 16)
+    for num_seqs in (1, 4):
+        for context in TREE_CONTEXTS:
+            shapes = {"no draft": Shape(num_seqs, 1, context)}
+            shapes |= {tree: Shape(num_seqs, 7, context + 6, parents) for tree, parents in TREES.items()}
+            times: dict[str, list[float]] = {tree: [] for tree in shapes}
+            until = time.perf_counter() + rounds * SECONDS_FOR_SHAPE
+            while time.perf_counter() < until:
+                for tree, shape in shapes.items():
+                    times[tree].append(variant.seconds(shape))
+            for tree, seconds in times.items():
+                print(f"{num_seqs} x {context:4} {tree:32} {in_words(seconds)} ms", flush=True)
     return 0
 
 
