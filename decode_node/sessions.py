@@ -126,13 +126,14 @@ class Sessions:
         hello = await self._read_hello(commands)
         session = RouterSession(next(self._session_ids), hello.name or "router", asyncio.current_task())
         kv_host = hello.reached_at.rpartition(":")[0].removeprefix("ipv4:").removeprefix("dns:///") or "127.0.0.1"
-        # Before anything is read: gRPC cannot end a call with a status while the first write is under way.
-        await self._write_hello(session, write)
         self._sessions[session.session_id] = session
         _log.info("session opened", router=session.router, session=session.session_id)
-        reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
-        reader.add_done_callback(lambda done: _end_writer(done, session))
+        reader: asyncio.Task[None] | None = None
         try:
+            # Before anything is read: gRPC cannot end a call with a status while the first write is under way.
+            await self._write_hello(session, write)
+            reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
+            reader.add_done_callback(lambda done: _end_writer(done, session))
             while not reader.done():
                 await self._something_to_say(session)
                 events = tuple(session.events)
@@ -147,7 +148,8 @@ class Sessions:
             session.writer.uncancel()  # it was us: see `RouterSession.end`
             raise session.failure from None
         finally:
-            reader.cancel()
+            if reader is not None:
+                reader.cancel()
             del self._sessions[session.session_id]
             self._submit(SessionEnded(session.session_id))
             _log.info("session ended", router=session.router, session=session.session_id)
