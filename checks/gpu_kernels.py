@@ -19,11 +19,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention
+from outrider.engine.gpu_kernels import attention, race
 
 CAPABILITIES = (80, 90, 100)
 TILE = attention.Tile()
-POINTERS = {"f": "*fp32", "i": "*i32", "l": "*i64", "b": "*bf16"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,14 @@ def cases() -> Iterator[Case]:
             )
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
     yield Case("merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0)
+
+    types = {"values": "*fp32", "words": "*i64", "limits": "*i64", "best": "*i64", "token_ids": "*i64"}
+    types |= dict.fromkeys(("num_rows", "num_blocks", "num_chunks"), "i32")
+    for has_limits in (False, True):
+        sizes = {"BLOCKS": race.BLOCKS_PER_PROGRAM, "HAS_LIMITS": has_limits}
+        name = f"best_scores{', limits' * has_limits}"
+        yield Case(name, race.best_scores, types, sizes, most_shared=16 << 10, most_spilled=0)
+    yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0)
 
 
 def compile_case(case: Case, capability: int) -> Use:

@@ -38,8 +38,28 @@ SETTINGS = [
 ]
 
 
+@pytest.fixture(params=["torch_sdpa", "flash_attn", "triton"])
+def backend(request, monkeypatch):
+    """The attention's name; only with our own are the other Triton kernels there."""
+    if request.param != "triton":
+        monkeypatch.setitem(sys.modules, "triton", None)
+        return request.param
+    pytest.importorskip("triton")
+    from outrider.engine.attention import triton_paged
+    from outrider.engine.gpu_kernels import race
+
+    for module, name in (
+        (triton_paged, "attend"),
+        (triton_paged, "merge_splits"),
+        (race, "best_scores"),
+        (race, "pick"),
+    ):
+        monkeypatch.setattr(module, name, Kernel())
+    return request.param
+
+
 @pytest.fixture
-def sampler():
+def sampler(backend):
     """Made before tensors are fake: it reads the mask of known ids."""
     return Sampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool), device=GPU)
 
@@ -70,14 +90,8 @@ class Kernel:
         return launch
 
 
-@pytest.fixture(params=["torch_sdpa", "flash_attn", "triton"])
-def node(sampler, gpu, request, monkeypatch):
-    if request.param == "triton":
-        pytest.importorskip("triton")
-        from outrider.engine.attention import triton_paged
-
-        monkeypatch.setattr(triton_paged, "attend", Kernel())
-        monkeypatch.setattr(triton_paged, "merge_splits", Kernel())
+@pytest.fixture
+def node(backend, sampler, gpu, monkeypatch):
     register_attention()
     package = ModuleType("flash_attn")
     package.__spec__ = ModuleSpec("flash_attn", None)
@@ -97,8 +111,8 @@ def node(sampler, gpu, request, monkeypatch):
         max_model_len=2048, dtype="bfloat16",
     )  # fmt: skip
     loaded = SimpleNamespace(model=model.eval(), device=GPU, spec=spec, native=None)
-    attention = make_attention_backend(request.param, GPU, spec.dtype)
-    assert attention.name == request.param
+    attention = make_attention_backend(backend, GPU, spec.dtype)
+    assert attention.name == backend
     cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=GPU)
     return SimpleNamespace(
         cache=cache, runner=ModelRunner(loaded, cache, attention), sampler=sampler, verifier=RequestVerifier(sampler)

@@ -7,14 +7,13 @@ import importlib.util
 import torch
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
+from outrider.engine.gpu_kernels import why_no_triton
 from outrider.errors import ConfigError
 
 __all__ = ["AttentionBackend", "AttentionOptions", "make_attention_backend"]
 
 
 FLASH_ATTN_DTYPES = ("float16", "bfloat16")
-LEAST_CAPABILITY = (8, 0)
-"""Of a GPU for our kernels: they are compiled and checked for 8.0, 9.0 and 10.0."""
 
 
 def make_attention_backend(
@@ -30,7 +29,7 @@ def make_attention_backend(
     """
     device = torch.device(device)
     if name == "auto":
-        name = "torch_sdpa" if _why_no_triton(device) else "triton"
+        name = "torch_sdpa" if why_no_triton(device) else "triton"
         name = name if _why_no_flash_attn(device, dtype) else "flash_attn"
     if name == "torch_sdpa":
         from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
@@ -43,23 +42,12 @@ def make_attention_backend(
 
         return FlashAttention(device=device)
     if name == "triton":
-        if reason := _why_no_triton(device):
+        if reason := why_no_triton(device):
             raise ConfigError(f"model.attention triton {reason}: use auto or torch_sdpa")
         from outrider.engine.attention.triton_paged import TritonAttention
 
         return TritonAttention(device)
     raise ConfigError(f"model.attention {name!r} is not one of auto, torch_sdpa, triton, flash_attn")
-
-
-def _why_no_triton(device: torch.device) -> str:
-    """Empty where our Triton kernels can compute."""
-    if device.type != "cuda":
-        return f"needs a CUDA device, and the device is {device}"
-    if importlib.util.find_spec("triton") is None:
-        return "needs the triton package, which comes with torch for CUDA"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, for bfloat16 products"
-    return ""
 
 
 def _why_no_flash_attn(device: torch.device, dtype: str) -> str:

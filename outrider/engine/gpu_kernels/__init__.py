@@ -2,3 +2,23 @@
 
 With TRITON_INTERPRET=1, set before the import, they run on a CPU: slow, and in float32 and float16 only.
 """
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU for our kernels: they are compiled and checked for 8.0, 9.0 and 10.0."""
+
+
+def why_no_triton(device: torch.device) -> str:
+    """Empty where our Triton kernels can compute."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, and the device is {device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package, which comes with torch for CUDA"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return f"needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, for bfloat16 products"
+    return ""

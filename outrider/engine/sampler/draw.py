@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.sampler.arrivals import BlockArrivals, RaceKeys, block_arrivals
+from outrider.engine.sampler.arrivals import RaceKeys
 from outrider.engine.sampler.filters import Filters, has_filters
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.order import order_keys
-from outrider.engine.sampler.race import run_race
+from outrider.engine.sampler.race import MakeRace, Race
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.engine.transfer import upload, upload_ids
 from outrider.request import SamplingParams
@@ -54,19 +54,19 @@ class Draw:
     rows: Sequence[int]  # of the step
     params: Sequence[SamplingParams]
     blocks: LogitBlocks  # after step 5
-    keys: RaceKeys
-    arrivals: BlockArrivals
+    race: Race
     filters: Filters | None  # None: no row has any
     num_candidates: int  # blocks that are looked into
 
     @classmethod
-    def of(cls, rows: Sequence[int], decisions: Sequence[Decision], values: Tensor) -> Draw:
+    def of(cls, rows: Sequence[int], decisions: Sequence[Decision], values: Tensor, make_race: MakeRace) -> Draw:
         """The first round.
 
         Args:
             rows: of the step, at least one.
             decisions: one for each.
             values: [num_rows, num_ids] float32, after step 4.
+            make_race: how winners are found.
         """
         device = values.device
         params = [decision.params for decision in decisions]
@@ -76,8 +76,7 @@ class Draw:
             rows=rows,
             params=params,
             blocks=blocks,
-            keys=keys,
-            arrivals=block_arrivals(keys, blocks.num_blocks),
+            race=make_race(keys, blocks.num_blocks),
             filters=_filters_of(params, blocks, _USUAL_CANDIDATES),
             num_candidates=_USUAL_CANDIDATES,
         )
@@ -85,9 +84,7 @@ class Draw:
     def run(self) -> tuple[Tensor, Draw]:
         """Winners and verdicts on them: [2, num_rows] int64. And the draw with what top_p leaves out by now."""
         limits = None if self.filters is None else self.filters.limits
-        winners, is_open = run_race(
-            self.blocks, self.keys, self.arrivals, num_candidates=self.num_candidates, limits=limits
-        )
+        winners, is_open = self.race.run(self.blocks, num_candidates=self.num_candidates, limits=limits)
         verdicts = is_open * _RACE_OPEN
         if self.filters is None:
             return torch.stack([winners, verdicts]), self
@@ -99,7 +96,7 @@ class Draw:
     def again(self, verdicts: Sequence[int]) -> Draw:
         """The next round, of the rows whose winner does not stand: at least one."""
         chosen = [i for i, verdict in enumerate(verdicts) if verdict]
-        indices = upload_ids(chosen, self.keys.words.device)
+        indices = upload_ids(chosen, self.blocks.values.device)
         params, blocks = [self.params[i] for i in chosen], self.blocks.select(indices)
         filters = None if self.filters is None else self.filters.select(indices)
         if any(verdict & _FILTERS_OPEN for verdict in verdicts):
@@ -109,8 +106,7 @@ class Draw:
             rows=[self.rows[i] for i in chosen],
             params=params,
             blocks=blocks,
-            keys=self.keys.select(indices),
-            arrivals=self.arrivals.select(indices),
+            race=self.race.select(indices),
             filters=filters,
             num_candidates=blocks.num_blocks if is_race_open else self.num_candidates,
         )

@@ -25,7 +25,7 @@ def _float32(value: float) -> float:
     return rounded
 
 
-_LOG_POLYNOMIAL = tuple(
+LOG_POLYNOMIAL = tuple(
     _float32(coefficient)
     for coefficient in (
         7.0376836292e-2,
@@ -50,9 +50,9 @@ _EXP_POLYNOMIAL = tuple(
         5.0000001201e-1,
     )
 )
-_LOG2_HIGH, _LOG2_LOW = 0.693359375, _float32(-2.12194440e-4)  # their sum is log 2
+LOG2_HIGH, LOG2_LOW = 0.693359375, _float32(-2.12194440e-4)  # their sum is log 2
 _LOG2_E = _float32(1.44269504088896)
-_SQRT_HALF_BITS = 0x3F3504F3
+SQRT_HALF_BITS = 0x3F3504F3
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 _MASS_EXPONENT = 44
@@ -70,21 +70,21 @@ def logarithm(values: Tensor, rests: Tensor | None = None) -> Tensor:
         rests: what rounding took from the values, at most half a unit in their last place; None: nothing.
     """
     bits = values.view(torch.int32)
-    exponents = (bits - _SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
+    exponents = (bits - SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
     f = (bits - (exponents << _MANTISSA_BITS)).view(torch.float32)
     f -= 1.0
     if rests is not None:
         f += rests * ((_EXPONENT_BIAS - exponents) << _MANTISSA_BITS).view(torch.float32)
-    polynomial = _evaluate(_LOG_POLYNOMIAL, f)
+    polynomial = _evaluate(LOG_POLYNOMIAL, f)
     squares = f * f
     powers = exponents.to(torch.float32)
     logarithms = f * squares
     logarithms *= polynomial
-    logarithms += powers * _LOG2_LOW
+    logarithms += powers * LOG2_LOW
     squares *= 0.5
     logarithms -= squares
     logarithms += f
-    powers *= _LOG2_HIGH
+    powers *= LOG2_HIGH
     logarithms += powers
     return logarithms
 
@@ -103,8 +103,8 @@ def masses_of(values: Tensor, largest: Tensor) -> Tensor:
     x = torch.where(torch.isinf(largest), torch.where(values == largest, 0.0, _LOWEST), x)
     x.clamp_(min=_LOWEST)  # what is less rounds to 0
     exponents = torch.round(x * _LOG2_E)
-    x -= exponents * _LOG2_HIGH
-    x -= exponents * _LOG2_LOW
+    x -= exponents * LOG2_HIGH
+    x -= exponents * LOG2_LOW
     weights = _evaluate(_EXP_POLYNOMIAL, x)
     weights *= x * x
     weights += x

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.sampler.decider import Decider, Vocabulary
 from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.logprobs import logprobs_of
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
+from outrider.engine.sampler.race import CandidateRace, MakeRace
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.engine.sampler.torch_decider import TorchDecider
 from outrider.errors import InternalError
@@ -53,7 +55,11 @@ class Sampler:
         self.vocab_size = vocab_size
         vocabulary = Vocabulary.of(known_token_ids)
         self._editor = LogitEditor(vocabulary, torch.device(device))
-        self._decider: Decider = TorchDecider(self._editor) if kernels is None else NativeDecider(kernels, vocabulary)
+        self._decider: Decider
+        if kernels is None:
+            self._decider = TorchDecider(self._editor, _make_race_on(torch.device(device)))
+        else:
+            self._decider = NativeDecider(kernels, vocabulary)
 
     def start(
         self,
@@ -135,3 +141,12 @@ class Sampler:
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         return logits.detach().to(torch.float32).contiguous()
+
+
+def _make_race_on(device: torch.device) -> MakeRace:
+    """Our Triton kernel where it can compute, else torch's operations: the same winners."""
+    if why_no_triton(device):
+        return CandidateRace.of
+    from outrider.engine.sampler.whole_race import WholeRace
+
+    return WholeRace.of

@@ -17,6 +17,7 @@ from outrider.engine.sampler.draw import Draw, Greedy
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
+from outrider.engine.sampler.race import CandidateRace, MakeRace
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import download, upload_ids
 from outrider.request import SamplingParams
@@ -28,8 +29,9 @@ _MOST_VALUES = 1 << 22
 class TorchDecider:
     """All arithmetic is row by row, and no sum is of floats: its order would be the device's choice."""
 
-    def __init__(self, editor: LogitEditor) -> None:
+    def __init__(self, editor: LogitEditor, make_race: MakeRace = CandidateRace.of) -> None:
         self._editor = editor
+        self._make_race = make_race
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
         """Nothing: rows bring what is needed."""
@@ -65,7 +67,7 @@ class TorchDecider:
             most = max(1, _MOST_VALUES // values.shape[1])
             for start in range(0, len(drawn), most):
                 rows = drawn[start : start + most]
-                yield Draw.of(rows, [decisions[row] for row in rows], _rows_of(values, rows))
+                yield Draw.of(rows, [decisions[row] for row in rows], _rows_of(values, rows), self._make_race)
 
 
 def _rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:

@@ -1,0 +1,170 @@
+"""The race in one launch: every arrival of a row is computed, so that no row is left open.
+
+The same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each rounded, so
+the same winner to the last id.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.engine.sampler import arrivals, elementary
+
+_BLOCK = tl.constexpr(arrivals.BLOCK_SIZE)
+_GROUPS = tl.constexpr(arrivals.GROUPS_PER_BLOCK)
+_PER_BLOCK = tl.constexpr(1.0 / arrivals.BLOCK_SIZE)
+_WORD_SCALE = tl.constexpr(2.0**-32)
+_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
+_SQRT_HALF_BITS = tl.constexpr(elementary.SQRT_HALF_BITS)
+_LOG2_HIGH = tl.constexpr(elementary.LOG2_HIGH)
+_LOG2_LOW = tl.constexpr(elementary.LOG2_LOW)
+_LOG_POLYNOMIAL = tl.constexpr(elementary.LOG_POLYNOMIAL)
+
+BLOCKS_PER_PROGRAM = 16
+_NOTHING = tl.constexpr(-2139095041)  # high half of the key of -inf
+_NAN = tl.constexpr(0x7FFFFFFF)  # above the high half of every number's key
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 of uint32 words, broadcast together."""
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, 0xD2511F53)
+        low0 = c0 * 0xD2511F53
+        high1 = tl.umulhi(c2, 0xCD9E8D57)
+        low1 = c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _logarithm(values, rests):
+    """log(value + rest), as elementary.logarithm."""
+    bits = values.to(tl.int32, bitcast=True)
+    exponents = (bits - _SQRT_HALF_BITS) >> 23
+    f = (bits - (exponents << 23)).to(tl.float32, bitcast=True) - 1.0
+    f += rests * ((127 - exponents) << 23).to(tl.float32, bitcast=True)
+    polynomial = f * _LOG_POLYNOMIAL[0] + _LOG_POLYNOMIAL[1]
+    for power in tl.static_range(2, 9):
+        polynomial = polynomial * f + _LOG_POLYNOMIAL[power]
+    powers = exponents.to(tl.float32)
+    squares = f * f
+    result = f * squares * polynomial
+    result += powers * _LOG2_LOW
+    result -= squares * 0.5
+    result += f
+    result += powers * _LOG2_HIGH
+    return result
+
+
+@triton.jit
+def _exponential(words):
+    """The Exp(1) variable of each word, as arrivals.exponential."""
+    uniform = (words.to(tl.float32) + 0.5) * _WORD_SCALE
+    uniform = tl.minimum(uniform, _LARGEST_UNIFORM)
+    rounded = 1.0 - uniform
+    return -_logarithm(rounded, (1.0 - rounded) - uniform)
+
+
+@triton.jit
+def _order_keys(values, ids):
+    """As order.order_keys, int64."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
+    high = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (high.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+
+
+@triton.jit
+def best_scores(
+    values,  # [num_rows, num_blocks * 64] float32, -inf for what there is not
+    words,  # [4, num_rows] int64: position, sample, low and high word of the seed
+    limits,  # [num_rows] int64: the order key of the last token that takes part; with HAS_LIMITS
+    best,  # [num_rows, num_chunks] int64: order key of the best score
+    num_rows,
+    num_blocks,
+    num_chunks,
+    BLOCKS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+):
+    """Grid: rows, chunks of BLOCKS blocks."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    position = tl.load(words + row).to(tl.uint32)
+    sample = tl.load(words + num_rows + row).to(tl.uint32)
+    low = tl.load(words + 2 * num_rows + row).to(tl.uint32)
+    high = tl.load(words + 3 * num_rows + row).to(tl.uint32)
+
+    blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    zero = tl.zeros([BLOCKS], tl.uint32)
+    first_word, second_word, _, _ = _philox(
+        blocks.to(tl.uint32), zero + position, zero + sample, zero, zero + low, zero + high
+    )
+    first = _exponential(first_word) * _PER_BLOCK
+    winners = (second_word & (_BLOCK - 1)).to(tl.int32)
+
+    groups = blocks[:, None] * _GROUPS + tl.arange(0, _GROUPS)[None, :]
+    zeros = tl.zeros([BLOCKS, _GROUPS], tl.uint32)
+    w0, w1, w2, w3 = _philox(
+        groups.to(tl.uint32), zeros + position, zeros + sample, zeros + 1, zeros + low, zeros + high
+    )
+    # Word v mod 4 is token v's: a join adds the fastest dimension.
+    tokens = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCKS, _BLOCK])
+    offsets = tl.arange(0, _BLOCK)
+    times = first[:, None] + _exponential(tokens)
+    times = tl.where(offsets[None, :] == winners[:, None], first[:, None], times)
+
+    ids = blocks[:, None] * _BLOCK + offsets[None, :]
+    is_there = blocks[:, None] < num_blocks
+    own = tl.load(values + row.to(tl.int64) * num_blocks * _BLOCK + ids, mask=is_there, other=float("-inf"))
+    is_nan = own != own  # noqa: PLR0124
+    if HAS_LIMITS:
+        own = tl.where((_order_keys(own, ids) < tl.load(limits + row)) & ~is_nan, float("-inf"), own)
+    keys = _order_keys(own - _logarithm(times, tl.zeros_like(times)), ids)
+    keys = tl.where(is_nan, (tl.full(keys.shape, _NAN, tl.int64) << 32) | (keys & 0xFFFFFFFF), keys)
+    tl.store(best + row * num_chunks + chunk, tl.max(tl.max(keys, axis=1), axis=0))
+
+
+@triton.jit
+def pick(
+    best,  # [num_rows, num_chunks] int64
+    token_ids,  # [num_rows] int64
+    num_chunks,
+    CHUNKS: tl.constexpr,  # the power of two from num_chunks on
+):
+    """The token of each row's best key; 0 where nothing is above -inf. Grid: rows."""
+    row = tl.program_id(0)
+    chunks = tl.arange(0, CHUNKS)
+    keys = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
+    key = tl.max(keys, axis=0)
+    token_id = 0xFFFFFFFF - (key & 0xFFFFFFFF)
+    tl.store(token_ids + row, tl.where((key >> 32) <= _NOTHING, 0, token_id))
+
+
+def run_whole_race(values: Tensor, words: Tensor, limits: Tensor | None) -> Tensor:
+    """The winner of each row: argmax_v (value_v - log a_v), the lowest id among equals.
+
+    Args:
+        values: [num_rows, num_blocks * 64] float32, contiguous; -inf for ids that there are not.
+        words: [4, num_rows] int64, of `RaceKeys`.
+        limits: [num_rows, 1] int64, the order key of the last token that takes part; None: all do.
+
+    Returns:
+        [num_rows] int64: the first NaN where there is one, 0 where nothing is above -inf.
+    """
+    num_rows = len(values)
+    num_blocks = values.shape[1] // arrivals.BLOCK_SIZE
+    num_chunks = -(-num_blocks // BLOCKS_PER_PROGRAM)
+    best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=values.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
+    best_scores[num_rows, num_chunks](
+        values, words.contiguous(), words if limits is None else limits.contiguous(), best,
+        num_rows, num_blocks, num_chunks,
+        BLOCKS=BLOCKS_PER_PROGRAM, HAS_LIMITS=limits is not None, enable_fp_fusion=False,
+    )  # fmt: skip
+    pick[(num_rows,)](best, token_ids, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False)
+    return token_ids
