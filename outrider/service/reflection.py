@@ -8,7 +8,7 @@ one servicer is registered under both names: the bytes on the wire are the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -18,19 +18,29 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from outrider.service.rpc_errors import rpc_errors
+
 V1ALPHA_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 REFLECTION_SERVICES = (V1_SERVICE, V1ALPHA_SERVICE)
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
 _METHOD = "ServerReflectionInfo"
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Serves reflection for these full service names, and for itself."""
     names = (*service_names, *REFLECTION_SERVICES)
     servicer = ReflectionServicer(names, pool=ReflectionPool(descriptor_pool.Default()))
+
+    async def answer(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+        async with rpc_errors(context):  # a message that does not parse would be UNKNOWN, and a trace in the log
+            async for response in servicer.ServerReflectionInfo(requests, context):  # type: ignore[attr-defined] # stub
+                yield response
+
     handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
+        answer,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

@@ -1,0 +1,155 @@
+"""Services of nodes on an event loop in a thread, as strangers find them, and the longest stall of that loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from decode_node.commands import GroupOpened
+from decode_node.servicer import DecodeServicer
+from decode_node.sessions import Sessions
+from draft_node.config import DraftNodeConfig
+from draft_node.node import DraftNode
+from outrider.node import ModelInfo, NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.profile import Captured, StartProfile
+from outrider.service.config import ServerConfig
+from outrider.service.health import HEALTH_SERVICE, Health
+from outrider.service.node_service import NodeServicer
+from outrider.service.profiling import make_profile_desk
+from outrider.service.reflection import add_reflection
+from outrider.service.server import make_server
+from outrider.session import Rejected, RejectReason
+from outrider.speculation.proposers.ngram import NgramProposer
+from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc, session_pb2_grpc
+from prefill_node.desk import JobDesk
+from prefill_node.jobs import JobEnded, PrefillJob, PrefillResult
+from prefill_node.servicer import PrefillServicer, ServedModel
+
+CALL_SECONDS = 20.0
+MODEL = ModelInfo(
+    name="m",
+    vocab_size=100,
+    max_model_len=200,
+    eos_token_ids=(),
+    dtype="float32",
+    fingerprint="f",
+    vocabulary_fingerprint="v",
+)
+INFO = NodeInfo(
+    incarnation=bytes(16), name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0", model=MODEL
+)
+RESULT = PrefillResult(
+    num_cached_tokens=0,
+    num_computed_tokens=1,
+    compute_seconds=0.0,
+    connector="grpc",
+    kv_bytes=0,
+    transfer_seconds=0.0,
+    exposed_seconds=0.0,
+)
+
+
+class ThreadedServices:
+    """A decode node's and a prefill node's services before engines that answer at once, and a real draft node."""
+
+    def __init__(self):
+        self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._servers = []
+        self.exits = []  # of processes: a draft loop that failed
+        self.run(self._start())
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
+
+    def stop(self):
+        self.channel.close()
+        self.draft_channel.close()
+        self._watching.cancel()
+        self.run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CALL_SECONDS)
+        self._loop.close()
+
+    def call(self, method, messages, *, timeout=CALL_SECONDS, num_answers=None):
+        """(status, answers) of these messages as bytes; `num_answers`: after so many the call is given up."""
+        channel = self.draft_channel if "DraftService" in method else self.channel
+        call = channel.stream_stream(method)(iter(messages), timeout=timeout)
+        answers = []
+        try:
+            for answer in call:
+                answers.append(answer)
+                if len(answers) == num_answers:
+                    call.cancel()
+                    return grpc.StatusCode.OK, answers
+        except grpc.RpcError as error:
+            return error.code(), answers
+        return grpc.StatusCode.OK, answers
+
+    async def _start(self):
+        report = NodeReport(state=NodeState.SERVING, incarnation=bytes(16))
+        self.sessions = Sessions(
+            submit=self._refuse, info=lambda: INFO, report=lambda: report, timeout_seconds=CALL_SECONDS
+        )
+        decode = DecodeServicer()
+        decode.sessions = self.sessions
+        self.desk = JobDesk(submit=self._answer, max_jobs=8)
+        prefill = PrefillServicer()
+        prefill.serve(self.desk, ServedModel(node_name="prefill", info=MODEL, max_tokens=150))
+        profiles = make_profile_desk(is_allowed=True, node_name=lambda: "node", submit=self._profile)
+        server = make_server(ServerConfig())
+        session_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
+        node = NodeServicer(lambda: INFO, lambda: report, lambda: {"tokenizer.json": b"{}"}, profiles)
+        node_pb2_grpc.add_NodeServiceServicer_to_server(node, server)
+        health = Health(("outrider.v1.DecodeService",))
+        await health.add_to(server)
+        await health.set_serving(is_serving=True)
+        add_reflection(server, ("outrider.v1.DecodeService", HEALTH_SERVICE))
+        self.draft = DraftNode(
+            DraftNodeConfig(), registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=self.exits.append
+        )
+        draft_server = make_server(ServerConfig())
+        self.draft.add_to(draft_server)
+        self.channel = await self._listen(server)
+        self.draft_channel = await self._listen(draft_server)
+        await self.draft.start("127.0.0.1:1")
+
+    async def _listen(self, server):
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self._servers.append(server)
+        return grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+
+    async def _stop(self):
+        for server in self._servers:
+            await server.stop(0)
+        await self.draft.stop()
+
+    def _refuse(self, command):
+        if isinstance(command, GroupOpened):
+            group_id = command.group.sequence_group_id
+            refusal = Rejected(sequence_group_id=group_id, reason=RejectReason.NO_ROOM, message="no room")
+            self.sessions.deliver({command.session_id: [refusal]})
+
+    def _answer(self, command):
+        if isinstance(command, PrefillJob):
+            self._loop.call_soon(self.desk.deliver, [JobEnded(command.job_id, RESULT)])
+
+    def _profile(self, command):
+        if isinstance(command, StartProfile):
+            command.capture.on_done(Captured(steps=(), num_traced_steps=0, export_trace=None))
+
+    async def _watch(self):
+        """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
+        while True:
+            asked_at = time.thread_time()
+            await asyncio.sleep(0.005)
+            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)
