@@ -36,7 +36,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.step_profiler import StepProfiler
 from outrider.request import SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
-from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.verify.by_request import RequestVerifier
@@ -186,8 +186,7 @@ class Bench:
         gatherer = DraftGatherer(
             client=client,
             fallback=None,
-            policy=DraftPolicy(num_speculative_tokens=NUM_DRAFT_TOKENS),
-            num_speculative_tokens=NUM_DRAFT_TOKENS,
+            controller=DraftController(num_speculative_tokens=NUM_DRAFT_TOKENS),
             max_wait_seconds=0.0,
         )
         desk = GroupDesk(

@@ -70,7 +70,7 @@ def make_build(
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
-        from outrider.speculation.draft_policy import DraftPolicy
+        from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.proposers.ngram import NgramProposer
@@ -127,8 +127,7 @@ def make_build(
                 if config.local_fallback == "ngram"
                 else None
             ),
-            policy=DraftPolicy(num_speculative_tokens=config.num_speculative_tokens),
-            num_speculative_tokens=config.num_speculative_tokens,
+            controller=DraftController(num_speculative_tokens=config.num_speculative_tokens),
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees == "auto",
         )

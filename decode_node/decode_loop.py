@@ -34,20 +34,21 @@ from decode_node.draft_gathering import DraftGatherer
 from decode_node.group_desk import GroupDesk
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
-from decode_node.statistics import StepStats
+from decode_node.statistics import StepSpeedup, StepStats
 from decode_node.step_drafts import NO_DRAFT, StepDrafts
 from decode_node.verdict import Verdict, judge
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
-from outrider.engine.scheduler import Scheduled, StepPlan
+from outrider.engine.scheduler import DraftRoom, Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.session import SampleDone, SampleTokens
-from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.speculation.draft_controller import StepForecast
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.by_request import RequestVerifier
 
@@ -172,9 +173,7 @@ class DecodeLoop:
         fault_point("decode.step")
         started = self._clock()
         drafts = self._gather()  # what is here; waits within its budget
-        plan = self._engine.scheduler.plan(
-            lambda sequence: len(drafts.of(sequence.key)), reclaim=self._desk.reclaim_reservation
-        )
+        plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
         if plan.preempted:
             fault_point("decode.preempted")
@@ -186,7 +185,6 @@ class DecodeLoop:
         self.progress.expect(num_rows)
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
-        planned = [self._planned(item, drafts) for item in plan.scheduled]
         verifying = [item for item in planned if item.scheduled.reaches_end]
         logits = self._engine.forward(plan.block_copies, [_rows(item) for item in planned])
         for item in plan.scheduled:
@@ -197,14 +195,15 @@ class DecodeLoop:
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, drafts, verified)
-        self._drafts.observe_step(
+        forecast = self._drafts.observe_step(
             seconds=self.progress.age_seconds() - age_before,
             num_rows=num_rows,
             num_sequences=len(plan.scheduled),
-            num_prefill_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
+            num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
         )
         self._time.mark(Part.COMMIT)
-        stats = _stats(plan, draft_rows, verdicts, seconds=self._clock() - started, nanoseconds=self._time.take())
+        seconds, nanoseconds = self._clock() - started, self._time.take()
+        stats = _stats(plan, draft_rows, verdicts, forecast, seconds=seconds, nanoseconds=nanoseconds)
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
@@ -212,9 +211,9 @@ class DecodeLoop:
                 )
         return stats
 
-    def _planned(self, scheduled: Scheduled, drafts: StepDrafts) -> _Planned:
+    def _planned(self, scheduled: Scheduled, chosen: Mapping[int, DraftTree]) -> _Planned:
         sequence, num_draft_tokens = scheduled.sequence, scheduled.num_draft_tokens
-        draft = drafts.of(sequence.key).cut(num_draft_tokens).depth_first() if num_draft_tokens else NO_DRAFT
+        draft = chosen[sequence.key].cut(num_draft_tokens).depth_first() if num_draft_tokens else NO_DRAFT
         return _Planned(scheduled, self._desk.sample_of(sequence), draft)
 
     def _gather(self) -> StepDrafts:
@@ -224,6 +223,19 @@ class DecodeLoop:
         self._time.mark(Part.DRAFTING)
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts
+
+    def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[_Planned]]:
+        """The step's rows, and what of the drafts gets some."""
+        chosen: dict[int, DraftTree] = {}
+        # Prompts that are computed on these processors, as soon as the turn is given.
+        num_waiting = max(1, self._desk.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
+
+        def choose(room: DraftRoom) -> dict[int, int]:
+            chosen.update(self._drafts.choose(drafts, room, num_waiting=num_waiting))
+            return {sequence_id: len(draft) for sequence_id, draft in chosen.items()}
+
+        plan = self._engine.scheduler.plan(choose, reclaim=self._desk.reclaim_reservation)
+        return plan, [self._planned(item, chosen) for item in plan.scheduled]
 
     # --- commands -------------------------------------------------------------------------
 
@@ -299,13 +311,15 @@ class DecodeLoop:
                 num_tokens_left=sample.num_tokens_left,
             )
             verdicts.append(verdict)
-            self._apply(sample, verdict, item.draft.source, drafts)
+            if item.draft:
+                self._drafts.observe_verdict(sample, item.draft, outcome.path or range(outcome.num_accepted))
+            self._apply(sample, verdict, drafts)
             if verdict.finish_reason is None:
                 going_on.append((sample, verdict.token_ids))
         self._drafts.announce(going_on)
         return verdicts
 
-    def _apply(self, sample: Sample, verdict: Verdict, source: DraftSource, drafts: StepDrafts) -> None:
+    def _apply(self, sample: Sample, verdict: Verdict, drafts: StepDrafts) -> None:
         sequence, sequence_id, group_id = sample.sequence, sample.sequence_id, sample.group.opened.sequence_group_id
         assert sequence.kv is not None
         start_position = len(sequence.token_ids)
@@ -315,8 +329,6 @@ class DecodeLoop:
         sequence.kv.truncate(len(sequence.token_ids) - 1)
         sequence.kv.publish(sequence.token_ids)
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
-        if verdict.num_draft_tokens:
-            self._drafts.observe_verdict(sample, verdict, source)
         counts = verdict.counts(wanting=sequence_id in drafts.wanting, hit=sequence_id in drafts.hits)
         tokens = SampleTokens(group_id, sample.index, start_position, verdict.token_ids, verdict.logprobs, counts)
         self._desk.report(sample.group, tokens)
@@ -364,19 +376,22 @@ def _stats(
     plan: StepPlan,
     drafts: Sequence[DraftRows],
     verdicts: Sequence[Verdict],
+    forecast: StepForecast | None,
     *,
     seconds: float,
     nanoseconds: Mapping[str, int],
 ) -> StepStats:
+    num_tokens = sum(len(verdict.token_ids) for verdict in verdicts)
     return StepStats(
         seconds=seconds,
         nanoseconds=nanoseconds,
         num_rows=plan.num_rows,
         num_sequences=len(plan.scheduled),
         num_preempted=len(plan.preempted),
-        num_generated_tokens=sum(len(verdict.token_ids) for verdict in verdicts),
+        num_generated_tokens=num_tokens,
         num_drafts=sum(1 for verdict in verdicts if verdict.num_draft_tokens),
         num_draft_tokens=sum(verdict.num_draft_tokens for verdict in verdicts),
         num_accepted_draft_tokens=sum(verdict.num_accepted for verdict in verdicts),
+        speedup=None if forecast is None else StepSpeedup.of(forecast, num_tokens=num_tokens, seconds=seconds),
         num_drafts_by_method=Counter(draft.method for draft in drafts if draft.draft_token_ids),
     )

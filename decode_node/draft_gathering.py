@@ -8,11 +8,11 @@ from dataclasses import replace
 from decode_node.drafts import DraftClient, DraftWant, NoDrafts
 from decode_node.groups import Sample
 from decode_node.step_drafts import StepDrafts
-from decode_node.verdict import Verdict
+from outrider.engine.scheduler import DraftRoom
 from outrider.request import VerificationMethod
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
-from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_controller import DraftController, StepForecast
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftSource, DraftTree
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
@@ -28,7 +28,7 @@ def log_failed_fallback(error: Exception, sequence_ids: Sequence[int]) -> None:
 
 
 class DraftGatherer:
-    """Joins policy (how many), draft client (from afar) and fallback (from here). Engine thread only.
+    """Joins controller (how many), draft client (from afar) and fallback (from here). Engine thread only.
 
     No step waits for the network past its budget: min(`max_wait_seconds`, 20 % of the
     last step).
@@ -39,15 +39,13 @@ class DraftGatherer:
         *,
         client: DraftClient | NoDrafts,
         fallback: Proposer | None,
-        policy: DraftPolicy,
-        num_speculative_tokens: int,
+        controller: DraftController,
         max_wait_seconds: float,
         takes_trees: bool = False,
     ) -> None:
         self._client = client
         self._fallback = fallback
-        self._policy = policy
-        self._num_speculative_tokens = num_speculative_tokens
+        self._controller = controller
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
         self._last_step_seconds = 0.0
@@ -79,7 +77,7 @@ class DraftGatherer:
     def close(self, sequence_id: int) -> None:
         """The sequence has ended, or will not start."""
         self._client.close(sequence_id)
-        self._policy.forget(sequence_id)
+        self._controller.forget(sequence_id)
         self._unindexed.pop(sequence_id, None)
         if self._fallback is not None:
             self._fallback.forget(sequence_id)
@@ -116,13 +114,25 @@ class DraftGatherer:
                 trees[proposal.sequence_id] = replace(proposal.tree, source=DraftSource.FALLBACK)
         return trees
 
-    def observe_verdict(self, sample: Sample, verdict: Verdict, source: DraftSource) -> None:
-        self._policy.observe_verdict(sample.sequence_id, verdict.num_draft_tokens, verdict.num_accepted, source=source)
+    def choose(self, drafts: StepDrafts, room: DraftRoom, *, num_waiting: int) -> dict[int, DraftTree]:
+        """What the step verifies of them, by sequence id. `num_waiting`: prompts that wait for its processors."""
+        trees = drafts.trees
+        offered = [(sequence.key, trees[sequence.key]) for sequence in room.sequences if sequence.key in trees]
+        return self._controller.choose(offered, room, num_waiting=num_waiting)
 
-    def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prefill_rows: int) -> None:
+    def observe_verdict(self, sample: Sample, draft: DraftTree, accepted: Sequence[int]) -> None:
+        """How a draft went: its accepted tokens, from the root on."""
+        self._controller.observe_verdict(sample.sequence_id, draft, accepted)
+
+    def observe_step(
+        self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int
+    ) -> StepForecast | None:
+        """What a step cost. Returns what had been expected of it; None for one that computed prompts."""
         self._last_step_seconds = seconds
         self._client.observe_step(seconds)
-        self._policy.observe_step(seconds, num_rows, num_sequences, num_prefill_rows=num_prefill_rows)
+        return self._controller.observe_step(
+            seconds, num_rows=num_rows, num_sequences=num_sequences, num_prompt_rows=num_prompt_rows
+        )
 
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Tells the draft nodes what was committed, and how much is wanted next."""
@@ -146,8 +156,9 @@ class DraftGatherer:
         maximum = min(self._maximum(sample.group.opened), sample.num_tokens_left - 1)
         if maximum <= 0:
             return 0
-        return self._policy.num_draft_tokens(sample.sequence_id, maximum=maximum, source=source)
+        return self._controller.num_wanted(sample.sequence_id, maximum, source)
 
     def _maximum(self, opened: OpenSequenceGroup) -> int:
         asked = opened.num_speculative_tokens
-        return self._num_speculative_tokens if asked is None else min(asked, self._num_speculative_tokens)
+        most = self._controller.num_speculative_tokens
+        return most if asked is None else min(asked, most)

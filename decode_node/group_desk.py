@@ -85,6 +85,11 @@ class GroupDesk:
         return len(self._reservations) + self._engine.scheduler.num_waiting
 
     @property
+    def num_prompts_awaited(self) -> int:
+        """Groups whose KV is on its way."""
+        return len(self._reservations)
+
+    @property
     def num_sequences_free(self) -> int:
         """Samples for which there may be room; none while preempted ones wait for it. May be read by any thread."""
         if self._engine.scheduler.num_waiting:

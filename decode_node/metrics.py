@@ -7,7 +7,7 @@ from itertools import chain
 from decode_node.commands import EventsBySession
 from decode_node.draft_book import DraftCounters
 from decode_node.drafts import DraftClientStatus
-from decode_node.statistics import PrefixLookups, StepStats
+from decode_node.statistics import PrefixLookups, RecentRates, StepStats
 from outrider.kv_transfer.inbox import ReceiverCounters
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
@@ -64,9 +64,11 @@ class DecodeMetrics:
         received: ReceiverCounters,
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
+        rates: RecentRates,
     ) -> None:
         """What others count in totals, and gauges. Called now and then."""
         self._engine.set_load(load)
+        self._engine.set_speedup(expected=rates.expected_speedup(), measured=rates.measured_speedup())
         for reason, name in REFUSED.items():
             num_new = getattr(received, name) - getattr(self._counters, name)
             if num_new:

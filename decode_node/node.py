@@ -185,6 +185,7 @@ class DecodeNode:
                 received=self._parts.ingest.receiver.counters,
                 drafts=self._parts.drafts.status(),
                 prefix_lookups=self._parts.desk.prefix_lookups,
+                rates=self._rates,
             )
             await asyncio.sleep(METRICS_SECONDS)
 

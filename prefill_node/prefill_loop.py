@@ -18,7 +18,7 @@ import torch
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import EngineSequence, Scheduled, Scheduler, StepPlan
+from outrider.engine.scheduler import Scheduled, Scheduler, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.errors import PeerLostError
@@ -133,7 +133,7 @@ class PrefillLoop:
         self.progress.end()
 
     def _plan(self) -> StepPlan:
-        plan = self._scheduler.plan(_no_drafts)
+        plan = self._scheduler.plan()
         assert not plan.preempted, "a job has all its blocks from its admission on"
         self._time.mark(Part.SCHEDULE)
         return plan
@@ -383,7 +383,3 @@ def _rows(item: Scheduled) -> SequenceRows:
         block_ids=sequence.kv.block_table(),
         num_logits=0,
     )
-
-
-def _no_drafts(_sequence: EngineSequence) -> int:
-    return 0

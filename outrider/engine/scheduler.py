@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,8 +49,18 @@ class Scheduled(NamedTuple):
 
     sequence: EngineSequence
     num_rows: int  # known tokens fed, >= 1
-    num_draft_tokens: int  # rows granted to drafts after them; 0 unless reaches_end
+    num_draft_tokens: int  # rows granted to drafts after them; 0 unless num_rows is 1
     reaches_end: bool  # every known token is computed after this step: its last row decides the next one
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRoom:
+    """What a step has for drafts, once each sequence that has only its newest token to feed has a row for it."""
+
+    sequences: Sequence[EngineSequence]  # those; no others can verify a draft
+    max_rows: int  # for drafts, at most
+    num_rows: int  # of the step without drafts, prompts included
+    num_prompts: int  # that are computed in the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,7 @@ class Scheduler:
 
     Running sequences get their blocks first, then waiting ones join while blocks last.
     Rows are given out in this order: one for each sequence that has only its newest token
-    to feed, then drafts, then prompt chunks; drafts leave chunks at least half of what
+    to feed, then drafts, as the caller chooses, then prompt chunks; drafts leave chunks at least half of what
     remains, so neither side starves. When blocks are short, drafts go first, then room
     reserved ahead, then what the caller can reclaim, then whole sequences: lowest priority,
     then latest arrival, never the oldest running one. A preempted sequence waits ahead of all
@@ -166,14 +176,14 @@ class Scheduler:
 
     def plan(
         self,
-        wanted_drafts: Callable[[EngineSequence], int],
+        choose_drafts: Callable[[DraftRoom], Mapping[int, int]] = lambda _room: {},
         *,
         reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False,
     ) -> StepPlan:
         """The next step: reserves every block it needs, preempting and admitting as it must.
 
-        `wanted_drafts` says how many draft tokens a sequence could use; it is asked only
-        about sequences that reach their end in this step. `reclaim(sequence)` frees blocks
+        `choose_drafts` says how many draft tokens each sequence verifies, by key: not more than
+        there is room for. Those whose blocks do not suffice verify fewer. `reclaim(sequence)` frees blocks
         that are held outside the scheduler for something that ranks behind this sequence;
         False: there are none. The plan is empty when nothing runs, or when others than this
         scheduler hold the blocks that are needed.
@@ -185,7 +195,7 @@ class Scheduler:
         if not draft.preempted and not draft.stalled:
             self._admit(draft)
         return StepPlan(
-            scheduled=tuple(self._hand_out_rows(draft, wanted_drafts)),
+            scheduled=tuple(self._hand_out_rows(draft, choose_drafts)),
             admitted=tuple(draft.admitted),
             preempted=tuple(draft.preempted),
             block_copies=tuple(pair for pairs in draft.copies.values() for pair in pairs),
@@ -279,7 +289,9 @@ class Scheduler:
 
     # --- rows -----------------------------------------------------------------------------
 
-    def _hand_out_rows(self, draft: _Draft, wanted_drafts: Callable[[EngineSequence], int]) -> Iterator[Scheduled]:
+    def _hand_out_rows(
+        self, draft: _Draft, choose_drafts: Callable[[DraftRoom], Mapping[int, int]]
+    ) -> Iterator[Scheduled]:
         singles: list[EngineSequence] = []
         chunks: list[EngineSequence] = []
         num_chunk_rows = 0
@@ -297,9 +309,11 @@ class Scheduler:
             singles = self._in_turn(singles, num_rows=self._max_rows - bool(chunks))
         budget = self._max_rows - len(singles)
         draft_budget = budget - min(num_chunk_rows, (budget + 1) // 2)
+        num_rows = len(singles) + min(num_chunk_rows, budget)
+        chosen = choose_drafts(DraftRoom(singles, draft_budget, num_rows, len(chunks))) if singles else {}
+        assert sum(chosen.values()) <= draft_budget
         for sequence in singles:
-            num_drafts = self._grant_drafts(sequence, min(wanted_drafts(sequence), draft_budget))
-            draft_budget -= num_drafts
+            num_drafts = self._grant_drafts(sequence, chosen.get(sequence.key, 0))
             budget -= num_drafts
             yield Scheduled(sequence, 1, num_drafts, reaches_end=True)
         for sequence in chunks:
@@ -307,10 +321,7 @@ class Scheduler:
             if num_rows == 0:
                 return
             budget -= num_rows
-            reaches_end = num_rows == sequence.num_uncomputed
-            num_drafts = self._grant_drafts(sequence, min(wanted_drafts(sequence), budget)) if reaches_end else 0
-            budget -= num_drafts
-            yield Scheduled(sequence, num_rows, num_drafts, reaches_end=reaches_end)
+            yield Scheduled(sequence, num_rows, 0, reaches_end=num_rows == sequence.num_uncomputed)
 
     def _in_turn(self, singles: list[EngineSequence], *, num_rows: int) -> list[EngineSequence]:
         """More sequences than rows: each step goes on where the last one ended."""

@@ -9,17 +9,17 @@ from outrider.speculation.draft_tree import ROOT, DraftTree
 PRIOR_ACCEPTANCE = 0.8
 """What the first drafts of a proposer are taken to be worth: they begin long."""
 
-PRIOR_TOKENS = 3.0
+PRIOR_TOKENS = 8.0
 """How many draft tokens weigh as much as what is assumed of a sequence."""
 
-POSITION_TOKENS = 2.0
+POSITION_TOKENS = 8.0
 """How many draft tokens a sequence's overall acceptance weighs in that of one position."""
 
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
 """What a sibling is taken to be worth once those before it were wrong, and how many draft tokens that weighs."""
 
-FORGETTING = 0.93
+FORGETTING = 0.95
 """Weight that a sequence's older drafts keep at each new one."""
 
 SOURCE_FORGETTING = 0.995
@@ -129,14 +129,15 @@ class AcceptanceRecord:
         return self.chain[position] / before if before else 0.0
 
     def _observe(self, num_decided: int, num_accepted: int) -> None:
-        decided = [FORGETTING * each for each in self._decided]
-        accepted = [FORGETTING * each for each in self._accepted]
-        for position in range(min(num_decided, len(decided))):
-            decided[position] += 1.0
-        for position in range(min(num_accepted, len(accepted))):
-            accepted[position] += 1.0
-        self._decided, self._accepted = decided, accepted
         self._source.observe(num_decided, num_accepted)
+        decided, accepted = self._decided, self._accepted
+        for position in range(len(decided)):
+            one, other = FORGETTING * decided[position], FORGETTING * accepted[position]
+            if position < num_decided:
+                one += 1.0
+                if position < num_accepted:
+                    other += 1.0
+            decided[position], accepted[position] = one, other
         self._estimate()
 
     def _estimate(self) -> None:
@@ -145,7 +146,7 @@ class AcceptanceRecord:
         assumed = POSITION_TOKENS * overall
         probability = 1.0
         chain: list[float] = []
-        for num_decided, num_accepted in zip(decided, accepted, strict=True):
-            probability *= (num_accepted + assumed) / (num_decided + POSITION_TOKENS)
+        for position, num_accepted in enumerate(accepted):
+            probability *= (num_accepted + assumed) / (decided[position] + POSITION_TOKENS)
             chain.append(probability)
         self.chain = chain

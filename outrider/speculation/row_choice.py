@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-
-import numpy as np
-import numpy.typing as npt
-
-MARGIN_ROWS = 4
-"""The price of a row is the mean over so many after those chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +13,18 @@ class RowChoice:
     num_rows: Sequence[int]  # of each draft, how many of its tokens: the first ones
     expected_tokens: float  # that the step commits, over all sequences
     expected_seconds: float  # that it takes
-    row_price: float  # least probability of a further token that would have paid
+    token_seconds: float  # that a token takes at the best rate: what one more is worth
+    row_price: float  # probability from which another token might have paid
 
 
 def choose_rows(
     drafts: Sequence[Sequence[float]],
-    step_seconds: npt.NDArray[np.float64],
+    step_seconds: Sequence[float],
     *,
     max_rows: int,
     num_tokens: int,
     num_waiting: int = 0,
+    num_rows: int | None = None,
 ) -> RowChoice:
     """Gives rows to the draft tokens that gain most, as long as they gain more than the time they take.
 
@@ -43,39 +38,41 @@ def choose_rows(
             its own. A draft lists parents before children and never rises, so the best n of it are its first n.
             For a chain these are prefix products of acceptance; a sibling has (1 - acceptance of those before it)
             times its own.
-        step_seconds: [at least min(max_rows, tokens of all drafts) + 1] seconds of a step with 0, 1, ... rows for
-            drafts; positive. Further entries let `row_price` look ahead.
+        step_seconds: of a step with 0, 1, ... rows for drafts, at least min(max_rows, tokens of all drafts) + 1 of
+            them; positive. Further entries say what `row_price` is where all is verified.
         max_rows: for drafts, at most.
         num_tokens: at least 1.
         num_waiting: prompts that are computed when the step has ended.
+        num_rows: not the best number of rows but this one, so that its time is learnt.
 
     Cost: one sort of all tokens. Source: goodput as the objective is SmartSpec's (Liu et al. 2024, arXiv 2406.14066);
     as probabilities never rise along a path, the greedy choice is the best tree (Sequoia, Chen et al. 2024).
     """
-    sizes = [len(draft) for draft in drafts]
-    probabilities = np.fromiter(chain.from_iterable(drafts), dtype=np.float64, count=sum(sizes))
-    order = np.argsort(-probabilities, kind="stable")[:max_rows]  # of equals the first: parents before children
-    gained = np.empty(len(order) + 1)
-    gained[0] = num_tokens
-    np.cumsum(probabilities[order], out=gained[1:])
-    gained[1:] += num_tokens
-    seconds = step_seconds[: len(gained)]
-    rates = gained / seconds
-    best = int(rates.argmax())
-    time_price = float(rates[best]) * (1.0 + num_waiting / num_tokens)
-    if num_waiting:
-        best = int((gained - time_price * seconds).argmax())
-    last = min(best + MARGIN_ROWS, len(step_seconds) - 1)
-    row_price = time_price * float(step_seconds[last] - step_seconds[best]) / (last - best) if last > best else 0.0
-    return RowChoice(
-        _count_by_draft(sizes, order[:best]), float(gained[best]), float(seconds[best]), max(row_price, 0.0)
-    )
-
-
-def _count_by_draft(sizes: Sequence[int], chosen: npt.NDArray[np.int64]) -> list[int]:
-    """How many of the chosen tokens, numbered over all drafts, each draft has."""
-    if len(chosen) == sum(sizes):
-        return list(sizes)
-    owners = np.repeat(np.arange(len(sizes)), sizes)[chosen]
-    counts: list[int] = np.bincount(owners, minlength=len(sizes)).tolist()
-    return counts
+    flat: list[float] = []
+    owners: list[int] = []
+    for owner, draft in enumerate(drafts):
+        flat += draft
+        owners += [owner] * len(draft)
+    # Of equals the first: parents before children.
+    order = sorted(range(len(flat)), key=flat.__getitem__, reverse=True)[:max_rows]
+    gained = [float(num_tokens)]
+    best, best_rate = 0, num_tokens / step_seconds[0]
+    for row, index in enumerate(order, start=1):
+        gained.append(gained[-1] + flat[index])
+        rate = gained[row] / step_seconds[row]
+        if rate > best_rate:
+            best, best_rate = row, rate
+    time_price = best_rate * (1.0 + num_waiting / num_tokens)
+    if num_rows is not None:
+        best = min(num_rows, len(order))
+    elif num_waiting:
+        best = max(range(len(gained)), key=lambda row: gained[row] - time_price * step_seconds[row])
+    counts = [0] * len(drafts)
+    for index in order[:best]:
+        counts[owners[index]] += 1
+    prices = [flat[order[best - 1]]] if best else []  # what it takes to replace a token, or to add one
+    ahead = 1
+    while best + ahead < len(step_seconds):
+        prices.append(time_price * (step_seconds[best + ahead] - step_seconds[best]) / ahead)
+        ahead *= 2
+    return RowChoice(counts, gained[best], step_seconds[best], 1.0 / best_rate, min(prices, default=1.0))

@@ -1,60 +1,183 @@
-"""How long a step takes as a function of its rows, learnt while serving."""
+"""How long a step takes as a function of its sequences and rows, learnt while serving."""
 
 from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+"""Numbers of rows between which the time is taken to be linear."""
 
 PRIOR_BASE_ROWS = 15.0
 """Until row counts have varied, a step's fixed cost is taken for that of so many rows."""
 
-PRIOR_WEIGHT = 1.0
-"""Weight of that prior, in units of (rows apart) squared."""
+SLOPE_WEIGHT = 0.05
+BEND_WEIGHT = 0.5
+SEQUENCE_WEIGHT = 1.0
+"""How firmly, against observed steps: the slope keeps to the prior, a line goes on straight, sequences cost nothing
+beside their rows."""
 
-OUTLIER_FACTOR = 3.0
+OUTLIER_FACTOR = 2.0
 """A step that takes longer than this many times the expected counts as this many times."""
+
+FORGETTING = 0.99
+
+LEAST_SHARE = 1e-3
+"""Of the mean step: no step is expected to take less."""
+
+FIT_STEPS = 8
+"""The fit, a small system of equations, is made anew after so many steps."""
+
+LEAST_EVIDENCE = 1.5
+"""Steps of about one number of rows, older ones discounted, that are enough to know it."""
+
+Seconds = npt.NDArray[np.float64]
 
 
 class StepCostModel:
-    """T(rows) = base + slope · rows by least squares with exponential forgetting.
+    """T(sequences, rows) = a line with bends through `KNOTS`, plus a constant for each sequence.
 
-    The closed form of recursive least squares, on centred moments; what it forgets when
-    row counts stop varying is kept out of trouble by a prior on the slope. The slope is
-    never negative and the base never below zero, so T is monotone. Not thread-safe.
+    Least squares with exponential forgetting. What steps say nothing about is decided by weak assumptions: where no
+    step was seen, a line goes on as it did before. So a cliff is found by the first steps beyond it, and forgotten
+    after some hundred without any. T never falls with rows. Not thread-safe.
     """
 
-    def __init__(self, *, forgetting: float = 0.99) -> None:
-        self._forgetting = forgetting
+    def __init__(self, *, max_rows: int = KNOTS[-1], buckets: Sequence[int] = ()) -> None:
+        """For steps of at most `max_rows` rows.
+
+        `buckets`: rising numbers of rows to which a device's graphs pad smaller steps, where it has graphs; the last
+        is no less than any step's rows.
+        """
+        self._buckets = tuple(buckets)
+        self._knots = self._buckets or KNOTS[: 2 + sum(knot < max_rows for knot in KNOTS[1:-1])]
+        size = len(self._knots) + 1  # the last one: of a sequence
         self._weight = 0.0
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
-        self._variance = 0.0  # weighted sum of squared deviations of rows
-        self._covariance = 0.0
+        self._squares = np.zeros((size, size))
+        self._products = np.zeros(size)
+        self._assumptions = _assumptions(self._knots)
+        self._found: Seconds | None = None  # what followed from these
+        self._num_unfitted = 0  # steps since then
 
     @property
     def is_known(self) -> bool:
         """Whether a step has been observed at all."""
         return self._weight > 0.0
 
-    def observe(self, *, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. A step of several times the expected time is clipped."""
-        if self._weight >= 4.0:
-            step_seconds = min(step_seconds, OUTLIER_FACTOR * self.seconds(num_rows))
-        self._weight = self._forgetting * self._weight + 1.0
-        gain = 1.0 / self._weight
-        off_rows = num_rows - self._mean_rows
-        self._mean_rows += gain * off_rows
-        off_seconds = step_seconds - self._mean_seconds
-        self._mean_seconds += gain * off_seconds
-        self._variance = self._forgetting * self._variance + (1.0 - gain) * off_rows * off_rows
-        self._covariance = self._forgetting * self._covariance + (1.0 - gain) * off_rows * off_seconds
+    def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
+        """Learns from one step. One that takes far longer than expected is clipped."""
+        place, share = self._place(num_rows)
+        if self.is_known:
+            step_seconds = min(step_seconds, OUTLIER_FACTOR * self._expected(num_sequences, place, share))
+        self._weight = FORGETTING * self._weight + 1.0
+        self._mean_rows += (self._padded(num_rows) - self._mean_rows) / self._weight
+        self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight
+        self._squares *= FORGETTING
+        self._products *= FORGETTING
+        inputs = ((place, 1.0 - share), (place + 1, share), (len(self._knots), float(num_sequences)))
+        for row, one in inputs:
+            self._products[row] += one * step_seconds
+            for column, other in inputs:
+                self._squares[row, column] += one * other
+        self._num_unfitted += 1
+        if self._weight < FIT_STEPS or self._num_unfitted >= FIT_STEPS:
+            self._found = None
 
-    @property
-    def seconds_per_row(self) -> float:
-        """Slope of T, at least 0; 0 before the first step."""
+    def seconds(self, num_sequences: int, num_rows: int, *, num_more: int = 0) -> list[float]:
+        """Expected times of steps with `num_rows`, `num_rows` + 1 … `num_rows` + `num_more` rows.
+
+        num_more + 1 values, positive and never falling. Before the first step in units of anything.
+        """
+        rows = np.arange(num_rows, num_rows + num_more + 1, dtype=np.float64)
+        if self._buckets:
+            rows = np.array([self._padded(row) for row in rows])
         if not self.is_known:
-            return 0.0
-        prior = self._mean_seconds / (self._mean_rows + PRIOR_BASE_ROWS)
-        slope = (self._covariance + PRIOR_WEIGHT * prior) / (self._variance + PRIOR_WEIGHT)
-        return min(max(slope, 0.0), self._mean_seconds / max(self._mean_rows, 1.0))
+            return [row + PRIOR_BASE_ROWS for row in rows]
+        found = self._fitted()
+        seconds = np.interp(rows, self._knots, found[:-1]) + found[-1] * num_sequences
+        rising: list[float] = np.maximum.accumulate(np.maximum(seconds, LEAST_SHARE * self._mean_seconds)).tolist()
+        return rising
 
-    def seconds(self, num_rows: float) -> float:
-        """Expected time of a step with `num_rows` rows; 0 before the first step."""
-        return max(self._mean_seconds + self.seconds_per_row * (num_rows - self._mean_rows), 0.0)
+    def is_known_at(self, num_rows: int) -> bool:
+        """Whether steps of about so many rows were seen lately."""
+        place, share = self._place(num_rows)
+        return bool(self._squares[place + round(share), place + round(share)] >= LEAST_EVIDENCE)
+
+    def unknown_near(self, num_rows: int) -> tuple[int | None, int | None]:
+        """The next smaller and the next larger number of rows of which steps say too little; None: they say enough."""
+        place, share = self._place(num_rows)
+        weights = self._squares.diagonal()
+        above = place + 1 + (share >= 1.0)
+        is_above_unknown = above < len(self._knots) and weights[above] < LEAST_EVIDENCE
+        below = place - (share <= 0.0)
+        is_below_unknown = below >= 0 and weights[below] < LEAST_EVIDENCE
+        return (
+            int(self._knots[below]) if is_below_unknown else None,
+            int(self._knots[above]) if is_above_unknown else None,
+        )
+
+    def _expected(self, num_sequences: int, place: int, share: float) -> float:
+        """Of one step, whose rows are so far beyond that knot."""
+        found = self._fitted()
+        seconds = found[place] + share * (found[place + 1] - found[place]) + found[-1] * num_sequences
+        return max(float(seconds), LEAST_SHARE * self._mean_seconds)
+
+    def _fitted(self) -> Seconds:
+        if self._found is None:
+            self._found = self._solve()
+            self._num_unfitted = 0
+        return self._found
+
+    def _solve(self) -> Seconds:
+        """[num_knots + 1] seconds of steps at the knots, and of a sequence."""
+        scale = self._mean_seconds  # all of it in units of the mean step
+        squares = self._squares + self._assumptions
+        products = self._products / scale
+        # Around the usual number of rows the slope is assumed as well.
+        place, _ = self._place(self._mean_rows)
+        width = self._knots[place + 1] - self._knots[place]
+        weight = SLOPE_WEIGHT * (self._mean_rows / width) ** 2
+        rise = weight * width / (self._mean_rows + PRIOR_BASE_ROWS)
+        for one, sign in ((place, -1.0), (place + 1, 1.0)):
+            products[one] += sign * rise
+            squares[one, one] += weight
+            squares[one, 2 * place + 1 - one] -= weight
+        found: Seconds = scale * np.asarray(np.linalg.solve(squares, products), dtype=np.float64)
+        found[:-1] = np.maximum.accumulate(found[:-1])
+        return found
+
+    def _padded(self, num_rows: float) -> float:
+        buckets = self._buckets
+        return buckets[min(bisect_left(buckets, num_rows), len(buckets) - 1)] if buckets else num_rows
+
+    def _place(self, num_rows: float) -> tuple[int, float]:
+        """The knot at or before so many rows, and how far they are on the way to the next one."""
+        num_rows = self._padded(num_rows)
+        knots = self._knots
+        place = min(max(bisect_right(knots, num_rows) - 1, 0), len(knots) - 2)
+        share = (num_rows - knots[place]) / (knots[place + 1] - knots[place])
+        return place, min(max(share, 0.0), 1.0)
+
+
+def _assumptions(knots: Sequence[int]) -> Seconds:
+    """[num_knots + 1, num_knots + 1] what they add to the squares: no bends, nothing for a sequence.
+
+    A bend is measured by what it makes over as many rows as there are at its knot: relative to the step's time, the
+    same shape weighs the same at any size.
+    """
+    size = len(knots) + 1
+    squares = np.zeros((size, size))
+    before = np.zeros(size)
+    for place, width in enumerate(np.diff(knots)):
+        rise = np.zeros(size)  # the segment's slope as a combination of the unknowns
+        rise[place], rise[place + 1] = -1.0 / width, 1.0 / width
+        if place:
+            bend = knots[place] * (rise - before)
+            squares += BEND_WEIGHT * np.outer(bend, bend)
+        before = rise
+    squares[-1, -1] = SEQUENCE_WEIGHT
+    return squares

@@ -35,7 +35,7 @@ from outrider.session import (
     SampleStart,
     SampleTokens,
 )
-from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.verify.by_request import RequestVerifier
 
 SESSION = 1
@@ -107,8 +107,7 @@ class Node:
         drafts = DraftGatherer(
             client=NoDrafts(),
             fallback=None,
-            policy=DraftPolicy(num_speculative_tokens=num_speculative_tokens),
-            num_speculative_tokens=num_speculative_tokens,
+            controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=0.0,
         )
         self.desk = GroupDesk(

@@ -33,6 +33,7 @@ from outrider.session import (
     SequenceGroupFailed,
 )
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.step_cost import StepCostModel
 from tests.speculation.draft_trees import SHAPES, path_to
 
 PROMPT = (11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12)
@@ -193,7 +194,8 @@ def test_tokens_do_not_depend_on_the_drafter(make_node, sampling):
     assert sum(stats.num_accepted_draft_tokens for stats in node.stats) > 0  # of branches
 
 
-def test_an_oracle_saves_steps(make_node):
+def test_an_oracle_saves_steps(make_node, monkeypatch):
+    monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))  # rows are free
     plain = make_node()
     expected = generate(plain)
     node = make_node(drafts=ScriptedDrafts(lambda tokens, n: expected[len(tokens) - len(PROMPT) :][:n]))
@@ -472,8 +474,8 @@ def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node)
     (profile,) = captured
     first, *others = profile.steps
     assert first.kind is StepKind.PROMPT  # short enough to be computed here
-    assert {step.kind for step in others} == {StepKind.VERIFY}
-    assert {step.num_rows for step in others} == {3}
+    assert StepKind.VERIFY in {step.kind for step in others} <= {StepKind.VERIFY, StepKind.DECODE}
+    assert {step.num_rows for step in others} <= {1, 2, 3}  # as many as pay, by the times of this machine
     spent = sum(sum(step.nanoseconds.values()) for step in profile.steps)
     assert 0 < spent <= elapsed
     for step in profile.steps:

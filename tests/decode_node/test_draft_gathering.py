@@ -5,9 +5,9 @@ from __future__ import annotations
 from decode_node.drafts import NoDrafts
 from decode_node.step_drafts import StepDrafts
 from outrider.session import Granted, KvReady, SampleStart
-from outrider.speculation.draft_policy import DraftPolicy
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.scripted import ScriptedProposer
+from outrider.speculation.step_cost import StepCostModel
 
 PROMPT = tuple(range(1, 21))  # longer than what the node computes itself
 SAMPLES = (SampleStart(0, ()), SampleStart(1, (7,)))
@@ -105,9 +105,10 @@ def test_a_fallback_that_is_always_wrong_does_not_switch_a_good_drafter_off(make
 
     client = RecordingDrafts(propose)
     node = node_with(make_scripted_node, client, fallback=WrongProposer([]))
+    # What rows cost is set: too much, if all drafts were one proposer's.
     monkeypatch.setattr(
-        DraftPolicy, "_price_of_a_row", lambda _policy: 0.45
-    )  # too dear, if all drafts were one proposer's
+        StepCostModel, "seconds", lambda *_, num_more=0: [1.0 + 0.45 * row for row in range(num_more + 1)]
+    )
     node.open(sampling={"max_tokens": 150})
     node.iterate()
     num_steps = 0

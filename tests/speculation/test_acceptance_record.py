@@ -47,8 +47,8 @@ def test_probabilities_are_calibrated(acceptance):
 
 def test_positions_are_told_apart():
     record = record_of([(3, 1)] * 30)  # the first is always right, the second never
-    assert record.chain[0] > 0.9
-    assert record.chain[1] < 0.1
+    assert record.chain[0] > 0.8
+    assert record.chain[1] < 0.25
 
 
 def test_a_draft_that_was_cut_short_says_nothing_of_what_follows():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ draft = st.lists(probability, max_size=4).map(lambda found: list(itertools.accum
 
 
 def linear(num_rows, *, base=1.0, slope=0.1):
-    return base + slope * np.arange(num_rows + 1)
+    return [base + slope * row for row in range(num_rows + 1)]
 
 
 def rate(drafts, counts, step_seconds, num_tokens):
@@ -30,7 +29,7 @@ def rate(drafts, counts, step_seconds, num_tokens):
     max_rows=st.integers(0, 12),
 )
 def test_no_other_choice_has_a_higher_rate(drafts, increments, max_rows):
-    step_seconds = 1.0 + np.cumsum([0.0, *increments])  # of any shape that never falls
+    step_seconds = list(itertools.accumulate(increments, initial=1.0))  # of any shape that never falls
     choice = choose_rows(drafts, step_seconds, max_rows=max_rows, num_tokens=len(drafts))
     assert sum(choice.num_rows) <= max_rows
     found = rate(drafts, choice.num_rows, step_seconds, len(drafts))
@@ -64,9 +63,9 @@ def test_everything_is_verified_where_rows_are_free():
 
 
 def test_a_cliff_is_not_gone_over_and_a_cheap_row_behind_a_dear_one_is_found():
-    cliff = np.array([1.0, 1.0, 1.0, 3.0, 3.0])
+    cliff = [1.0, 1.0, 1.0, 3.0, 3.0]
     assert choose_rows([[0.9, 0.8, 0.7, 0.6]], cliff, max_rows=4, num_tokens=1).num_rows == [2]
-    bucket = np.array([1.0, 1.6, 1.6, 1.6, 1.6])  # as of a graph for five rows
+    bucket = [1.0, 1.6, 1.6, 1.6, 1.6]  # as of a graph for five rows
     assert choose_rows([[0.9, 0.8, 0.7, 0.6]], bucket, max_rows=4, num_tokens=1).num_rows == [4]
     assert choose_rows([[0.5]], bucket, max_rows=4, num_tokens=1).num_rows == [0]
 

@@ -30,7 +30,7 @@ from outrider.session import (
     SequenceGroupFailed,
     SpeculationCounts,
 )
-from outrider.speculation.draft_policy import DraftPolicy
+from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
@@ -95,8 +95,7 @@ class SimulatedDecodeNode:
         gatherer = DraftGatherer(
             client=drafts,
             fallback=None,
-            policy=DraftPolicy(num_speculative_tokens=num_speculative_tokens),
-            num_speculative_tokens=num_speculative_tokens,
+            controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=MAX_WAIT_SECONDS,
         )
         self._engine = simulated_engine(simulation)

@@ -1,0 +1,156 @@
+"""A batch of sequences with drafts, without models: tokens are right by a script, steps take what a curve says.
+
+Which draft tokens are right is fixed by position, as coupled sampling has it: whoever drafts, and however many tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.engine.scheduler import DraftRoom
+from outrider.speculation.draft_controller import DraftController, StepForecast
+from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.speculation.step_cost import StepCostModel
+
+MOST_DRAFT_TOKENS = 8
+BUCKETS = [1 << power for power in range(10)]
+
+# Two states of a text: acceptance, and how many tokens it lasts on average.
+KINDS = {
+    "chat": ((0.35, 40), (0.65, 40)),
+    "extract": ((0.05, 60), (0.95, 40)),
+    "code": ((0.6, 30), (0.9, 30)),
+    "even": ((0.8, 50), (0.8, 50)),
+    "hopeless": ((0.02, 50), (0.05, 50)),
+}
+
+# Seconds of a step by its rows.
+CURVES: dict[str, Callable[[int], float]] = {
+    "linear": lambda rows: 0.030 + 0.003 * rows,
+    "flat then steep": lambda rows: 0.030 + 0.004 * max(0, rows - 8),
+    "flat": lambda rows: 0.030 + 0.0001 * rows,
+    "steep": lambda rows: 0.010 + 0.010 * rows,
+    "stairs": lambda rows: 0.020 + 0.0004 * next(bucket for bucket in BUCKETS if bucket >= rows),
+}
+
+
+def cost_model(curve: str) -> StepCostModel:
+    """What a node would have that knows the buckets of its device's graphs."""
+    return StepCostModel(buckets=BUCKETS) if curve == "stairs" else StepCostModel()
+
+
+def right_tokens(kind: str, seed: int, length: int) -> list[bool]:
+    chosen = random.Random(f"{kind}{seed}")
+    states, state = KINDS[kind], chosen.randrange(2)
+    right = []
+    for _ in range(length):
+        acceptance, lasts = states[state]
+        state = 1 - state if chosen.random() < 1.0 / lasts else state
+        right.append(chosen.random() < acceptance)
+    return right
+
+
+@dataclass
+class SimulatedBatch:
+    """`num_sequences` texts of `length` tokens; where one ends, another begins."""
+
+    kind: str
+    curve: str
+    num_sequences: int
+    length: int = 200
+    noise: float = 0.1
+    stalls: float = 0.0  # share of steps that take five times as long
+    seed: int = 5
+    num_rows: int = 0  # of the last step
+    drafted: dict[int, list[int]] = field(default_factory=dict)  # by sequence: verified tokens of each step
+
+    def __post_init__(self):
+        self._random = random.Random(self.seed)
+        self._ids = itertools.count()
+        self._texts = {}
+        for _ in range(self.num_sequences):
+            self._begin(self._random.randrange(self.length))
+
+    def _begin(self, position=0):
+        sequence_id = next(self._ids)
+        self._texts[sequence_id] = [position, right_tokens(self.kind, sequence_id, self.length + MOST_DRAFT_TOKENS)]
+
+    @property
+    def sequence_ids(self):
+        return list(self._texts)
+
+    def step(self, chosen, on_verdict=lambda *_: None, on_end=lambda *_: None):
+        """Verifies so many draft tokens of each sequence: (tokens committed, seconds on an idle machine)."""
+        self.num_rows, num_tokens = self.num_sequences, 0
+        for sequence_id in self.sequence_ids:
+            text = self._texts[sequence_id]
+            position, right = text
+            num_draft = chosen.get(sequence_id, 0)
+            following = right[position : position + num_draft]
+            num_accepted = following.index(False) if False in following else num_draft
+            if num_draft:
+                on_verdict(sequence_id, num_accepted)
+            self.drafted.setdefault(sequence_id, []).append(num_draft)
+            self.num_rows += num_draft
+            num_tokens += 1 + num_accepted
+            text[0] += 1 + num_accepted
+            if text[0] >= self.length:
+                del self._texts[sequence_id]
+                on_end(sequence_id)
+                self._begin()
+        return num_tokens, CURVES[self.curve](self.num_rows)
+
+    def disturbed(self, seconds: float) -> float:
+        """As other work on the machine has it: what a node measures."""
+        stalled = 5.0 if self._random.random() < self.stalls else 1.0
+        return seconds * stalled * self._random.uniform(1 - self.noise, 1 + self.noise)
+
+
+def fixed_rate(batch: SimulatedBatch, num_draft: int, *, num_steps: int) -> float:
+    """Tokens a second with so many draft tokens for each sequence in each step."""
+    steps = [batch.step(dict.fromkeys(batch.sequence_ids, num_draft)) for _ in range(num_steps)]
+    return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
+
+
+@dataclass
+class ControlledBatch:
+    """The same with a controller."""
+
+    batch: SimulatedBatch
+    controller: DraftController
+    source: DraftSource = DraftSource.DRAFT_NODE
+    max_rows: int = 4096
+    num_waiting: int = 0
+    on_forecast: Callable[[StepForecast], None] = lambda _: None
+
+    def step(self):
+        controller, batch = self.controller, self.batch
+        drafts = [
+            (sequence_id, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source))
+            for sequence_id in batch.sequence_ids
+            if (num_wanted := controller.num_wanted(sequence_id, MOST_DRAFT_TOKENS, self.source))
+        ]
+        room = DraftRoom(batch.sequence_ids, self.max_rows, batch.num_sequences, 0)
+        chosen = controller.choose(drafts, room, num_waiting=self.num_waiting)
+        self.on_forecast(controller.forecast)
+        tokens, seconds = batch.step(
+            {sequence_id: len(draft) for sequence_id, draft in chosen.items()},
+            lambda sequence_id, num: controller.observe_verdict(sequence_id, chosen[sequence_id], range(num)),
+            controller.forget,
+        )
+        controller.observe_step(
+            batch.disturbed(seconds), num_rows=batch.num_rows, num_sequences=batch.num_sequences, num_prompt_rows=0
+        )
+        return tokens, seconds
+
+    def rate(self, num_steps: int) -> float:
+        steps = [self.step() for _ in range(num_steps)]
+        return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
+
+
+def controlled(batch: SimulatedBatch, **options) -> ControlledBatch:
+    controller = DraftController(MOST_DRAFT_TOKENS, cost=cost_model(batch.curve))
+    return ControlledBatch(batch, controller, **options)

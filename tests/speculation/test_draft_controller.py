@@ -1,0 +1,236 @@
+"""What the controller verifies, in simulated batches whose costs and acceptance are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from outrider.engine.scheduler import DraftRoom
+from outrider.speculation.acceptance_record import AcceptanceRecord
+from outrider.speculation.draft_controller import PROBE_STEPS, DraftController
+from outrider.speculation.draft_tree import ROOT, DraftSource, DraftTree
+from outrider.speculation.step_cost import StepCostModel
+from tests.speculation.simulated_batch import (
+    CURVES,
+    KINDS,
+    MOST_DRAFT_TOKENS,
+    SimulatedBatch,
+    controlled,
+    fixed_rate,
+    right_tokens,
+)
+
+ALL = list(itertools.product(KINDS, CURVES, (1, 4, 16, 32)))
+FEW = [  # each kind, curve and number of sequences; where the best fixed length is 0, short or long
+    *(("chat", "linear", 4), ("chat", "stairs", 16), ("chat", "steep", 1), ("extract", "linear", 32)),
+    *(("extract", "flat", 16), ("code", "flat then steep", 4), ("code", "linear", 16), ("even", "stairs", 4)),
+    *(("even", "flat", 1), ("hopeless", "linear", 16)),
+]
+WARM_UP_STEPS = 60
+
+
+def share_of_plain_and_best(kind, curve, num_sequences, **disturbance):
+    """Its rate over that of plain decoding, and over that of the best fixed number of draft tokens."""
+    num_steps = max(240, 2000 // num_sequences)
+    own = controlled(SimulatedBatch(kind, curve, num_sequences, **disturbance))
+    own.rate(WARM_UP_STEPS)
+    rates = [
+        fixed_rate(SimulatedBatch(kind, curve, num_sequences), num_draft, num_steps=num_steps)
+        for num_draft in range(MOST_DRAFT_TOKENS + 1)
+    ]
+    rate = own.rate(num_steps)
+    return rate / rates[0], rate / max(rates)
+
+
+def test_it_is_hardly_slower_than_plain_decoding_or_the_best_fixed_length(is_full):
+    missed = {}
+    for case in ALL if is_full else FEW:
+        of_plain, of_best = share_of_plain_and_best(*case)
+        if of_plain < 0.98 or of_best < 0.95:
+            missed[case] = (of_plain, of_best)
+    assert not missed
+
+
+@pytest.mark.parametrize("disturbance", [{"noise": 0.3}, {"stalls": 0.03}])
+def test_on_a_busy_machine_it_is_hardly_slower_either(disturbance):
+    for case in [("hopeless", "linear", 4), ("chat", "linear", 4), ("code", "flat", 1)]:
+        of_plain, of_best = share_of_plain_and_best(*case, **disturbance)
+        assert of_plain > 0.97
+        assert of_best > 0.93
+
+
+def test_where_texts_change_it_is_faster_than_any_fixed_length():
+    assert share_of_plain_and_best("extract", "linear", 1)[1] > 1.03
+
+
+@pytest.mark.parametrize("case", [("even", "linear", 4), ("hopeless", "linear", 4)])
+def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeypatch, case):
+    right = AcceptanceRecord.observe_chain
+    monkeypatch.setattr(
+        AcceptanceRecord, "observe_chain", lambda record, num_draft, num: right(record, num_draft, num_draft - num)
+    )
+    of_plain, of_best = share_of_plain_and_best(*case)
+    assert of_plain < 0.98 or of_best < 0.95
+
+
+def test_negative_control_a_cost_of_the_wrong_sign_misses_the_bounds(monkeypatch):
+    monkeypatch.setattr(
+        StepCostModel, "seconds", lambda *_, num_more=0: [1.0 / (1.0 + row) for row in range(num_more + 1)]
+    )  # the more rows, the faster
+    assert share_of_plain_and_best("hopeless", "linear", 16)[0] < 0.98
+
+
+def draft_of(num_tokens, source=DraftSource.DRAFT_NODE):
+    return DraftTree(0, token_ids=(1,) * num_tokens, source=source)
+
+
+def room_for(num_sequences, *, max_rows=100, num_prompts=0):
+    return DraftRoom(range(num_sequences), max_rows, num_sequences, num_prompts)
+
+
+def step_of(controller, drafts, num_accepted, *, row_seconds=0.1):
+    """One step of these sequences, whose drafts are accepted to there."""
+    chosen = controller.choose(drafts, room_for(len(drafts)))
+    num_rows = len(drafts)
+    for sequence_id, draft in chosen.items():
+        controller.observe_verdict(sequence_id, draft, range(min(num_accepted, len(draft))))
+        num_rows += len(draft)
+    controller.observe_step(
+        1.0 + row_seconds * num_rows, num_rows=num_rows, num_sequences=len(drafts), num_prompt_rows=0
+    )
+    return {sequence_id: len(draft) for sequence_id, draft in chosen.items()}
+
+
+def test_a_new_sequence_begins_with_long_drafts():
+    controller = DraftController(5)
+    assert controller.num_wanted(1, 8, DraftSource.DRAFT_NODE) == 5
+    assert controller.num_wanted(1, 2, DraftSource.DRAFT_NODE) == 2
+    assert DraftController(0).num_wanted(1, 8, DraftSource.DRAFT_NODE) == 0
+    assert DraftController(0).choose([(1, draft_of(3))], room_for(1)) == {}
+
+
+def test_drafts_that_are_always_wrong_stop_and_are_tried_again_with_one_token():
+    own = controlled(SimulatedBatch("hopeless", "linear", 16, length=10_000))
+    own.batch._texts.update({key: [0, [False] * 20_000] for key in own.batch.sequence_ids})
+    own.rate(800)
+    late = [drafted[200:] for drafted in own.batch.drafted.values()]
+    assert set(itertools.chain.from_iterable(late)) <= {0, 1}
+    trials = [[step for step, num in enumerate(each) if num] for each in late]
+    assert min(map(len, trials)) >= 2
+    assert all(after - before >= PROBE_STEPS for each in trials for before, after in itertools.pairwise(each))
+
+
+def test_drafts_that_begin_to_be_right_are_verified_again():
+    own = controlled(SimulatedBatch("hopeless", "linear", 1, length=10_000))
+    texts = own.batch._texts
+    texts[0] = [0, [False] * 300 + [True] * 20_000]
+    own.rate(450)
+    assert sum(own.batch.drafted[0][250:300]) <= 12
+    assert sum(own.batch.drafted[0][-20:]) > 80
+
+
+def test_rows_go_to_the_sequences_whose_drafts_are_accepted():
+    controller = DraftController(4)
+    for _ in range(40):
+        chosen = controller.choose([(1, draft_of(4)), (2, draft_of(4))], room_for(2))
+        for sequence_id, draft in chosen.items():
+            controller.observe_verdict(sequence_id, draft, range(len(draft) if sequence_id == 2 else 0))
+        num_rows = 2 + sum(map(len, chosen.values()))
+        controller.observe_step(1.0 + 0.2 * num_rows, num_rows=num_rows, num_sequences=2, num_prompt_rows=0)
+    chosen = controller.choose([(1, draft_of(4)), (2, draft_of(4))], room_for(2, max_rows=3))
+    assert {key: len(draft) for key, draft in chosen.items()} == {2: 3}, "the younger one, and what there is room for"
+
+
+@pytest.mark.parametrize("max_rows", [0, 1, 7])
+def test_the_row_budget_holds_in_every_step(max_rows):
+    own = controlled(SimulatedBatch("code", "flat", 4), max_rows=max_rows)
+    for _ in range(100):
+        own.step()
+        assert own.batch.num_rows <= 4 + max_rows
+    assert max_rows == 0 or own.batch.num_rows > 4
+
+
+def test_prompts_that_wait_are_part_of_the_price():
+    num_rows = {}
+    for num_waiting in (0, 16):
+        own = controlled(SimulatedBatch("code", "linear", 2), num_waiting=num_waiting)
+        own.rate(200)
+        num_rows[num_waiting] = sum(sum(drafted) for drafted in own.batch.drafted.values())
+    assert num_rows[16] < 0.3 * num_rows[0]
+    free = controlled(SimulatedBatch("code", "flat", 2), num_waiting=2)
+    free.rate(100)
+    assert max(max(drafted) for drafted in free.batch.drafted.values()) >= 6, "rows that cost nothing stay"
+
+
+def test_prompts_in_the_same_step_count_as_waiting():
+    controller = DraftController(4)
+    drafts = [(1, draft_of(4))]
+    for _ in range(30):
+        step_of(controller, drafts, 4, row_seconds=0.5)
+    alone = controller.choose(drafts, room_for(1))
+    beside = controller.choose(drafts, room_for(1, num_prompts=8))
+    assert len(alone[1]) == 4
+    assert 1 not in beside
+
+
+def test_a_bad_proposer_does_not_stop_a_good_one():
+    controller = DraftController(4)
+    bad, good = draft_of(4, DraftSource.FALLBACK), draft_of(4)
+    for step in range(120):
+        is_good = step % 3 == 0
+        step_of(controller, [(1, good if is_good else bad)], 4 if is_good else 0, row_seconds=0.5)
+    assert controller.num_wanted(1, 4, DraftSource.DRAFT_NODE) == 4
+    assert controller.num_wanted(1, 4, DraftSource.FALLBACK) <= 1
+    assert len(controller.choose([(1, good)], room_for(1))[1]) == 4
+
+
+def test_what_is_known_of_a_proposer_helps_new_sequences():
+    controller = DraftController(4)
+    for sequence_id in range(40):
+        for _ in range(8):
+            step_of(controller, [(sequence_id, draft_of(4))], 0, row_seconds=0.5)
+        controller.forget(sequence_id)
+    assert sum(step_of(controller, [(99, draft_of(4))], 0, row_seconds=0.5).values()) <= 1
+    assert 99 in controller._records[DraftSource.DRAFT_NODE]
+    controller.forget(99)
+    controller.forget(99)
+    assert not any(controller._records.values())
+
+
+def test_a_tree_is_cut_to_its_likeliest_tokens():
+    controller = DraftController(4)
+    for num_rows in (1, 2, 3, 4) * 5:  # rows cost next to nothing
+        controller.observe_step(1.0 + 0.01 * num_rows, num_rows=num_rows, num_sequences=1, num_prompt_rows=0)
+    tree = DraftTree(0, token_ids=(10, 11, 12, 13, 14), parents=(ROOT, ROOT, 0, 0, 2))
+    chosen = controller.choose([(1, tree)], room_for(1, max_rows=3))[1]
+    assert chosen.token_ids == (10, 12, 14)
+    controller.observe_verdict(1, chosen, (0, 1))
+    for _ in range(20):
+        controller.observe_verdict(1, tree, (1,))  # the sibling was right
+    assert set(controller.choose([(1, tree)], room_for(1, max_rows=2))[1].token_ids) == {10, 11}
+
+
+def test_steps_that_compute_prompts_say_nothing_about_drafts():
+    controller = DraftController(5)
+    for num_rows in (1, 3, 5) * 20:
+        controller.observe_step(1.0 + 0.1 * num_rows, num_rows=num_rows, num_sequences=1, num_prompt_rows=0)
+    before = controller.cost.seconds(1, 1, num_more=4)
+    controller.observe_step(60.0, num_rows=512, num_sequences=1, num_prompt_rows=511)
+    assert controller.cost.seconds(1, 1, num_more=4) == pytest.approx(before)
+
+
+def test_what_is_expected_of_steps_is_what_comes():
+    own = controlled(SimulatedBatch("code", "linear", 4))
+    own.rate(100)
+    forecasts = []
+    own.on_forecast = forecasts.append
+    steps = [own.step() for _ in range(300)]
+    assert sum(each.num_tokens for each in forecasts) == pytest.approx(sum(tokens for tokens, _ in steps), rel=0.05)
+    assert sum(each.seconds for each in forecasts) == pytest.approx(sum(seconds for _, seconds in steps), rel=0.05)
+    assert forecasts[-1].plain_seconds == pytest.approx(CURVES["linear"](4), rel=0.15)
+
+
+def test_the_simulation_scripts_what_it_says():
+    right = right_tokens("even", 1, 20_000)
+    assert sum(right) / len(right) == pytest.approx(0.8, abs=0.02)
