@@ -77,6 +77,11 @@ class SequenceStart:
         """Whether drafts that were drawn come with what they were drawn from."""
         return self.verification_method is VerificationMethod.REJECTION and not self.params.is_greedy
 
+    @property
+    def takes_siblings(self) -> bool:
+        """Whether a drafter's runners-up may go along: they were not drawn, so the ratio test has no use for them."""
+        return self.takes_trees and not self.wants_distributions
+
 
 class SequenceUpdate(NamedTuple):
     """The newest state of one sequence (decode node → draft node)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.draft_stream import MAX_SIBLINGS
@@ -73,13 +74,24 @@ class PathTree:
     (copy-on-write), so equal beginnings are computed and stored once.
     """
 
-    def __init__(self, kv: SequenceKV, token_ids: Sequence[int], *, stop_token_ids: Sequence[int] = ()) -> None:
-        """`kv` may hold a cached prefix of `token_ids`, but not the last of them: its logits begin the draft."""
+    def __init__(
+        self,
+        kv: SequenceKV,
+        token_ids: Sequence[int],
+        *,
+        stop_token_ids: Sequence[int] = (),
+        with_siblings: bool = False,
+    ) -> None:
+        """`kv` may hold a cached prefix of `token_ids`, but not the last of them: its logits begin the draft.
+
+        `with_siblings`: runners-up are proposed beside the tokens of a path.
+        """
         self.estimates = PathEstimates()
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._with_siblings = with_siblings
         self._token_ids = list(token_ids)
         self._source = token_ids
         self._openings: list[Opening] = []  # likeliest first
@@ -205,6 +217,13 @@ class PathTree:
         path = DraftPath(kv, assumed, [()] * size, [None] * size, num_assumed=size, rank=opening.rank)
         self.alternatives.append(path)
         return path
+
+    def proposed(self, path: DraftPath, start: int, end: int) -> dict[str, Any]:
+        """The path's tokens from `start` to `end`, as fields of a DraftTree or an AheadBranch."""
+        if self._with_siblings:
+            token_ids, parents = self.with_siblings(path, start, end)
+            return {"token_ids": token_ids, "parents": parents}
+        return {"token_ids": tuple(path.token_ids[start:end]), "distributions": path.distributions_of(start, end)}
 
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The path's tokens from `start` to `end`, with the likeliest alternatives to them beside it.

@@ -172,7 +172,8 @@ class DraftModelProposer:
                 max_cached_tokens=len(token_ids) - 1,
                 cache_salt=request.start.cache_salt,
             )
-            tree = PathTree(kv, token_ids, stop_token_ids=request.start.stop_token_ids)
+            start = request.start
+            tree = PathTree(kv, token_ids, stop_token_ids=start.stop_token_ids, with_siblings=start.takes_siblings)
             drafted = _Drafted(tree, request.start, self._forward.start(request.start, token_ids))
         else:
             self._follow(drafted, token_ids)
@@ -219,7 +220,7 @@ class DraftModelProposer:
                 continue
             num_decisions = 0
             if request.num_wanted > 0 and num_rows == num_missing:
-                tells_runners_up = request.max_alternatives or drafted.start.takes_trees
+                tells_runners_up = request.max_alternatives or drafted.start.takes_siblings
                 num_decisions = 1 + (NUM_RUNNERS_UP if tells_runners_up else 0)
             if self._add(now, drafted, main, num_rows=num_rows, num_decisions=num_decisions, evicts_beside=busy):
                 budget -= 0 if is_draft else num_rows
@@ -364,7 +365,7 @@ class DraftModelProposer:
             main.num_sent = num_offered = min(len(main.token_ids), request.num_wanted)
         return Proposal(
             sequence_id=request.sequence_id,
-            tree=DraftTree(length, **_tokens_of(drafted, main, 0, num_offered)),
+            tree=DraftTree(length, **drafted.tree.proposed(main, 0, num_offered)),
             progress=progress,
             num_computed=main.kv.num_tokens if progress is Progress.CATCHING_UP else 0,
         )
@@ -391,13 +392,5 @@ class DraftModelProposer:
                 yield AheadBranch(
                     assumed_token_ids=tuple(path.token_ids[:start]),
                     probability=tree.probability(path, start),
-                    **_tokens_of(drafted, path, start, min(start + most, len(path.token_ids))),
+                    **tree.proposed(path, start, min(start + most, len(path.token_ids))),
                 )
-
-
-def _tokens_of(drafted: _Drafted, path: DraftPath, start: int, end: int) -> dict[str, Any]:
-    """What is proposed of a path: fields of a DraftTree or an AheadBranch."""
-    if drafted.start.takes_trees and not drafted.start.wants_distributions:
-        token_ids, parents = drafted.tree.with_siblings(path, start, end)
-        return {"token_ids": token_ids, "parents": parents}
-    return {"token_ids": tuple(path.token_ids[start:end]), "distributions": path.distributions_of(start, end)}
