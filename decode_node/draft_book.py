@@ -33,6 +33,7 @@ class DraftWant(NamedTuple):
     sequence_id: int
     token_ids: Sequence[int]  # committed: prompt and generated; read during `take` only
     num_wanted: int
+    most_tokens: int = 0  # of a tree, if that is more: siblings are tokens besides those on a path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class DraftBook:
                 continue
             drafted.follow(want.token_ids, num_wanted=want.num_wanted)
             self._note_news(drafted)
-            kept = drafted.trees.take(drafted.committed, want.num_wanted)
+            kept = drafted.trees.take(drafted.committed, want.num_wanted, most_in_tree=want.most_tokens)
             if kept is not None:
                 found[want.sequence_id] = kept.tree
                 lead_seconds += now - kept.arrived_at

@@ -146,17 +146,18 @@ class DraftGatherer:
 
     def _wants(self, samples: Sequence[Sample], source: DraftSource) -> list[DraftWant]:
         return [
-            DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted)
+            DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted, most)
             for sample in samples
-            if (num_wanted := self._num_wanted(sample, source)) > 0
+            if (most := self._most_tokens(sample)) > 0
+            and (num_wanted := self._controller.num_wanted(sample.sequence_id, most, source)) > 0
         ]
 
     def _num_wanted(self, sample: Sample, source: DraftSource) -> int:
+        return self._controller.num_wanted(sample.sequence_id, self._most_tokens(sample), source)
+
+    def _most_tokens(self, sample: Sample) -> int:
         """The step's last token needs no draft: a sample with one token left wants none."""
-        maximum = min(self._maximum(sample.group.opened), sample.num_tokens_left - 1)
-        if maximum <= 0:
-            return 0
-        return self._controller.num_wanted(sample.sequence_id, maximum, source)
+        return min(self._maximum(sample.group.opened), sample.num_tokens_left - 1)
 
     def _maximum(self, opened: OpenSequenceGroup) -> int:
         asked = opened.num_speculative_tokens

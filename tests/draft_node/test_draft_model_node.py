@@ -18,6 +18,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.tiny import make_tiny_model
 from outrider.request import SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
+from outrider.speculation.draft_tree import DraftTree
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 
@@ -81,3 +82,22 @@ async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node):
     assert len(first) == 4
     assert again == first
     assert other != first
+
+
+async def test_a_decode_node_that_takes_trees_gets_siblings(node):
+    client = DraftClient([node.info().name.split("@")[1]], hello_for(node))
+    await client.start()
+    try:
+        start = SequenceStart(
+            params=SamplingParams(seed=7, max_tokens=100), sample=0, prompt_length=len(PROMPT), takes_trees=True
+        )
+        client.open(1, start, PROMPT, num_wanted=4)
+        tree = DraftTree(0)
+        async with asyncio.timeout(20):
+            while len(tree) < 12:
+                taken = await asyncio.to_thread(client.take, [DraftWant(1, PROMPT, 4, 12)], wait_seconds=0.05)
+                tree = taken.of(1)
+    finally:
+        await client.stop()
+    assert tree.is_well_formed
+    assert 4 <= len(tree.chain()) < len(tree)

@@ -19,7 +19,8 @@ def test_random_requests_to_a_tiny_model(start_cluster, tmp_path_factory, drafte
     draft = "ngram"
     if drafter == "another_model":
         draft = f"draft_model:{make_tiny_model(tmp_path_factory.mktemp('draft'), seed=1, dtype='bfloat16')}"
-    with start_cluster(ClusterConfig(port=0, draft=draft), f"model.id={model}", "model.num_threads=2") as started:
+    settings = (f"model.id={model}", "model.num_threads=2", "decode_node.draft_trees=auto")
+    with start_cluster(ClusterConfig(port=0, draft=draft), *settings) as started:
         started.wait_serving(START_SECONDS)
         cluster = RunningCluster(started)
         assert_exact(cluster)

@@ -118,3 +118,14 @@ def test_what_is_taken_always_continues_some_branch_that_agrees_with_the_text(te
         if text[min(length, len(text)) :] == proposed[: len(text) - min(length, len(text))]
     ]
     assert found == () or found in fitting
+
+
+def test_of_a_tree_more_tokens_may_be_taken_than_are_wanted_on_a_path():
+    table = ProposalTable()
+    table.add(replace(branch_after([5], 7, 8, 9, 1), parents=(-1, -1, 0, 1)), EMPTY, now=0.0)
+    assert taken(table, HashedTokens([5]), 2) == (7, 8)
+    (kept, rest) = (table.take(HashedTokens(text), 1, most_in_tree=3) for text in ([5], [5, 8]))
+    assert (kept.tree.token_ids, kept.tree.parents) == ((7, 8, 9), (-1, -1, 0))
+    assert (rest.tree.token_ids, rest.tree.length) == ((1,), 2)
+    table.add(branch_after([5], 7, 8), EMPTY, now=0.0)
+    assert table.take(HashedTokens([5]), 1, most_in_tree=3).tree.token_ids == (7,)
