@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, race
+from outrider.engine.gpu_kernels import attention, layers, race
 
 CAPABILITIES = (80, 90, 100)
 TILE = attention.Tile()
@@ -37,6 +37,7 @@ class Case:
     most_spilled: int  # bytes stored by a thread
     num_warps: int = 4
     num_stages: int = 2
+    multiples_of_16: tuple[str, ...] = ()  # numbers of which the launch would see that
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,27 @@ def cases() -> Iterator[Case]:
         name = f"best_scores{', limits' * has_limits}"
         yield Case(name, race.best_scores, types, sizes, most_shared=16 << 10, most_spilled=0)
     yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0)
+    types = dict.fromkeys(("rows", "weight", "bias", "output"), "*bf16") | {"parts": "*fp32"}
+    types |= dict.fromkeys(("num_rows", "num_outputs", "num_features", "num_splits"), "i32")
+    tile = layers.PRODUCT_TILE
+    sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "FEATURES": tile.features}
+    sizes |= {"SPLIT_FEATURES": tile.split_features, "HAS_BIAS": True}
+    for is_split in (False, True):
+        yield Case(
+            f"multiply{', split' * is_split}",
+            layers.multiply,
+            types,
+            sizes | {"IS_SPLIT": is_split},
+            most_shared=48 << 10,
+            most_spilled=0,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            multiples_of_16=("num_features", "num_outputs"),
+        )
+    sizes = {"BLOCK": 256, "HAS_BIAS": True}
+    yield Case("merge_products", layers.merge_products, types, sizes, most_shared=1 << 10, most_spilled=0)
+    types = {"rows": "*bf16", "weight": "*fp32", "output": "*bf16", "width": "i32", "epsilon": "fp32"}
+    yield Case("normalise", layers.normalise, types, {"WIDTH": 4096}, most_shared=4 << 10, most_spilled=0)
 
 
 def compile_case(case: Case, capability: int) -> Use:
@@ -90,7 +112,11 @@ def compile_case(case: Case, capability: int) -> Use:
     names = case.kernel.arg_names
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     types = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
-    aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if types[name].startswith("*") or name in case.multiples_of_16
+    }
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": False}
     compiled = triton.compile(
         ASTSource(fn=case.kernel, signature=types, constexprs=constants, attrs=aligned),

@@ -66,6 +66,7 @@ def make_build(
         from outrider.engine.sampler import Sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.model_hub.kernels import attention_of
         from outrider.model_hub.open import open_model
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
@@ -79,7 +80,7 @@ def make_build(
 
         model = open_model(model_config, progress=announce_progress)
         info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
-        attention = make_attention_backend(model_config.attention, model.device, model.spec.dtype)
+        attention = make_attention_backend(attention_of(model_config, model.device), model.device, model.spec.dtype)
         kv_cache = PagedKVCache.sized_for(
             model.spec,
             config.kv_cache,

@@ -55,6 +55,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
         from outrider.kv_transfer.connectors import make_connector
+        from outrider.model_hub.kernels import attention_of
         from outrider.model_hub.open import open_model
         from outrider.service.announce import announce_progress
         from outrider.service.event_loop_clock import event_loop_clock
@@ -64,7 +65,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from prefill_node.prefill_loop import PrefillLoop
 
         model = open_model(model_config, progress=announce_progress)
-        attention = make_attention_backend(model_config.attention, model.device, model.spec.dtype)
+        attention = make_attention_backend(attention_of(model_config, model.device), model.device, model.spec.dtype)
         kv_cache = PagedKVCache.sized_for(
             model.spec,
             config.kv_cache,

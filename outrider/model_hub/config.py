@@ -37,6 +37,11 @@ class ModelConfig:
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
     attention: str = setting("auto", choices=("auto", "torch_sdpa", "triton", "flash_attn"), help="Attention backend.")
+    deterministic: bool = setting(
+        False,
+        help="On a GPU: the same bits for a row in any batch, by our own kernels, at some cost of speed. On a CPU "
+        "native kernels always do that.",
+    )
     max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
     cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")

@@ -7,10 +7,13 @@ import torch
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
 from outrider.engine.cpu_kernels.paths import AUTO, TORCH, KernelChoice, choose_kernels
+from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.processor import usable_cpus
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
+
+TRITON = "triton"
 
 
 def choose_model_kernels(
@@ -22,6 +25,29 @@ def choose_model_kernels(
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))
+
+
+def attention_of(config: ModelConfig, device: torch.device) -> str:
+    """The attention backend that nodes ask for. Raises ConfigError where `model.deterministic` cannot be kept."""
+    if not config.deterministic:
+        return config.attention
+    if device.type == "cpu":
+        return config.attention  # native kernels, as `check_deterministic` made sure
+    if config.attention not in (AUTO, TRITON):
+        raise ConfigError(f"model.attention {config.attention} is not deterministic: set it to auto or triton")
+    return TRITON
+
+
+def check_deterministic(config: ModelConfig, device: torch.device, kernels: KernelChoice) -> None:
+    """Raises ConfigError where `model.deterministic` is set and cannot be kept."""
+    if not config.deterministic:
+        return
+    if device.type == "cpu" and kernels.library is None:
+        raise ConfigError(f"model.deterministic needs native kernels on a CPU: {kernels}")
+    if device.type != "cpu":
+        attention_of(config, device)
+        if reason := why_no_triton(device):
+            raise ConfigError(f"model.deterministic {reason}")
 
 
 def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:

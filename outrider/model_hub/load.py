@@ -22,10 +22,17 @@ from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_laye
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.engine.linear import can_pack, pack_linear_layers
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.numerics import native_numerics, promise_of_torch
+from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels, torch_instead
+from outrider.model_hub.kernels import (
+    attention_of,
+    check_deterministic,
+    choose_model_kernels,
+    resolve_device,
+    start_kernels,
+    torch_instead,
+)
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
@@ -67,10 +74,15 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     has_int8_weights = config.weights == INT8
     if has_int8_weights and kernels.library is None:
         raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
+    check_deterministic(config, device, kernels)
     expected = own_logits(model, spec.vocab_size)
     native: NativeDecoder | NativeLayers | None = None
     if kernels.library is not None:
         native = _make_native(start_kernels(kernels, config), model, spec, layers, quantise=has_int8_weights)
+    elif config.deterministic:
+        from outrider.engine.deterministic_layers import make_deterministic  # imports triton
+
+        make_deterministic(model)
     elif can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
     loaded = describe_model(
@@ -84,6 +96,9 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         weights_from="checkpoint",
     )
     check_paged_forward(loaded, expected, is_lossy=has_int8_weights)
+    if config.deterministic and native is None:
+        numerics = _deterministic_numerics(loaded, attention_of(config, device))
+        return replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
     if isinstance(native, NativeLayers) and depends_on_batch(loaded):
         # Experts, Conv1D and whatever else is no linear layer are torch's.
         numerics = native_numerics(
@@ -91,6 +106,17 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         )
         loaded = replace(loaded, info=replace(loaded.info, numerics=str(numerics)))
     return loaded
+
+
+def _deterministic_numerics(loaded: LoadedModel, attention: str) -> Numerics:
+    """Exact, but where something that torch computes is seen to depend on the batch."""
+    from outrider.engine.deterministic_layers import deterministic_kernels
+
+    capability = "sm_{}{}".format(*torch.cuda.get_device_capability(loaded.device))
+    promise = Promise.EXACT
+    if depends_on_batch(loaded, attention):
+        promise = promise_of_torch(loaded.spec.dtype)
+    return Numerics(promise, deterministic_kernels(loaded.spec.dtype, capability))
 
 
 def _make_native(

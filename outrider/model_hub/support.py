@@ -150,7 +150,7 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
         )
 
 
-def depends_on_batch(model: RunnableModel) -> bool:
+def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa") -> bool:
     """Whether the logits of some rows have other bits in company than alone: seen on random tokens, at load.
 
     Equal bits prove nothing of other batches; unequal ones prove that something in the model, which
@@ -160,7 +160,7 @@ def depends_on_batch(model: RunnableModel) -> bool:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randint(0, spec.vocab_size, (2, _COMPARED_ROWS), generator=generator).tolist()
     cache = PagedKVCache(spec.planes, num_blocks=6, block_size=_COMPARED_ROWS, device=model.device)
-    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa", cache.device))
+    runner = ModelRunner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
 
     def logits(*sequences: SequenceRows) -> Tensor:
         """Of the first sequence: [num_rows, vocab_size] float32."""

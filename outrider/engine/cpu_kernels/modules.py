@@ -17,13 +17,10 @@ from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, address_of, register_operators
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.plain_norms import replace_norms
 
 _LARGEST_VECTOR = 64
 """Elements that torch takes at once: two AVX-512 registers of bfloat16."""
-
-_PROBED_ROWS = 4
-_ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-"""Of the largest output: rounding in another order, not another function."""
 
 
 def why_no_native_layers(spec: ModelSpec) -> str:
@@ -108,17 +105,9 @@ class NativeLayers:
     def make_linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         return NativeLinear(self, weight, bias)
 
-    @torch.no_grad()
     def replace_norms(self, model: nn.Module) -> int:
         """Replaces the norms of `model` that are found to be plain ones; returns how many."""
-        replaced = 0
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                norm = self._as_norm(child)
-                if norm is not None:
-                    setattr(module, name, norm)
-                    replaced += 1
-        return replaced
+        return replace_norms(model, lambda weight, epsilon: NativeRMSNorm(self, weight, epsilon))
 
     def replace_activations(self, model: nn.Module) -> int:
         """Makes what torch still computes in `model` independent of the batch; returns how many there were."""
@@ -133,27 +122,3 @@ class NativeLayers:
                     setattr(module, name, WholeVectorActivation(child))
                     replaced += 1
         return replaced
-
-    def _as_norm(self, module: Any) -> NativeRMSNorm | None:
-        """A native norm that gives what `module` gives on random rows; None if there is none."""
-        weight: Any = getattr(module, "weight", None)
-        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        has_one_weight = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.children())
-        if not (has_one_weight and weight.ndim == 1 and isinstance(epsilon, float)):
-            return None
-        if weight.dtype not in _ALLOWED_DIFFERENCE:
-            return None
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn((_PROBED_ROWS, weight.numel()), generator=generator).to(weight.dtype)
-        try:
-            expected = module(rows)
-        except (RuntimeError, TypeError):
-            return None
-        if expected.shape != rows.shape or expected.dtype != rows.dtype:
-            return None
-        allowed = _ALLOWED_DIFFERENCE[weight.dtype] * float(expected.abs().max())
-        for candidate in (weight.float(), 1.0 + weight.float()):
-            norm = NativeRMSNorm(self, candidate, epsilon)
-            if float((norm(rows) - expected).abs().max()) <= allowed:
-                return norm
-        return None

@@ -87,13 +87,14 @@ def make_proposer(
     if name == "suffix":
         return SuffixProposer(remembered_tokens=settings.remembered_tokens)
     if name == "draft_model":
+        from outrider.model_hub.kernels import attention_of
         from outrider.model_hub.open import open_model
         from outrider.speculation.proposers.draft_model import DraftModelProposer
         from outrider.speculation.proposers.model_forward import ModelForward
 
         model = open_model(settings.model, progress=progress or no_progress)
         return DraftModelProposer(
-            ModelForward.of(model, kv_cache=settings.kv_cache, attention=settings.model.attention),
+            ModelForward.of(model, kv_cache=settings.kv_cache, attention=attention_of(settings.model, model.device)),
             model_name=model.info.name,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             catch_up_tokens_per_step=settings.catch_up_tokens_per_step,

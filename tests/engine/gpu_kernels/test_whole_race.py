@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import tests.interpreted_triton  # noqa: F401 before kernels are imported
 from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, block_arrivals
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.order import order_keys

@@ -1,0 +1,60 @@
+"""A transformers model on a GPU whose rows do not depend on the batch, as linear layers and norms are ours.
+
+What torch still computes is element by element: activations, rotations, sums. A model with anything else is found
+out at load, where rows alone are compared with rows in company.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor, nn
+
+from outrider.engine.gpu_kernels.attention import Tile
+from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear, rms_norm
+from outrider.engine.linear import pack_linear_layers
+from outrider.engine.plain_norms import replace_norms
+
+
+class DeterministicLinear(nn.Module):
+    """y = x W^T + b by our kernel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out_features, in_features]; `bias` [out_features]."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight.contiguous()
+        self._bias = bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[…, in_features] → […, out_features]."""
+        flat = rows.reshape(-1, self.in_features).contiguous()
+        return linear(flat, self.weight, self._bias).view(*rows.shape[:-1], self.out_features)
+
+
+class DeterministicRMSNorm(nn.Module):
+    """Root mean square normalisation by our kernel."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        """`weight` [width] float32."""
+        super().__init__()
+        self._weight = weight.contiguous()
+        self._epsilon = epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[…, width] → the same."""
+        return rms_norm(rows.reshape(-1, rows.shape[-1]).contiguous(), self._weight, self._epsilon).view(rows.shape)
+
+
+def make_deterministic(model: nn.Module) -> None:
+    """Replaces linear layers and norms in place."""
+    pack_linear_layers(model, DeterministicLinear)
+    replace_norms(model, DeterministicRMSNorm)
+
+
+def deterministic_kernels(dtype: str, capability: str) -> str:
+    """What the bits of a row depend on, for the numerics of a node. `capability`: of the GPU, such as "sm_90"."""
+    tile = Tile()
+    return (
+        f"triton {triton.__version__} {capability} {dtype}, splits of {tile.split_keys} keys and "
+        f"{PRODUCT_TILE.split_features} features"
+    )

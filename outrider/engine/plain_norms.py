@@ -1,0 +1,58 @@
+"""Norms of a transformers model, known by what they compute, and replaced.
+
+A module that gives what root mean square normalisation with its weight gives (or with one plus its weight, as Gemma
+has it) is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PROBED_ROWS = 4
+_ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+"""Of the largest output: rounding in another order, not another function."""
+
+MakeNorm = Callable[[Tensor, float], nn.Module]
+"""From a weight [width] float32 and what is added to the mean square."""
+
+
+@torch.no_grad()
+def replace_norms(model: nn.Module, make_norm: MakeNorm) -> int:
+    """Replaces the norms of `model` that are found to be plain ones; returns how many."""
+    replaced = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            norm = _as_norm(child, make_norm)
+            if norm is not None:
+                setattr(module, name, norm)
+                replaced += 1
+    return replaced
+
+
+def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
+    """A norm that gives what `module` gives on random rows; None if there is none."""
+    weight: Any = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    has_one_weight = [name for name, _ in module.named_parameters()] == ["weight"] and not list(module.children())
+    if not (has_one_weight and weight.ndim == 1 and isinstance(epsilon, float)):
+        return None
+    if weight.dtype not in _ALLOWED_DIFFERENCE:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((_PROBED_ROWS, weight.numel()), generator=generator).to(weight.device, weight.dtype)
+    try:
+        expected = module(rows)
+    except (RuntimeError, TypeError):
+        return None
+    if expected.shape != rows.shape or expected.dtype != rows.dtype:
+        return None
+    allowed = _ALLOWED_DIFFERENCE[weight.dtype] * float(expected.abs().max())
+    for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
+        norm = make_norm(candidate, epsilon)
+        if float((norm(rows) - expected).abs().max()) <= allowed:
+            return norm
+    return None
