@@ -1,16 +1,18 @@
 """Which kernels a model gets, in which dtype, and what its node then says of itself."""
 
+import sys
+
 import pytest
 import torch
 
 from outrider.engine.cpu_kernels import paths
 from outrider.engine.cpu_kernels.build import Manifest
 from outrider.engine.cpu_kernels.compiler import NO_COMPILER
-from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, choose_kernels
+from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, KernelChoice, choose_kernels
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import choose_model_kernels
+from outrider.model_hub.kernels import attention_of, check_deterministic, choose_model_kernels
 from outrider.model_hub.load import load_model
 from outrider.model_hub.tiny import make_tiny_model
 
@@ -135,3 +137,22 @@ def test_int8_weights_are_named_lossy_and_are_another_model(bfloat16_checkpoint)
 def test_int8_weights_without_native_kernels_are_refused(bfloat16_checkpoint):
     with pytest.raises(ConfigError, match="int8 needs native kernels"):
         load(bfloat16_checkpoint, weights="int8", kernels="torch")
+
+
+def test_deterministic_mode_asks_for_what_keeps_it():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    wanted = ModelConfig(deterministic=True)
+    assert (attention_of(wanted, gpu), attention_of(ModelConfig(), gpu)) == ("triton", "auto")
+    with pytest.raises(ConfigError, match=r"torch_sdpa is not deterministic.*auto or triton"):
+        attention_of(ModelConfig(deterministic=True, attention="torch_sdpa"), gpu)
+    torch_kernels = KernelChoice(path="torch", library=None, reason="model.kernels is torch")
+    with pytest.raises(ConfigError, match=r"deterministic needs native kernels.*model\.kernels is torch"):
+        check_deterministic(wanted, cpu, torch_kernels)
+    check_deterministic(ModelConfig(), cpu, torch_kernels)
+
+
+def test_deterministic_mode_on_a_gpu_needs_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    kernels = KernelChoice(path="torch", library=None, reason="the device is cuda")
+    with pytest.raises(ConfigError, match=r"deterministic needs the triton package"):
+        check_deterministic(ModelConfig(deterministic=True), torch.device("cuda"), kernels)
