@@ -127,6 +127,11 @@ gpu-kernels: $(TRITON) ## Our Triton kernels compiled for three generations of G
 	$(BIN)/python checks/gpu_kernels.py
 	$(BIN)/python -m pytest --full tests/engine/gpu_kernels $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: $(READY) ## What needs a GPU: attention, race, products, hand-off and the engine; needs torch for CUDA in .venv
+	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
+	$(BIN)/python -m pytest --full -n 0 -m gpu tests/gpu tests/contract/test_attention_backends.py $(PYTEST_ARGS)
+
 .PHONY: sanitize
 sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers
 	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)

@@ -47,3 +47,11 @@ def sampled_tokens(path, device, *, num_tokens=20):
 
 def test_sampled_tokens_are_the_cpus(tiny_model):
     assert sampled_tokens(tiny_model, "cuda") == sampled_tokens(tiny_model, "cpu")
+
+
+def test_deterministic_mode_says_exact_after_rows_in_company_have_been_compared(tiny_model):
+    from outrider.model_hub.config import ModelConfig
+    from outrider.model_hub.load import load_model
+
+    model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="bfloat16", deterministic=True))
+    assert model.info.numerics.startswith("exact (triton ")

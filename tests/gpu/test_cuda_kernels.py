@@ -1,0 +1,68 @@
+"""Our Triton kernels on a GPU, and the hand-off to and from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, block_arrivals
+from outrider.engine.sampler.logit_blocks import LogitBlocks
+from outrider.engine.sampler.race import run_race
+
+on_gpu = pytest.mark.gpu
+
+
+@on_gpu
+@pytest.mark.parametrize("vocab_size", [64, 5000, 49152, 152064])
+def test_winners_are_those_of_torch_on_the_cpu(vocab_size):
+    from outrider.engine.gpu_kernels.race import run_whole_race
+
+    keys = [RaceKey(0x0123456789ABCDEF, 0, 1000), RaceKey(2**64 - 1, 3, 2**31), RaceKey(5, 1, 7)]
+    values = torch.randn((len(keys), vocab_size), generator=torch.Generator().manual_seed(0)).mul(3).bfloat16().float()
+    blocks, on_cpu = LogitBlocks.of(values), RaceKeys.of(keys, torch.device("cpu"))
+    arrivals = block_arrivals(on_cpu, blocks.num_blocks)
+    expected, _ = run_race(blocks, on_cpu, arrivals, num_candidates=blocks.num_blocks)
+    words = RaceKeys.of(keys, torch.device("cuda")).words
+    assert run_whole_race(blocks.values.flatten(1).cuda(), words, None).tolist() == expected.tolist()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(dtype):
+    from outrider.engine.gpu_kernels.layers import linear, rms_norm
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((300, 4096), generator=generator).to("cuda", dtype)
+    weight = torch.randn((1000, 4096), generator=generator).to("cuda", dtype)
+    product, normed = linear(rows, weight, None), rms_norm(rows, torch.ones(4096, device="cuda"), 1e-5)
+    expected = rows.double() @ weight.double().T
+    assert float((product.double() - expected).abs().max() / expected.abs().max()) < (
+        1e-5 if dtype.itemsize == 4 else 8e-3
+    )
+    for part in (slice(0, 1), slice(7, 12), slice(200, 265)):
+        assert torch.equal(linear(rows[part].contiguous(), weight, None), product[part])
+        assert torch.equal(rms_norm(rows[part].contiguous(), torch.ones(4096, device="cuda"), 1e-5), normed[part])
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver"),
+    [
+        ("cpu", "cpu"),
+        *(pytest.param(*pair, marks=on_gpu) for pair in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda"))),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frames_arrive_as_they_were(sender, receiver, dtype):
+    planes = [PlaneSpec(name, 3, 2, 16, dtype) for name in ("k", "v")]
+    caches = [PagedKVCache(planes, num_blocks=6, block_size=16, device=device) for device in (sender, receiver)]
+    generator = torch.Generator().manual_seed(1)
+    for layer in (*caches[0].keys, *caches[0].values):
+        layer.normal_() if sender == "cuda" else layer.normal_(generator=generator)
+    slots, others = torch.arange(5, 60), torch.arange(30, 85)
+    for plane in ("k", "v"):
+        frame = caches[0].read(plane, range(1, 3), slots)
+        caches[1].write(plane, range(1, 3), others, memoryview(frame))
+        assert caches[1].read(plane, range(1, 3), others).tobytes() == frame.tobytes()
+    assert not caches[1].keys[0].any()
