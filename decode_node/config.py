@@ -41,8 +41,8 @@ class DecodeNodeConfig:
     draft_trees: str = setting(
         "off",
         choices=("auto", "off"),
-        help="auto: draft nodes that look ahead send the likeliest alternatives to their tokens, which are verified in "
-        "the same step where they are worth more than a longer draft.",
+        help="auto: draft nodes send the likeliest alternatives to their tokens, which are verified in the same step "
+        "where they are worth more than a longer draft.",
     )
     local_fallback: str = setting(
         "ngram", choices=("ngram", "none"), help="Proposes where no draft node has: prompt lookup, or nothing."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
 CONTEXT_SIZES = (16, 8, 4, 2)
 """Longest first. Single tokens mean too little, as for n-grams."""
@@ -17,7 +18,7 @@ _Followers = dict[int, int]  # by token id: how often
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What follows most often, and its share of all that followed."""
+    """What follows, and its share of all that followed."""
 
     token_id: int
     share: float  # (0, 1]
@@ -66,17 +67,32 @@ class SuffixIndex:
                 del followers[key]
 
     def predict(self, text: Sequence[int], *, salt: bytes = b"") -> Prediction | None:
-        """What follows the longest known ending of `text`; of equal counts the latest wins. None: nothing is known."""
+        """What most often follows the longest known ending of `text`; of equal counts the latest wins.
+
+        None: nothing is known.
+        """
+        known = self._known(text, salt)
+        if not isinstance(known, dict):
+            return None if known is None else Prediction(known, 1.0)
+        token_id = max(reversed(known), key=known.__getitem__)
+        return Prediction(token_id, known[token_id] / sum(known.values()))
+
+    def followers(self, text: Sequence[int], *, most: int, salt: bytes = b"") -> list[Prediction]:
+        """The same with what follows less often, the most frequent first: at most so many."""
+        known = self._known(text, salt)
+        if not isinstance(known, dict):
+            return [] if known is None else [Prediction(known, 1.0)]
+        num_all = sum(known.values())
+        best = nlargest(most, reversed(known), key=known.__getitem__)
+        return [Prediction(token_id, known[token_id] / num_all) for token_id in best]
+
+    def _known(self, text: Sequence[int], salt: bytes) -> int | _Followers | None:
+        """What followed the longest known ending of `text`."""
         for size in self._sizes:
-            if size > len(text):
-                continue
-            known = self._followers.get(_key(salt, text, len(text), size))
-            if known is None:
-                continue
-            if not isinstance(known, dict):
-                return Prediction(known, 1.0)
-            token_id = max(reversed(known), key=known.__getitem__)
-            return Prediction(token_id, known[token_id] / sum(known.values()))
+            if size <= len(text):
+                known = self._followers.get(_key(salt, text, len(text), size))
+                if known is not None:
+                    return known
         return None
 
     def _contexts(self, text: Sequence[int], start: int, end: int, salt: bytes) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.request import SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
 from outrider.speculation.proposers.suffix import PastOutputs, SuffixProposer
 from outrider.speculation.suffix_index import SuffixIndex
@@ -108,3 +108,31 @@ def test_a_long_prompt_is_indexed_in_several_calls():
     assert [each.progress for each in progress] == [Progress.CATCHING_UP, Progress.CATCHING_UP, Progress.DONE]
     assert progress[0].num_computed == MAX_INDEXED_TOKENS
     assert len(progress[-1].tree) == 4
+
+
+def test_a_target_that_takes_trees_gets_what_followed_less_often_as_well():
+    text = [1, 2, 8, 5, 1, 2, 9, 6, 1, 2, 8, 7, 1, 2]
+    start = replace(START, takes_trees=True)
+    (proposal,) = SuffixProposer(min_confidence=0.3).propose([ProposalRequest(1, text, 2, start)])
+    tree = proposal.tree
+    assert tree.is_well_formed
+    assert (tree.length, tree.token_ids[:2]) == (len(text), (8, 9))  # two of three, one of three
+    assert sorted(zip(tree.token_ids[2:], tree.parents[2:], strict=True)) == [(5, 0), (6, 1), (7, 0)]
+    assert tree.chain().token_ids == draft(SuffixProposer(min_confidence=0.3), text, 2)
+    assert max(tree.depths()) == 2
+
+
+@given(
+    text=st.lists(st.integers(0, 3), min_size=3, max_size=60),
+    num_wanted=st.integers(0, 8),
+    min_confidence=st.sampled_from([0.05, 0.2, 0.5]),
+)
+def test_trees_are_well_formed_and_bounded_and_begin_with_the_likeliest_token(text, num_wanted, min_confidence):
+    start = replace(START, takes_trees=True)
+    (proposal,) = SuffixProposer(min_confidence=min_confidence).propose([ProposalRequest(1, text, num_wanted, start)])
+    chain = draft(SuffixProposer(min_confidence=min_confidence), text, num_wanted)
+    tree = proposal.tree
+    assert tree.is_well_formed
+    assert len(tree) <= num_wanted + MAX_SIBLINGS if num_wanted else not tree
+    assert max(tree.depths(), default=0) <= num_wanted
+    assert tree.token_ids[:1] == chain[:1]

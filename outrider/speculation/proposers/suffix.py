@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_stream import MAX_SIBLINGS
+from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.base import (
     MAX_INDEXED_TOKENS,
     LookupProposer,
@@ -18,7 +21,10 @@ from outrider.speculation.proposers.base import (
     ProposalRequest,
     catching_up,
 )
-from outrider.speculation.suffix_index import CONTEXT_SIZES, SuffixIndex
+from outrider.speculation.suffix_index import CONTEXT_SIZES, Prediction, SuffixIndex
+
+MAX_CHILDREN = 3
+"""Of a token, where the target takes trees."""
 
 MIN_CONFIDENCE = 0.2
 """A draft ends before the token with which the shares' product falls below this."""
@@ -91,7 +97,10 @@ class SuffixProposer(LookupProposer):
             if num_known < length:
                 found.append(catching_up(request, num_known))
                 continue
-            tree = DraftTree(length, token_ids=self._continuation(text, request.num_wanted))
+            if request.start is not None and request.start.takes_siblings:
+                tree = self._tree(text, request.num_wanted)
+            else:
+                tree = DraftTree(length, token_ids=self._continuation(text, request.num_wanted))
             found.append(Proposal(sequence_id=request.sequence_id, tree=tree))
         return found
 
@@ -116,6 +125,39 @@ class SuffixProposer(LookupProposer):
             found.append(best.token_id)
             ending = [*ending, best.token_id][-longest:]
         return tuple(found)
+
+    def _tree(self, text: _Text, num_wanted: int) -> DraftTree:
+        """The likeliest continuations, at most `num_wanted` tokens deep: each token by falling product of shares."""
+        longest = max(CONTEXT_SIZES)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        waiting: list[tuple[float, int, int, list[int]]] = []  # -confidence, order, parent, ending with the token
+        order = count()
+
+        def expand(parent: int, ending: list[int], confidence: float) -> None:
+            for each in self._followers(text, ending):
+                if confidence * each.share >= self._min_confidence:
+                    ended = [*ending, each.token_id][-longest:]
+                    heappush(waiting, (-confidence * each.share, next(order), parent, ended))
+
+        depths = [0]  # of the root, then of each token
+        if num_wanted > 0:
+            expand(ROOT, text.token_ids[-longest:], 1.0)
+        while waiting and len(token_ids) < num_wanted + MAX_SIBLINGS:
+            negated, _, parent, ending = heappop(waiting)
+            token_ids.append(ending[-1])
+            parents.append(parent)
+            depths.append(depths[parent + 1] + 1)
+            if depths[-1] < num_wanted:
+                expand(len(token_ids) - 1, ending, -negated)
+        is_chain = parents == list(range(ROOT, len(parents) - 1))
+        return DraftTree(len(text.token_ids), token_ids=tuple(token_ids), parents=() if is_chain else tuple(parents))
+
+    def _followers(self, text: _Text, ending: Sequence[int]) -> list[Prediction]:
+        """From the text or from past outputs, whichever is surer of its first."""
+        own = text.index.followers(ending, most=MAX_CHILDREN)
+        past = self._past.index.followers(ending, most=MAX_CHILDREN, salt=text.salt) if self._past is not None else []
+        return max(own, past, key=lambda found: found[0].share if found else 0.0)
 
     def _text(self, request: ProposalRequest) -> _Text:
         token_ids = request.token_ids
