@@ -21,8 +21,6 @@ MAX_TOKENS_PER_UPDATE = 4096
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
-TELLABLE = (Stage.READY, Stage.CATCHING_UP)
-
 STUCK_SECONDS = 10.0
 """A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
 
@@ -194,10 +192,11 @@ class DraftBook:
         for sequence_id in tuple(state.news):
             drafted = self._sequences[sequence_id]
             stage = drafted.stage(now)
-            if stage in TELLABLE and tokens_left <= 0:
+            is_tellable = stage is Stage.READY or stage is Stage.CATCHING_UP
+            if is_tellable and tokens_left <= 0:
                 self.has_unsent = True
                 break
-            if stage in TELLABLE and drafted.has_news:
+            if is_tellable and drafted.has_news:
                 update = drafted.make_update(now, most_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left))
                 tokens_left -= len(update.token_ids)
                 updates.append(update)

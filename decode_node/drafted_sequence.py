@@ -89,13 +89,14 @@ class DraftedSequence:
         return self._service is not None and self._service.sent_length > 0
 
     def stage(self, now: float) -> Stage:
-        if self._service is None:
+        service = self._service
+        if service is None:
             return Stage.UNSERVED
-        if self._service.asked is not None:
+        if service.asked is not None:
             return Stage.ASKED
-        if self._service.is_catching_up:
+        if service.is_catching_up:
             return Stage.CATCHING_UP
-        return Stage.POSTPONED if now < self._service.retry_at else Stage.READY
+        return Stage.POSTPONED if now < service.retry_at else Stage.READY
 
     def asked_since(self) -> float | None:
         """When the update was sent that waits for its answer; None: none does."""

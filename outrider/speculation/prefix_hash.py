@@ -64,9 +64,10 @@ class HashedTokens:
         in_bulk = max(0, len(token_ids) - history)
         if in_bulk:
             self._hasher.update(payload[: 4 * in_bulk])
+        update, digest, note = self._hasher.update, self._hasher.intdigest, self._hashes.append
         for start in range(4 * in_bulk, len(payload), 4):
-            self._hasher.update(payload[start : start + 4])
-            self._hashes.append(self._hasher.intdigest())
+            update(payload[start : start + 4])
+            note(digest())
         self._token_ids.extend(token_ids)
 
     def hash_after(self, token_ids: Sequence[int]) -> int:

@@ -107,21 +107,24 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
     Raises: ValueError for a status that this version does not know.
     """
     return SequenceProposals(
-        sequence_id=proto.sequence_id,
-        status=DRAFT_STATUSES.from_proto(proto.status),
-        acked_length=proto.acked_length,
-        branches=tuple(
-            DraftTree(
-                branch.length,
-                branch.prefix_hash,
-                tuple(branch.token_ids[:TOO_MANY_TOKENS]),
-                probability=_probability_from(branch.probability),
-                distributions=tuple(map(_distribution_from, branch.distributions[:TOO_MANY_TOKENS])),
-                parents=tuple(parent - 1 for parent in branch.parents[:TOO_MANY_TOKENS]),
-            )
-            for branch in proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1]
-        ),
-        num_computed=proto.num_computed,
+        proto.sequence_id,
+        DRAFT_STATUSES.from_proto(proto.status),
+        proto.acked_length,
+        tuple(map(_tree_from, proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1])),
+        proto.num_computed,
+    )
+
+
+def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
+    distributions, parents = proto.distributions, proto.parents
+    return DraftTree(
+        proto.length,
+        proto.prefix_hash,
+        tuple(proto.token_ids[:TOO_MANY_TOKENS]),
+        probability=_probability_from(proto.probability),
+        # Most branches are chains, and certain of their tokens.
+        distributions=tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
+        parents=tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
     )
 
 
