@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from decode_node.admission import Admission
 from decode_node.commands import EventsBySession, GroupOpened
 from decode_node.decode_loop import DecodeLoop
@@ -211,7 +213,7 @@ class Bench:
             verifier=RequestVerifier(sampler),
             emit=self._emit,
         )
-        self.metrics = DecodeMetrics("scripted")
+        self.metrics = DecodeMetrics("scripted", registry=CollectorRegistry())
         for seed in range(num_sequences):
             group = OpenSequenceGroup(
                 sequence_group_id=seed.to_bytes(16, "big"),

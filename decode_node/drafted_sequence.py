@@ -167,34 +167,37 @@ class DraftedSequence:
         service = self._service
         assert service is not None
         assert service.asked is None, "at most one update is unanswered"
-        start = service.acked_length
-        length = min(len(self.committed), start + most_tokens)
-        is_whole = length == len(self.committed)
-        self.has_news = not is_whole
-        asked = service.asked = _Asked(length, self.num_wanted if is_whole else 0, now)
+        committed = self.committed
+        start, num_committed = service.acked_length, len(committed)
+        length = min(num_committed, start + most_tokens)
+        self.has_news = length < num_committed
+        num_wanted = 0 if self.has_news else self.num_wanted
+        service.asked = _Asked(length, num_wanted, now)
         service.sent_length = max(service.sent_length, length)
         # What the update before allowed may still be under way.
         service.num_ahead_allowed = min(service.num_ahead_allowed, MAX_AHEAD_BRANCHES) + MAX_AHEAD_BRANCHES
-        service.most_wanted = max(service.most_wanted, asked.num_wanted)
+        service.most_wanted = max(service.most_wanted, num_wanted)
         return SequenceUpdate(
             sequence_id=self.sequence_id,
             start=self.start if start == 0 else None,
             start_length=start,
-            token_ids=tuple(self.committed.token_ids[start:length]),
+            token_ids=tuple(committed.token_ids[start:length]),
             length=length,
-            prefix_hash=self.committed.hash_at(length),
-            num_wanted=asked.num_wanted,
+            prefix_hash=committed.hash_at(length),
+            num_wanted=num_wanted,
         )
 
     def is_plausible(self, answer: SequenceProposals, *, vocab_size: int) -> bool:
         """Whether an honest node could say this: sizes, ids, and hashes of what is committed."""
-        assert self._service is not None
-        if answer.acked_length > self._service.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
+        service = self._service
+        assert service is not None
+        if answer.acked_length > service.sent_length or len(answer.branches) > MAX_BRANCHES_PER_SEQUENCE:
             return False
+        most_tokens = most_tokens_offered(service.most_wanted, takes_trees=self.start.takes_trees)
         for tree in answer.branches:
             # An assumption may have turned out wrong by the time it comes: that is no lie.
             is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
-            if not self._is_plausible_tree(tree, self._service.most_wanted, vocab_size, is_assumption=is_assumption):
+            if not self._is_plausible_tree(tree, most_tokens, vocab_size, is_assumption=is_assumption):
                 return False
         return True
 
@@ -257,14 +260,14 @@ class DraftedSequence:
         if not self._is_spent(tree):
             self.trees.add(tree, self.committed, now=now)
 
-    def _is_plausible_tree(self, tree: DraftTree, most_wanted: int, vocab_size: int, *, is_assumption: bool) -> bool:
+    def _is_plausible_tree(self, tree: DraftTree, most_tokens: int, vocab_size: int, *, is_assumption: bool) -> bool:
         """What serves no more is not hashed: the hash of a prefix far back costs its whole length."""
-        takes_trees = self.start.takes_trees
-        if len(tree) > most_tokens_offered(most_wanted, takes_trees=takes_trees) or not tree.is_well_formed:
+        token_ids = tree.token_ids
+        if len(token_ids) > most_tokens:
             return False
-        if tree.parents and not takes_trees:
+        if tree.parents and not (self.start.takes_trees and tree.is_well_formed):
             return False
-        if tree.token_ids and not 0 <= min(tree.token_ids) <= max(tree.token_ids) < vocab_size:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             return False
         if tree.distributions and not (
             len(tree.distributions) == len(tree)

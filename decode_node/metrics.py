@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
+from prometheus_client import REGISTRY, CollectorRegistry
+
 from decode_node.commands import EventsBySession
 from decode_node.draft_book import DraftCounters
 from decode_node.drafts import DraftClientStatus
@@ -27,8 +29,8 @@ REFUSED = {
 class DecodeMetrics:
     """Event loop only."""
 
-    def __init__(self, model_name: str) -> None:
-        self._engine = EngineMetrics(model_name=model_name)
+    def __init__(self, model_name: str, *, registry: CollectorRegistry = REGISTRY) -> None:
+        self._engine = EngineMetrics(model_name=model_name, registry=registry)
         self._counters = ReceiverCounters()
         self._prefix_lookups = PrefixLookups()
         self._drafts = DraftCounters()

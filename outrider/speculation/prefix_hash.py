@@ -82,6 +82,8 @@ class HashedTokens:
         Raises ValueError when there are fewer tokens than that.
         """
         age = len(self._token_ids) - length
+        if age == 0:
+            return self._hashes[-1]
         if age < 0 or length < 0:
             raise ValueError(f"no prefix of {length} among {len(self._token_ids)} tokens")
         if age < len(self._hashes):

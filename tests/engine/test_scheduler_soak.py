@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.fakes import ScriptedEngine, ScriptedModel, ScriptedRows, greedy
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import EngineSequence, StepPlan
+from outrider.engine.scheduler import DraftRoom, EngineSequence, StepPlan
 from outrider.speculation.acceptance import accept
 
 MODEL = ScriptedModel(vocab_size=8, seed=3)
@@ -38,6 +38,16 @@ def often_wrong(context: Sequence[int], num_wanted: int) -> list[int]:
     return draft
 
 
+def _first_come(room: DraftRoom, drafts: Mapping[EngineSequence, Sequence[int]]) -> dict[int, int]:
+    """Rows for drafts in the order of their sequences, while there are some."""
+    chosen: dict[int, int] = {}
+    num_left = room.max_rows
+    for sequence in room.sequences:
+        chosen[sequence.key] = min(len(drafts[sequence]), num_left)
+        num_left -= chosen[sequence.key]
+    return chosen
+
+
 @dataclass
 class MiniLoop:
     """The smallest loop over an engine: plan, forward, accept, truncate. Checks the pool after every step."""
@@ -61,7 +71,7 @@ class MiniLoop:
 
     def step(self) -> None:
         drafts = {sequence: self.drafter(sequence.token_ids, self.num_wanted) for sequence in self.ends}
-        plan = self.engine.scheduler.plan(lambda sequence: len(drafts[sequence]))
+        plan = self.engine.scheduler.plan(lambda room: _first_come(room, drafts))
         self.plans.append(plan)
         rows = []
         for item in plan.scheduled:

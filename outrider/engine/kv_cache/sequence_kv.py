@@ -108,8 +108,10 @@ class SequenceKV:
         """
         assert 0 <= num_tokens <= self.capacity
         self.num_tokens = num_tokens
-        self._hashes.truncate(num_tokens // self._block_size)
-        self.release_beyond(num_tokens)
+        if num_tokens // self._block_size < len(self._hashes):
+            self._hashes.truncate(num_tokens // self._block_size)
+        if num_tokens <= self.capacity - self._block_size:
+            self.release_beyond(num_tokens)
 
     def release_beyond(self, num_tokens: int) -> None:
         """Gives back reserved blocks that hold none of the first `num_tokens` tokens, at least the valid ones."""
