@@ -93,7 +93,7 @@ def make_build(
             hash_seed=bytes.fromhex(info.fingerprint),
             enable_prefix_cache=config.kv_cache.prefix_cache,
         )
-        runner = ModelRunner(model, kv_cache, attention)
+        runner = ModelRunner(model, kv_cache, attention, use_graphs=model_config.cuda_graphs)
         runner.warm_up()
         scheduler = Scheduler(
             pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step

@@ -78,7 +78,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             hash_seed=bytes.fromhex(model.info.fingerprint),
             enable_prefix_cache=config.kv_cache.prefix_cache,
         )
-        runner = ModelRunner(model, kv_cache, attention)
+        runner = ModelRunner(model, kv_cache, attention, use_graphs=model_config.cuda_graphs)
         runner.warm_up()
         scheduler = Scheduler(
             pool,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.transfer import upload
+from outrider.engine.transfer import page_locked
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,15 +28,21 @@ class DeviceBatch:
     path_starts: Tensor  # [num_rows + 1] int64, or empty
     path_slots: Tensor  # [sum of depths] int64
 
+    buffer: Tensor  # [bytes] uint8
 
-def upload_arrays(arrays: Sequence[array[int]], device: torch.device) -> list[Tensor]:
-    """A tensor of each array, of its length and type, in one transfer that nobody waits for.
+    def load(self, packed: np.ndarray) -> None:
+        """Takes over another batch of the same shape, packed as by `pack`: at the same addresses, and nobody waits."""
+        self.buffer.copy_(page_locked(packed, self.buffer.device), non_blocking=True)
 
-    Arrays of int64 come before those of int32, so that all of them are aligned.
-    """
+
+def pack(arrays: Sequence[array[int]]) -> np.ndarray:
+    """Their bytes, end to end: [bytes] uint8. Arrays of int64 come before those of int32, so that all are aligned."""
+    return np.frombuffer(bytearray().join(arrays), dtype=np.uint8)
+
+
+def unpack(buffer: Tensor, arrays: Sequence[array[int]]) -> list[Tensor]:
+    """Views of a packed buffer: a tensor of each array, of its length and type."""
     sizes = [len(each) * each.itemsize for each in arrays]
-    packed = np.frombuffer(bytearray().join(arrays), dtype=np.uint8)
-    buffer = upload(packed, device)  # [bytes] uint8
     starts = accumulate(sizes, initial=0)
     return [
         buffer.narrow(0, start, end - start).view(torch.int64 if each.itemsize == 8 else torch.int32)

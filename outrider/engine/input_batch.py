@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.device_batch import DeviceBatch, upload_arrays
+from outrider.engine.device_batch import DeviceBatch, pack, unpack
+from outrider.engine.transfer import upload
 
 
 class SequenceRows(NamedTuple):
@@ -127,20 +129,27 @@ class InputBatch:
         return _tensor(self.arrays.path_slots)
 
     def on(self, device: torch.device) -> InputBatch | DeviceBatch:
-        """The same tensors on `device`: this batch for the CPU, else a copy, which is made once."""
-        if device.type == "cpu":
-            return self
-        if device not in self._copies:
-            self._copies[device] = self._copy_to(device)
+        """The same tensors on `device`: a copy, which is made once; of the CPU, unless there is one, this batch."""
+        if device in self._copies:
+            return self._copies[device]
+        return self if device.type == "cpu" else self.copy_to(device)
+
+    def copy_to(self, device: torch.device) -> DeviceBatch:
+        """A copy in one transfer, which `on` gives from here on."""
+        arrays = self._packed_arrays()
+        buffer = upload(pack(list(arrays.values())), device)
+        tensors = dict(zip(arrays, unpack(buffer, list(arrays.values())), strict=True))
+        tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
+        self._copies[device] = DeviceBatch(**tensors, buffer=buffer)
         return self._copies[device]
 
-    def _copy_to(self, device: torch.device) -> DeviceBatch:
-        arrays = self.arrays
+    def packed(self) -> np.ndarray:
+        """What `copy_to` transfers: [bytes] uint8."""
+        return pack(list(self._packed_arrays().values()))
+
+    def _packed_arrays(self) -> dict[str, array[int]]:
         wide = ("token_ids", "positions", "slot_mapping", "logits_rows", "path_starts", "path_slots")
-        names = (*wide, "query_start_loc", "seq_lens", "block_tables")
-        tensors = dict(zip(names, upload_arrays([getattr(arrays, name) for name in names], device), strict=True))
-        tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
-        return DeviceBatch(**tensors)
+        return {name: getattr(self.arrays, name) for name in (*wide, "query_start_loc", "seq_lens", "block_tables")}
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:

@@ -17,6 +17,7 @@ from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.step_graphs import StepGraphs, capture_cuda_graph
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,7 +48,10 @@ class ModelRunner:
     Several runners may share one model, each with its own cache and backend.
     """
 
-    def __init__(self, model: RunnableModel, kv_cache: PagedKVCache, attention: AttentionBackend) -> None:
+    def __init__(
+        self, model: RunnableModel, kv_cache: PagedKVCache, attention: AttentionBackend, *, use_graphs: bool = True
+    ) -> None:
+        """`use_graphs`: on a GPU with our own attention, of which a captured step is all."""
         self._model = model.model
         self._spec = model.spec
         self._kv_cache = kv_cache
@@ -63,6 +67,15 @@ class ModelRunner:
         elif self._device.type == "cpu":
             assert model.model is not None
             self.phases = ModulePhases(model.model)
+
+        self._graphs: StepGraphs | None = None
+        if use_graphs and self._device.type == "cuda" and attention.name == "triton" and kv_cache.scratch_blocks:
+            self._graphs = StepGraphs(
+                lambda batch: self._forward_of_modules(batch, None),
+                device=self._device,
+                scratch_blocks=kv_cache.scratch_blocks,
+                capture=capture_cuda_graph,
+            )
 
     @property
     def attention_name(self) -> str:
@@ -81,6 +94,10 @@ class ModelRunner:
         """
         if self._native is not None:
             return self._native.forward(batch, on_layer_done=on_layer_done)
+        if self._graphs is not None and on_layer_done is None:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return logits
         return self._forward_of_modules(batch, on_layer_done)
 
     @torch.inference_mode()

@@ -16,10 +16,13 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
     A GPU copies it from page-locked memory, in its turn behind the work that is queued: nobody waits.
     """
+    return page_locked(values, device).to(device, non_blocking=True)
+
+
+def page_locked(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor on the CPU from which `device` can copy without waiting; on the CPU it may share the array's memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def upload_ids(values: Sequence[int], device: torch.device) -> Tensor:

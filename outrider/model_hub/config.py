@@ -42,6 +42,9 @@ class ModelConfig:
         help="On a GPU: the same bits for a row in any batch, by our own kernels, at some cost of speed. On a CPU "
         "native kernels always do that.",
     )
+    cuda_graphs: bool = setting(
+        True, help="On a GPU with triton attention: a step of few rows is one launch, captured when first met."
+    )
     max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
     cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")

@@ -20,6 +20,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows, torch_decider
+from outrider.engine.step_graphs import StepGraphs
 from outrider.request import SamplingParams
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
@@ -148,6 +149,18 @@ def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
         verified = node.verifier.verify(logits, rows)
     assert reads == [(2, 6)]
     assert len(verified) == 2
+
+
+def test_the_batch_of_a_captured_step_goes_over_without_a_wait(gpu):
+    graphs = StepGraphs(
+        lambda batch: batch.on(GPU).positions.float().unsqueeze(1),
+        device=GPU,
+        scratch_blocks=range(24, 40),
+        capture=lambda run: (SimpleNamespace(replay=lambda: None), run()),
+    )
+    with OneDevice():
+        for _ in range(2):
+            assert graphs.run(build_input_batch(BATCH[:2], 16)).shape == (6, 1)
 
 
 def test_rows_of_a_draft_tree_do_not_wait_either(node):

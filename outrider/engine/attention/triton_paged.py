@@ -28,7 +28,7 @@ class _Plan:
     num_seqs: int
     max_blocks: int
     block_size: int
-    longest: int  # sequence, in tokens
+    longest: int  # keys that the widest block table has room for
     has_trees: bool
 
 
@@ -51,7 +51,7 @@ class TritonAttention:
             num_seqs=batch.num_seqs,
             max_blocks=batch.max_blocks,
             block_size=batch.block_size,
-            longest=max(batch.arrays.seq_lens),
+            longest=batch.max_blocks * batch.block_size,
             has_trees=batch.has_trees,
         )
 

@@ -18,6 +18,9 @@ from outrider.errors import ConfigError, InternalError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+SCRATCH_TOKENS = 256
+"""Of a cache on a GPU: as many as the rows that pad a step there (see `step_graphs`)."""
+
 
 class PagedKVCache:
     """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
@@ -30,18 +33,26 @@ class PagedKVCache:
     """
 
     def __init__(
-        self, planes: Sequence[PlaneSpec], *, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+        self,
+        planes: Sequence[PlaneSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        num_scratch_blocks: int = 0,
     ) -> None:
+        """`num_scratch_blocks`: behind the others, for rows whose keys and values nobody reads."""
         if [plane.name for plane in planes] != ["k", "v"]:
             raise ValueError(f"planes k and v are expected, not {[plane.name for plane in planes]}")
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
+        self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
         # One tensor a plane, so that a frame of several layers is one copy: [layers, blocks, block_size, heads, dim].
         self._tensors = {
             plane.name: _lazy_zeros(
-                (plane.num_layers, num_blocks, block_size, plane.num_heads, plane.head_dim),
+                (plane.num_layers, self.scratch_blocks.stop, block_size, plane.num_heads, plane.head_dim),
                 TORCH_DTYPES[plane.dtype],
                 self.device,
             )
@@ -61,7 +72,13 @@ class PagedKVCache:
         num_blocks = cls.num_blocks_for(
             spec, config, block_size=block_size, free_bytes=free_memory_bytes(torch.device(device))
         )
-        return cls(spec.planes, num_blocks=num_blocks, block_size=block_size, device=device)
+        return cls(
+            spec.planes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=device,
+            num_scratch_blocks=0 if torch.device(device).type == "cpu" else -(-SCRATCH_TOKENS // block_size),
+        )
 
     @staticmethod
     def num_blocks_for(spec: ModelSpec, config: KVCacheConfig, *, block_size: int, free_bytes: int) -> int:
