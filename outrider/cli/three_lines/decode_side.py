@@ -82,6 +82,7 @@ class Passed:
 
     seconds: float = 0.0
     num_tokens: int = 0
+    num_steps: int = 0
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
@@ -145,6 +146,7 @@ class SimulatedDecodeNode:
         return list(self._texts.values())
 
     def _take_events(self, events: EventsBySession, stats: StepStats | None) -> None:
+        self.passed.num_steps += stats is not None
         for event in itertools.chain.from_iterable(events.values()):
             match event:
                 case SampleTokens():

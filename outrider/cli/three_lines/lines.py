@@ -49,6 +49,9 @@ class LineFigures:
     predicted: float  # the same, by the speed model
     acceptance_rate: float
     hit_rate: float
+    tokens_per_step: float  # of one sequence
+    draft_tokens_per_step: float  # of one sequence, verified
+    step_seconds: float  # from one step to the next
 
 
 def remote(round_trip_ms: float) -> str:
@@ -91,7 +94,7 @@ async def _at_temperature(comparison: Comparison, temperature: float) -> list[Li
             }
             if any(answer != answers[PLAIN] for answer in answers.values()):
                 raise InternalError(f"tokens depend on drafts in round {number} at temperature {temperature:g}")
-    return [_figures(name, node, nodes[PLAIN], simulation, temperature) for name, node in nodes.items()]
+    return [_figures(comparison, name, node, nodes[PLAIN], temperature) for name, node in nodes.items()]
 
 
 def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
@@ -103,7 +106,20 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
         f"{simulation.num_speculative_tokens} draft tokens; sequences: {comparison.num_sequences}, "
         f"rounds: {comparison.num_rounds}, tokens: {comparison.max_tokens}"
     )
-    rows = [("line", "temperature", "tokens/s", "speedup", "predicted", "acceptance", "hit rate")]
+    rows = [
+        (
+            "line",
+            "temperature",
+            "tokens/s",
+            "speedup",
+            "predicted",
+            "acceptance",
+            "hit rate",
+            "tokens/step",
+            "drafted/step",
+            "ms/step",
+        )
+    ]
     rows += [
         (
             each.line,
@@ -113,6 +129,9 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
             f"{each.predicted:.2f}",
             "-" if each.line == PLAIN else f"{each.acceptance_rate:.0%}",
             f"{each.hit_rate:.0%}" if each.line not in (PLAIN, COLOCATED) else "-",
+            f"{each.tokens_per_step:.2f}",
+            f"{each.draft_tokens_per_step:.2f}",
+            f"{1000 * each.step_seconds:.1f}",
         )
         for each in figures
     ]
@@ -147,8 +166,9 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _figures(
-    name: str, node: SimulatedDecodeNode, plain: SimulatedDecodeNode, simulation: Simulation, temperature: float
+    comparison: Comparison, name: str, node: SimulatedDecodeNode, plain: SimulatedDecodeNode, temperature: float
 ) -> LineFigures:
+    simulation, num_sequences = comparison.simulation, comparison.num_sequences
     counts = node.passed.counts
     rate, plain_rate = (each.passed.num_tokens / each.passed.seconds for each in (node, plain))
     hit_rate = counts.num_hit_steps / counts.num_wanting_steps if counts.num_wanting_steps else 0.0
@@ -167,6 +187,9 @@ def _figures(
         predicted=model.ahead(hit_rate) if predicted is None else predicted,
         acceptance_rate=counts.num_accepted_draft_tokens / max(1, counts.num_draft_tokens),
         hit_rate=hit_rate,
+        tokens_per_step=node.passed.num_tokens / node.passed.num_steps / num_sequences,
+        draft_tokens_per_step=counts.num_draft_tokens / node.passed.num_steps / num_sequences,
+        step_seconds=node.passed.seconds / node.passed.num_steps,
     )
 
 
