@@ -59,7 +59,7 @@ def beside_ghz(result: BenchResult, report: GhzReport) -> str:
     """One table: what ghz has seen of a load, and what a client that reads the answers has seen of the same."""
     ghz = (
         *("ghz", str(report.num_requests), str(report.num_errors), f"{report.requests_per_second:.2f}"),
-        *(_milliseconds(report.e2e_seconds), "-", "-", "-", "-", "-"),
+        *(_milliseconds(report.e2e_seconds), *6 * ("-",)),
     )
     return "\n".join(_table([_GHZ_HEADINGS, ghz, *(_row_beside_ghz(figures) for figures in result.figures)]))
 
@@ -89,6 +89,7 @@ _HEADINGS = (
     "ITL ms p50/p90/p99",
     "acceptance",
     "accept. length",
+    "hit rate",
     "others' CPU",
 )
 _GHZ_HEADINGS = (
@@ -102,6 +103,7 @@ _GHZ_HEADINGS = (
     "ITL ms p50/p90/p99",
     "acceptance",
     "accept. length",
+    "hit rate",
 )
 _COMPARISON_HEADINGS = ("clients", "pairs", "tokens/s ×", "per stream ×", "TTFT ×", "identical")
 
@@ -122,10 +124,11 @@ def _row(figures: LevelFigures) -> tuple[str, ...]:
     )
 
 
-def _acceptance(figures: LevelFigures) -> tuple[str, str]:
+def _acceptance(figures: LevelFigures) -> tuple[str, str, str]:
     if not figures.mean_acceptance_length:
-        return "-", "-"
-    return f"{figures.acceptance_rate:.0%}", f"{figures.mean_acceptance_length:.2f}"
+        return "-", "-", "-"
+    hit_rate = f"{figures.look_ahead_hit_rate:.0%}"
+    return f"{figures.acceptance_rate:.0%}", f"{figures.mean_acceptance_length:.2f}", hit_rate
 
 
 def _comparison_row(comparison: Comparison) -> tuple[str, ...]:

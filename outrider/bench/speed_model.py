@@ -1,7 +1,7 @@
 """What speculation is expected to win, from acceptance, times and hit rate; plain decoding is 1.
 
 A verification of k draft tokens, each accepted with probability a after right ones, commits E = (1 - a^(k+1)) / (1 - a)
-tokens on average (Leviathan et al. 2022). Steps are taken to cost the same for any number of rows.
+tokens on average (Leviathan et al. 2022). Where rows cost something, a step with drafts has a time of its own.
 """
 
 from __future__ import annotations
@@ -12,23 +12,45 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedModel:
     acceptance: float  # of a draft token after right ones
-    num_draft_tokens: int  # verified in a step: k
-    step_seconds: float  # of the target
+    num_draft_tokens: float  # verified in a step: k
+    step_seconds: float  # of the target, plain
     token_seconds: float  # of the drafter
+    verify_seconds: float = 0.0  # of the target with drafts; 0: rows cost nothing
 
     @property
     def tokens_per_verification(self) -> float:
         """E."""
-        if self.acceptance >= 1.0:
-            return self.num_draft_tokens + 1.0
-        return float((1.0 - self.acceptance ** (self.num_draft_tokens + 1)) / (1.0 - self.acceptance))
+        return expected_tokens(self.acceptance, self.num_draft_tokens)
 
-    def colocated(self) -> float:
-        """The drafter drafts, then the target verifies."""
-        seconds = self.step_seconds + self.num_draft_tokens * self.token_seconds
-        return self.tokens_per_verification * self.step_seconds / seconds
+    def colocated(self, drafted_share: float = 1.0) -> float:
+        """The drafter drafts, then the target verifies. A drafter may have nothing for some steps, which are plain."""
+        drafted_seconds = self._verify_seconds + self.num_draft_tokens * self.token_seconds
+        seconds = drafted_share * drafted_seconds + (1.0 - drafted_share) * self.step_seconds
+        return (drafted_share * self.tokens_per_verification + 1.0 - drafted_share) * self.step_seconds / seconds
 
     def ahead(self, hit_rate: float) -> float:
         """The drafter drafts while the target verifies. A step without a hit is a plain one."""
-        seconds = max(self.step_seconds, (self.num_draft_tokens + 1) * self.token_seconds)
+        step_seconds = hit_rate * self._verify_seconds + (1.0 - hit_rate) * self.step_seconds
+        seconds = max(step_seconds, (self.num_draft_tokens + 1) * self.token_seconds)
         return (hit_rate * self.tokens_per_verification + 1.0 - hit_rate) * self.step_seconds / seconds
+
+    @property
+    def _verify_seconds(self) -> float:
+        return self.verify_seconds or self.step_seconds
+
+
+def expected_tokens(acceptance: float, num_draft_tokens: float) -> float:
+    """E: tokens that a verification commits."""
+    if acceptance >= 1.0:
+        return num_draft_tokens + 1.0
+    return float((1.0 - acceptance ** (num_draft_tokens + 1)) / (1.0 - acceptance))
+
+
+def acceptance_of(tokens_per_verification: float, num_draft_tokens: float) -> float:
+    """The acceptance with which so many draft tokens give so many tokens: the inverse of `expected_tokens`."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2.0
+        too_many = expected_tokens(middle, num_draft_tokens) > tokens_per_verification
+        low, high = (low, middle) if too_many else (middle, high)
+    return (low + high) / 2.0

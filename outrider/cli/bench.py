@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 1 if an answer failed."""
     if is_three_lines(arguments):
-        return run_three_lines(arguments)
+        return run_three_lines(arguments, default_prompts=DEFAULT_PROMPTS)
     if arguments.ghz_report and not arguments.ghz:
         raise InvalidRequestError("--ghz-report needs --ghz", field="ghz_report")
     ghz_config = load_ghz_config(arguments.ghz) if arguments.ghz else None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.speed_model import SpeedModel
+from outrider.bench.speed_model import SpeedModel, acceptance_of, expected_tokens
 
 MODEL = SpeedModel(acceptance=0.8, num_draft_tokens=8, step_seconds=0.030, token_seconds=0.002)
 
@@ -22,3 +22,15 @@ def test_a_drafter_beside_the_target_takes_time_that_one_ahead_does_not():
 def test_a_drafter_that_is_slower_than_the_target_sets_the_pace():
     slow = SpeedModel(acceptance=0.8, num_draft_tokens=4, step_seconds=0.010, token_seconds=0.004)
     assert slow.ahead(1.0) == pytest.approx(slow.tokens_per_verification / 2)
+
+
+def test_acceptance_is_found_from_what_it_gives():
+    for acceptance in (0.1, 0.5, 0.8, 0.95):
+        assert acceptance_of(expected_tokens(acceptance, 5), 5) == pytest.approx(acceptance, abs=1e-6)
+
+
+def test_rows_and_steps_without_a_draft_cost_what_they_do():
+    model = SpeedModel(acceptance=0.8, num_draft_tokens=4, step_seconds=0.02, token_seconds=0.004, verify_seconds=0.03)
+    assert model.colocated() == pytest.approx(expected_tokens(0.8, 4) * 0.02 / 0.046)
+    assert model.colocated(0.0) == model.ahead(0.0) == pytest.approx(1.0)
+    assert model.ahead(1.0) == pytest.approx(expected_tokens(0.8, 4) * 0.02 / 0.03)

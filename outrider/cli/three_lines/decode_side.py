@@ -1,4 +1,4 @@
-"""A decode node without network and prefill around a simulated target, and drafts from beside it."""
+"""A decode node without network and prefill around a target of its own, and drafts from beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decode_node.drafts import DraftClient, DraftWant, NoDrafts
 from decode_node.group_desk import GroupDesk
 from decode_node.statistics import StepStats
 from decode_node.step_drafts import StepDrafts
-from outrider.cli.three_lines.simulation import MAX_MODEL_LEN, MAX_RUNNING, Simulation, simulated_engine
+from outrider.cli.three_lines.pair import Pair
 from outrider.engine.step_profiler import StepProfiler
 from outrider.errors import InternalError
 from outrider.request import SamplingParams
@@ -36,6 +36,7 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
 from outrider.speculation.verify.by_request import RequestVerifier
 
+MAX_RUNNING = 64
 MAX_WAIT_SECONDS = 0.002
 
 
@@ -55,6 +56,8 @@ class ColocatedDrafts(NoDrafts):
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
         self._starts: dict[int, SequenceStart] = {}
+        self.seconds = 0.0  # spent on drafts
+        self.num_tokens = 0  # drafted
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int = 0) -> None:
         self._starts[sequence_id] = start
@@ -69,10 +72,13 @@ class ColocatedDrafts(NoDrafts):
             for want in wants
         ]
         trees: dict[int, DraftTree] = {}
+        started = time.perf_counter()
         while waiting:
             proposals = self._proposer.propose(waiting)
             trees |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
             waiting = [request for request in waiting if request.sequence_id not in trees]
+        self.seconds += time.perf_counter() - started
+        self.num_tokens += sum(map(len, trees.values()))
         return StepDrafts(trees)
 
 
@@ -86,20 +92,20 @@ class Passed:
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
-class SimulatedDecodeNode:
+class LineNode:
     """The real decode loop; the caller's thread is its engine thread."""
 
-    def __init__(self, simulation: Simulation, drafts: DraftClient | ColocatedDrafts | NoDrafts) -> None:
+    def __init__(self, pair: Pair, drafts: DraftClient | ColocatedDrafts | NoDrafts) -> None:
         self.drafts = drafts
         self.passed = Passed()
-        num_speculative_tokens = 0 if type(drafts) is NoDrafts else simulation.num_speculative_tokens
+        num_speculative_tokens = 0 if type(drafts) is NoDrafts else pair.num_speculative_tokens
         gatherer = DraftGatherer(
             client=drafts,
             fallback=None,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=MAX_WAIT_SECONDS,
         )
-        self._engine = simulated_engine(simulation)
+        self._engine = pair.engine()
         self._loop = DecodeLoop(
             engine=self._engine,
             drafts=gatherer,
@@ -110,10 +116,10 @@ class SimulatedDecodeNode:
                 admission=Admission(
                     self._engine.pool,
                     max_running_sequences=MAX_RUNNING,
-                    max_model_len=MAX_MODEL_LEN,
-                    vocab_size=simulation.vocab_size,
+                    max_model_len=pair.max_model_len,
+                    vocab_size=pair.vocab_size,
                 ),
-                max_local_prefill_tokens=MAX_MODEL_LEN,
+                max_local_prefill_tokens=pair.max_model_len,
                 transfer_timeout_seconds=30.0,
             ),
             verifier=RequestVerifier(self._engine.sampler),
@@ -156,6 +162,6 @@ class SimulatedDecodeNode:
                 case SampleDone():
                     self._num_done += 1
                 case Rejected() | SequenceGroupFailed():
-                    raise InternalError(f"the simulated decode node gives up: {event}")
+                    raise InternalError(f"the decode node gives up: {event}")
                 case _:
                     continue

@@ -1,4 +1,5 @@
-"""A draft node with a simulated model, as a process: `python -m outrider.cli.three_lines.drafter NOISE SIMULATION`.
+"""A draft node as a process: `python -m outrider.cli.three_lines.drafter`, then `simulated NOISE SIMULATION` or
+`models SETTINGS`, the last argument as JSON.
 
 Serves on a port of 127.0.0.1, which is its first line, until its standard input is closed.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc.aio
@@ -16,17 +19,17 @@ from prometheus_client import CollectorRegistry
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.cli.three_lines.simulation import Simulation, simulated_drafter
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
 from outrider.request import SamplingParams
 from outrider.rpc.channels import server_options
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
 from outrider.speculation.proposers.draft_model import DraftModelProposer
+from outrider.speculation.proposers.factory import make_proposer
 
 
-async def serve(simulation: Simulation, *, noise: float) -> None:
-    config = DraftNodeConfig(num_speculative_tokens=simulation.num_speculative_tokens)
-    proposer = simulated_drafter(simulation, noise=noise)
-    warm_up(proposer)
+async def serve(config: DraftNodeConfig, proposer: Proposer) -> None:
     node = DraftNode(config, registry=CollectorRegistry(), proposer=proposer)
     server = grpc.aio.server(options=server_options())
     node.add_to(server)
@@ -50,5 +53,22 @@ def warm_up(proposer: DraftModelProposer) -> None:
     proposer.forget(0)
 
 
+def main(arguments: Sequence[str]) -> None:
+    if arguments[0] == "simulated":
+        simulation = Simulation(**json.loads(arguments[2]))
+        config = DraftNodeConfig(num_speculative_tokens=simulation.num_speculative_tokens)
+        proposer: Proposer = simulated_drafter(simulation, noise=float(arguments[1]))
+    else:
+        settings = json.loads(arguments[1])
+        model, kv_cache = ModelConfig(**settings.pop("model")), KVCacheConfig(**settings.pop("kv_cache"))
+        config = DraftNodeConfig(**settings, model=model, kv_cache=kv_cache)
+        if model.cpus:
+            os.sched_setaffinity(0, model.cpus)
+        proposer = make_proposer(config.proposer, config)
+    if isinstance(proposer, DraftModelProposer):
+        warm_up(proposer)
+    asyncio.run(serve(config, proposer))
+
+
 if __name__ == "__main__":
-    asyncio.run(serve(Simulation(**json.loads(sys.argv[2])), noise=float(sys.argv[1])))
+    main(sys.argv[1:])

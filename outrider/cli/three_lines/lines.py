@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import random
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from decode_node.drafts import DraftClient, NoDrafts
 from outrider.bench.delayed_link import delayed_link
-from outrider.bench.speed_model import SpeedModel
-from outrider.cli.three_lines.decode_side import ColocatedDrafts, Passed, SimulatedDecodeNode
-from outrider.cli.three_lines.simulation import MAX_MODEL_LEN, Simulation, simulated_drafter
-from outrider.engine.simulated_model import noise_for
+from outrider.bench.speed_model import SpeedModel, acceptance_of
+from outrider.cli.three_lines.decode_side import ColocatedDrafts, LineNode, Passed
+from outrider.cli.three_lines.pair import Pair
 from outrider.errors import InternalError, PeerLostError
 from outrider.speculation.draft_stream import DraftHello
 
 PLAIN, COLOCATED = "plain", "colocated"
-CONNECT_SECONDS = 30.0
-PROMPT_TOKENS = 24
+CONNECT_SECONDS = 60.0
 WARM_UP_TOKENS = 24
 
 
@@ -30,12 +26,19 @@ WARM_UP_TOKENS = 24
 class Comparison:
     """What is run: all lines in each round, for each temperature."""
 
-    simulation: Simulation
+    pair: Pair
     round_trips_ms: tuple[float, ...] = (0.0, 1.0, 5.0, 20.0)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     num_rounds: int = 1
     num_sequences: int = 1
     max_tokens: int = 128
+
+    @property
+    def description(self) -> str:
+        return (
+            f"{self.pair.description}; sequences: {self.num_sequences}, rounds: {self.num_rounds}, "
+            f"tokens: {self.max_tokens}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class LineFigures:
     temperature: float
     tokens_per_second: float
     speedup: float  # over the plain line
-    predicted: float  # the same, by the speed model
+    predicted: float  # the same, by the speed model and the line's hit rate
+    explained: float  # the same, with measured times and the line's own draft length
     acceptance_rate: float
     hit_rate: float
     tokens_per_step: float  # of one sequence
@@ -67,25 +71,26 @@ async def compare_lines(comparison: Comparison) -> list[LineFigures]:
 
 
 async def _at_temperature(comparison: Comparison, temperature: float) -> list[LineFigures]:
-    simulation = comparison.simulation
-    noise = noise_for(simulation.acceptance, temperature=temperature, vocab_size=simulation.vocab_size)
+    pair = comparison.pair
     async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(_drafter_process(simulation, noise=noise))
-        nodes = {
-            PLAIN: SimulatedDecodeNode(simulation, NoDrafts()),
-            COLOCATED: SimulatedDecodeNode(simulation, ColocatedDrafts(simulated_drafter(simulation, noise=noise))),
-        }
+        port = await stack.enter_async_context(_drafter_process(pair.drafter_arguments(temperature=temperature)))
+        beside = ColocatedDrafts(pair.proposer(temperature=temperature))
+        nodes = {PLAIN: LineNode(pair, NoDrafts()), COLOCATED: LineNode(pair, beside)}
         for round_trip_ms in comparison.round_trips_ms:
             link = await stack.enter_async_context(delayed_link(port, round_trip_seconds=round_trip_ms / 1000.0))
-            client = await stack.enter_async_context(_connected(link, simulation))
-            nodes[remote(round_trip_ms)] = SimulatedDecodeNode(simulation, client)
+            client = await stack.enter_async_context(_connected(link, pair))
+            nodes[remote(round_trip_ms)] = LineNode(pair, client)
         for node in nodes.values():  # a process is slow at first
             await asyncio.to_thread(
-                node.answer, _prompts(comparison, -1), temperature=temperature, max_tokens=WARM_UP_TOKENS
+                node.answer,
+                pair.prompts(-1, comparison.num_sequences),
+                temperature=temperature,
+                max_tokens=WARM_UP_TOKENS,
             )
             node.passed = Passed()
+        beside.seconds, beside.num_tokens = 0.0, 0
         for number in range(comparison.num_rounds):
-            prompts = _prompts(comparison, number)
+            prompts = pair.prompts(number, comparison.num_sequences)
             answers = {
                 name: await asyncio.to_thread(
                     node.answer, prompts, temperature=temperature, max_tokens=comparison.max_tokens
@@ -94,30 +99,17 @@ async def _at_temperature(comparison: Comparison, temperature: float) -> list[Li
             }
             if any(answer != answers[PLAIN] for answer in answers.values()):
                 raise InternalError(f"tokens depend on drafts in round {number} at temperature {temperature:g}")
-    return [_figures(comparison, name, node, nodes[PLAIN], temperature) for name, node in nodes.items()]
+    passed = {name: node.passed for name, node in nodes.items()}
+    measured = _measured(passed, beside, num_sequences=comparison.num_sequences)
+    return [_figures(comparison, name, passed, measured, temperature) for name in passed]
 
 
 def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
     """A table and the summary line, without an end of line at the end."""
-    simulation = comparison.simulation
-    title = (
-        f"simulated: target step {1000 * simulation.step_seconds:g} ms, draft token "
-        f"{1000 * simulation.token_seconds:g} ms, acceptance {simulation.acceptance:g}, at most "
-        f"{simulation.num_speculative_tokens} draft tokens; sequences: {comparison.num_sequences}, "
-        f"rounds: {comparison.num_rounds}, tokens: {comparison.max_tokens}"
-    )
     rows = [
         (
-            "line",
-            "temperature",
-            "tokens/s",
-            "speedup",
-            "predicted",
-            "acceptance",
-            "hit rate",
-            "tokens/step",
-            "drafted/step",
-            "ms/step",
+            *("line", "temperature", "tokens/s", "speedup", "predicted", "by measured times", "acceptance", "hit rate"),
+            *("tokens/step", "drafted/step", "ms/step"),
         )
     ]
     rows += [
@@ -127,6 +119,7 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
             f"{each.tokens_per_second:.1f}",
             f"{each.speedup:.2f}",
             f"{each.predicted:.2f}",
+            f"{each.explained:.2f}",
             "-" if each.line == PLAIN else f"{each.acceptance_rate:.0%}",
             f"{each.hit_rate:.0%}" if each.line not in (PLAIN, COLOCATED) else "-",
             f"{each.tokens_per_step:.2f}",
@@ -138,7 +131,7 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         [
-            title,
+            comparison.description,
             *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows),
             summary(comparison, figures),
         ]
@@ -165,48 +158,64 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def _figures(
-    comparison: Comparison, name: str, node: SimulatedDecodeNode, plain: SimulatedDecodeNode, temperature: float
-) -> LineFigures:
-    simulation, num_sequences = comparison.simulation, comparison.num_sequences
-    counts = node.passed.counts
-    rate, plain_rate = (each.passed.num_tokens / each.passed.seconds for each in (node, plain))
-    hit_rate = counts.num_hit_steps / counts.num_wanting_steps if counts.num_wanting_steps else 0.0
-    model = SpeedModel(
-        acceptance=simulation.acceptance,
-        num_draft_tokens=simulation.num_speculative_tokens,
-        step_seconds=simulation.step_seconds,
-        token_seconds=simulation.token_seconds,
+def _measured(passed: Mapping[str, Passed], beside: ColocatedDrafts, *, num_sequences: int) -> SpeedModel:
+    """The speed model's terms as the plain and the colocated line had them."""
+    plain, colocated = passed[PLAIN], passed[COLOCATED]
+    counts = colocated.counts
+    num_draft_tokens = counts.num_draft_tokens / max(1, counts.num_spec_steps)
+    plain_seconds = plain.seconds / plain.num_steps
+    drafting_seconds = beside.seconds / colocated.num_steps
+    num_drafted = beside.num_tokens / colocated.num_steps / num_sequences
+    share = counts.num_spec_steps / colocated.num_steps / num_sequences
+    mean_seconds = colocated.seconds / colocated.num_steps - drafting_seconds
+    accepted = counts.num_accepted_draft_tokens / max(1, counts.num_spec_steps)
+    return SpeedModel(
+        acceptance=acceptance_of(1.0 + accepted, num_draft_tokens),
+        num_draft_tokens=num_draft_tokens,
+        step_seconds=plain_seconds,
+        token_seconds=drafting_seconds / num_drafted if num_drafted else 0.0,
+        verify_seconds=max(plain_seconds, plain_seconds + (mean_seconds - plain_seconds) / share) if share else 0.0,
     )
-    predicted = {PLAIN: 1.0, COLOCATED: model.colocated()}.get(name)
+
+
+def _figures(
+    comparison: Comparison, name: str, passed: Mapping[str, Passed], measured: SpeedModel, temperature: float
+) -> LineFigures:
+    own, counts = passed[name], passed[name].counts
+    rate, plain_rate = (each.num_tokens / each.seconds for each in (own, passed[PLAIN]))
+    hit_rate = counts.num_hit_steps / counts.num_wanting_steps if counts.num_wanting_steps else 0.0
+    share = counts.num_spec_steps / own.num_steps / comparison.num_sequences if name == COLOCATED else hit_rate
+    own_length = replace(measured, num_draft_tokens=counts.num_draft_tokens / max(1, counts.num_spec_steps))
+    num_sequence_steps = own.num_steps * comparison.num_sequences
     return LineFigures(
         line=name,
         temperature=temperature,
         tokens_per_second=rate,
         speedup=rate / plain_rate,
-        predicted=model.ahead(hit_rate) if predicted is None else predicted,
+        predicted=_predicted(comparison.pair.speed_model(measured), name, share),
+        explained=_predicted(own_length, name, share),
         acceptance_rate=counts.num_accepted_draft_tokens / max(1, counts.num_draft_tokens),
         hit_rate=hit_rate,
-        tokens_per_step=node.passed.num_tokens / node.passed.num_steps / num_sequences,
-        draft_tokens_per_step=counts.num_draft_tokens / node.passed.num_steps / num_sequences,
-        step_seconds=node.passed.seconds / node.passed.num_steps,
+        tokens_per_step=own.num_tokens / num_sequence_steps,
+        draft_tokens_per_step=counts.num_draft_tokens / num_sequence_steps,
+        step_seconds=own.seconds / own.num_steps,
     )
 
 
-def _prompts(comparison: Comparison, number: int) -> list[list[int]]:
-    chosen = random.Random(number)  # noqa: S311 prompts, no secret
-    vocab_size = comparison.simulation.vocab_size
-    return [[chosen.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(comparison.num_sequences)]
+def _predicted(model: SpeedModel, line: str, drafted_share: float) -> float:
+    if line == PLAIN:
+        return 1.0
+    return model.colocated(drafted_share) if line == COLOCATED else model.ahead(drafted_share)
 
 
 @contextlib.asynccontextmanager
-async def _connected(port: int, simulation: Simulation) -> AsyncIterator[DraftClient]:
+async def _connected(port: int, pair: Pair) -> AsyncIterator[DraftClient]:
     hello = DraftHello(
         incarnation=os.urandom(16),
         name="three-lines",
-        vocab_size=simulation.vocab_size,
-        vocabulary_fingerprint="",
-        max_model_len=MAX_MODEL_LEN,
+        vocab_size=pair.vocab_size,
+        vocabulary_fingerprint=pair.vocabulary_fingerprint,
+        max_model_len=pair.max_model_len,
     )
     client = DraftClient([f"127.0.0.1:{port}"], hello)
     await client.start()
@@ -216,16 +225,16 @@ async def _connected(port: int, simulation: Simulation) -> AsyncIterator[DraftCl
                 await asyncio.sleep(0.01)
         yield client
     except TimeoutError as error:
-        raise PeerLostError("the simulated drafter does not answer", node="drafter") from error
+        raise PeerLostError("the drafter does not answer", node="drafter") from error
     finally:
         await client.stop()
 
 
 @contextlib.asynccontextmanager
-async def _drafter_process(simulation: Simulation, *, noise: float) -> AsyncIterator[int]:
+async def _drafter_process(arguments: Sequence[str]) -> AsyncIterator[int]:
     """The port of a draft node that ends with this block."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outrider.cli.three_lines.drafter", str(noise), json.dumps(asdict(simulation))),
+        *(sys.executable, "-m", "outrider.cli.three_lines.drafter", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -234,7 +243,7 @@ async def _drafter_process(simulation: Simulation, *, noise: float) -> AsyncIter
     try:
         line = await process.stdout.readline()
         if not line:
-            raise PeerLostError("the simulated drafter has ended", node="drafter")
+            raise PeerLostError("the drafter has ended", node="drafter")
         yield int(line)
     finally:
         process.stdin.close()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
 
+from outrider.bench.speed_model import SpeedModel
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampler import Sampler
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.simulated_model import SimulatedKVCache, SimulatedModel, SimulatedRunner
+from outrider.engine.simulated_model import SimulatedKVCache, SimulatedModel, SimulatedRunner, noise_for
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
 from outrider.speculation.proposers.draft_model import DraftModelProposer
@@ -22,6 +26,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 2048
 MAX_MODEL_LEN = 4096
 MAX_RUNNING = 64
+PROMPT_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,64 @@ class Simulation:
     acceptance: float = 0.8  # of a draft token after right ones
     num_speculative_tokens: int = 8
     vocab_size: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPair:
+    """Of models with set step times."""
+
+    simulation: Simulation
+
+    @property
+    def description(self) -> str:
+        simulation = self.simulation
+        return (
+            f"simulated: target step {1000 * simulation.step_seconds:g} ms, draft token "
+            f"{1000 * simulation.token_seconds:g} ms, acceptance {simulation.acceptance:g}, at most "
+            f"{simulation.num_speculative_tokens} draft tokens"
+        )
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return self.simulation.num_speculative_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.simulation.vocab_size
+
+    @property
+    def vocabulary_fingerprint(self) -> str:
+        return ""
+
+    @property
+    def max_model_len(self) -> int:
+        return MAX_MODEL_LEN
+
+    def engine(self) -> Engine:
+        return simulated_engine(self.simulation)
+
+    def proposer(self, *, temperature: float) -> DraftModelProposer:
+        return simulated_drafter(self.simulation, noise=self._noise(temperature))
+
+    def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
+        return ("simulated", str(self._noise(temperature)), json.dumps(asdict(self.simulation)))
+
+    def speed_model(self, measured: SpeedModel) -> SpeedModel:
+        simulation = self.simulation
+        return SpeedModel(
+            acceptance=simulation.acceptance,
+            num_draft_tokens=simulation.num_speculative_tokens,
+            step_seconds=simulation.step_seconds,
+            token_seconds=simulation.token_seconds,
+        )
+
+    def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
+        chosen = random.Random(number)  # noqa: S311 prompts, no secret
+        return [[chosen.randrange(self.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(num_sequences)]
+
+    def _noise(self, temperature: float) -> float:
+        simulation = self.simulation
+        return noise_for(simulation.acceptance, temperature=temperature, vocab_size=simulation.vocab_size)
 
 
 def simulated_engine(simulation: Simulation) -> Engine:
