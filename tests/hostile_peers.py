@@ -1,4 +1,4 @@
-"""Peers of a decode node that flood, lie, stall and never read: routers, senders of KV, draft nodes.
+"""Peers that flood, lie, stall and never read: clients, routers, senders of KV, draft nodes.
 
 python -m tests.hostile_peers "router floods" --decode 127.0.0.1:50052   # until its standard input ends
 """
@@ -22,7 +22,8 @@ from outrider.kv_transfer.frames import Hello, encode_hello
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, router_pb2, session_pb2, session_pb2_grpc
 
-S = session_pb2
+S, R = session_pb2, router_pb2
+ROUTER_SERVICE = "/outrider.v1.RouterService/"
 PROMPT = list(range(20, 60))
 LONG_PROMPT = [20 + (i * 7) % 200 for i in range(200)]
 PATIENCE_SECONDS = 20.0
@@ -208,17 +209,82 @@ KINDS = {
     "sender says nothing": lambda decode: senders(decode, list, reads=False),
 }
 """By what is hostile: starts it against a decode node's address."""
+DRAFTERS = {f"drafter {behaviour}": behaviour for behaviour in ("floods", "lies", "stalls", "never reads")}
+
+
+def wire_chat(num_messages):
+    chat = R.Chat()
+    message = R.ChatMessage(role="u")
+    chat.messages.extend([message] * num_messages)
+    return R.TokenizeRequest(chat=chat).SerializeToString()
+
+
+CLIENTS = {
+    "client: tiny parts": ("Tokenize", lambda: wire_chat(300_000)),
+    "client: too many parts": ("Tokenize", lambda: wire_chat(1_000_000)),
+    "client: many ids": ("Detokenize", lambda: R.DetokenizeRequest(token_ids=[1] * 1_900_000).SerializeToString()),
+    "client: long texts": ("Tokenize", lambda: R.TokenizeRequest(text="word " * 300_000).SerializeToString()),
+    "client: deep schemas": (
+        "Generate",
+        lambda: R.GenerateRequest(text="x", sampling=R.SamplingParams(json_schema="[" * 60_000)).SerializeToString(),
+    ),
+    "client: watches": ("WatchCluster", lambda: b""),
+    "client: streams that are not read": (
+        "Generate",
+        lambda: R.GenerateRequest(
+            text="x" * 100, sampling=R.SamplingParams(seed=1, max_tokens=400)
+        ).SerializeToString(),
+    ),
+    "client: garbage": ("Complete", lambda: b"\xff" * 100_000),
+}
+"""(method, request) by what is hostile in it."""
+
+
+class HostileClient:
+    """Calls again and again, in threads, until it is stopped."""
+
+    def __init__(self, address, method, data, *, num_threads=3, num_unread=12):
+        self.num_calls = 0
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._call = self._channel.unary_stream(ROUTER_SERVICE + method)
+        self._data = data
+        self._is_unread = method in ("WatchCluster", "Generate")
+        self._num_unread = num_unread
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._flood) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _flood(self):
+        unread = []
+        while not self._stopping.is_set():
+            call = self._call(self._data, timeout=20)
+            self.num_calls += 1
+            if self._is_unread:
+                unread.append(call)
+                if len(unread) >= self._num_unread:
+                    unread.pop(0).cancel()
+                self._stopping.wait(0.005)
+            else:
+                with contextlib.suppress(grpc.RpcError):
+                    list(call)
+
+    def stop(self):
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(30)
+        self._channel.close()
 
 
 class HostileDrafter(draft_pb2_grpc.DraftServiceServicer):
     """A draft node that `floods` with branches of everything, `lies` about prefixes, `stalls`, or `never reads`."""
 
-    def __init__(self, behaviour):
+    def __init__(self, behaviour, port=0):
         self.behaviour = behaviour
         self.num_acts = 0
         self._server = grpc.server(ThreadPoolExecutor(8))
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         self._server.start()
 
     def stop(self):
@@ -268,14 +334,23 @@ class HostileDrafter(draft_pb2_grpc.DraftServiceServicer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A hostile peer of a decode node.")
-    parser.add_argument("kind", choices=sorted(KINDS))
-    parser.add_argument("--decode", required=True, metavar="HOST:PORT")
+    parser = argparse.ArgumentParser(description="A hostile peer.")
+    parser.add_argument("kind", choices=[*CLIENTS, *DRAFTERS, *KINDS])
+    parser.add_argument("--router", metavar="HOST:PORT", help="for clients")
+    parser.add_argument("--decode", metavar="HOST:PORT", help="for routers and senders")
+    parser.add_argument("--draft-port", type=int, default=0, help="where a decode node looks for its draft node")
     arguments = parser.parse_args()
-    peers = KINDS[arguments.kind](arguments.decode)
+    kind = arguments.kind
+    if kind in CLIENTS:
+        method, make = CLIENTS[kind]
+        peers = HostileClient(arguments.router, method, make())
+    elif kind in DRAFTERS:
+        peers = HostileDrafter(DRAFTERS[kind], arguments.draft_port)
+    else:
+        peers = KINDS[kind](arguments.decode)
+    print("begun", flush=True)
     sys.stdin.read()
     peers.stop()
-    print(peers.num_acts)
 
 
 if __name__ == "__main__":
