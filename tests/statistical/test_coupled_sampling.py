@@ -124,5 +124,5 @@ def test_a_filter_without_renormalising_is_noticed(monkeypatch):
         is_limited = (limits > order.LOWEST_KEY).squeeze(1)
         return torch.where(is_limited, largest, winners), is_open
 
-    monkeypatch.setattr(draw_of_rows, "run_race", largest_where_limited)
+    monkeypatch.setattr(race, "run_race", largest_where_limited)
     assert chi_square_z(draw(small_logits(), 6_400, **settings), probs) > PASS
