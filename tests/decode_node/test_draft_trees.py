@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.cli.three_lines.decode_side import ColocatedDrafts, SimulatedDecodeNode
-from outrider.cli.three_lines.simulation import Simulation, simulated_drafter
-from outrider.engine.simulated_model import noise_for
+from outrider.cli.three_lines.decode_side import ColocatedDrafts, LineNode
+from outrider.cli.three_lines.simulation import SimulatedPair, Simulation
 
-VOCAB_SIZE = 64
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
-SIMULATION = Simulation(
-    step_seconds=0.0, token_seconds=0.0, acceptance=0.4, num_speculative_tokens=8, vocab_size=VOCAB_SIZE
+PAIR = SimulatedPair(
+    Simulation(step_seconds=0.0, token_seconds=0.0, acceptance=0.4, num_speculative_tokens=8, vocab_size=64)
 )
 
 
@@ -25,12 +23,10 @@ def one_thread():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_are_the_same_with_and_without_siblings(temperature, monkeypatch):
-    noise = noise_for(SIMULATION.acceptance, temperature=temperature, vocab_size=VOCAB_SIZE)
+def test_texts_are_the_same_with_and_without_siblings(temperature):
     texts, accepted = [], []
     for takes_trees in (False, True):
-        node = SimulatedDecodeNode(SIMULATION, ColocatedDrafts(simulated_drafter(SIMULATION, noise=noise)))
-        monkeypatch.setattr(node._loop._drafts, "_takes_trees", takes_trees)
+        node = LineNode(PAIR, ColocatedDrafts(PAIR.proposer(temperature=temperature)), takes_trees=takes_trees)
         texts.append(node.answer(PROMPTS, temperature=temperature, max_tokens=60))
         accepted.append(node.passed.counts.num_accepted_draft_tokens)
         node._engine.pool.check_integrity(())

@@ -95,7 +95,9 @@ class Passed:
 class LineNode:
     """The real decode loop; the caller's thread is its engine thread."""
 
-    def __init__(self, pair: Pair, drafts: DraftClient | ColocatedDrafts | NoDrafts) -> None:
+    def __init__(
+        self, pair: Pair, drafts: DraftClient | ColocatedDrafts | NoDrafts, *, takes_trees: bool = False
+    ) -> None:
         self.drafts = drafts
         self.passed = Passed()
         num_speculative_tokens = 0 if type(drafts) is NoDrafts else pair.num_speculative_tokens
@@ -104,6 +106,7 @@ class LineNode:
             fallback=None,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=MAX_WAIT_SECONDS,
+            takes_trees=takes_trees,
         )
         self._engine = pair.engine()
         self._loop = DecodeLoop(
