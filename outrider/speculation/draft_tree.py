@@ -126,9 +126,11 @@ class DraftTree:
         num_since = len(token_ids) - self.length
         if num_since == 0:
             return self
+        if num_since >= len(self.token_ids):
+            return None
         if self.parents:
             return self._below(token_ids[self.length :])
-        if num_since >= len(self.token_ids) or tuple(token_ids[self.length :]) != self.token_ids[:num_since]:
+        if tuple(token_ids[self.length :]) != self.token_ids[:num_since]:
             return None
         return DraftTree(
             len(token_ids),

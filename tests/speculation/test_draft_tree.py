@@ -44,6 +44,7 @@ def test_what_is_left_of_a_tree_after_a_commit() -> None:
     assert FORKED.after([0, 0, 3]) == DraftTree(3, None, (5,))
     assert FORKED.after([0, 0, 1]) == DraftTree(3, None, (2, 4))
     assert FORKED.after([0, 0, 3, 5]) is None
+    assert FORKED.after([0, 0, *range(1000)]) is None
     assert FORKED.after([0, 0, 4]) is None
     assert FORKED.after([0, 0]) is FORKED
 
