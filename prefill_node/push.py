@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.kv_cache.copy_stream import Fence
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
@@ -34,8 +35,11 @@ class ReadableCache(Protocol):
     @property
     def planes(self) -> tuple[PlaneSpec, ...]: ...
 
-    def read(self, plane: str, layers: range, slots: Tensor) -> np.ndarray:
-        """KV of `slots` ([num_tokens] int64) in `layers`, as contiguous uint8."""
+    def fence(self) -> Fence | None:
+        """Marks what has been written by now, where a device writes behind the caller's back."""
+
+    def read(self, plane: str, layers: range, slots: Tensor, after: Fence | None = None) -> np.ndarray:
+        """KV of `slots` ([num_tokens] int64) in `layers`, written before `after`, as contiguous uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class _Available:
     layers: range
     start_token: int
     end_token: int
+    written: Fence | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,10 @@ class KvPush:
         self._thread.start()
 
     def offer(self, layers: range, start_token: int, end_token: int) -> None:
-        """KV of these is in the cache. What lies before the transfer's first token is left out."""
+        """KV of these is in the cache, or a GPU has been asked for it. What the transfer does not want is left out."""
         start_token = max(start_token, self._spec.start_token)
         if start_token < end_token:
-            self._items.put(_Available(layers, start_token, end_token))
+            self._items.put(_Available(layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
         """Everything has been offered: commit."""
@@ -171,7 +176,7 @@ class KvPush:
                 plane, item.layers, item.start_token, item.end_token, max_frame_bytes=sender.max_frame_bytes
             ):
                 slots = self._slots[region.start_token : region.end_token]
-                payload = self._kv_cache.read(plane.name, region.layers, slots)
+                payload = self._kv_cache.read(plane.name, region.layers, slots, item.written)
                 if self._first_frame_at is None:
                     self._first_frame_at = time.monotonic()
                 fault_point("prefill.frame")

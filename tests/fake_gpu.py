@@ -33,8 +33,37 @@ def fake_gpu(monkeypatch):
     # Their Python bindings, and only theirs, ask a torch without CUDA for the real device.
     monkeypatch.setattr(torch.Tensor, "copy_", _copy)
     monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
+    fake_streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+def fake_streams(monkeypatch):
+    """Streams and events that do nothing; returns what they are asked for, in order."""
+    log = []
+
+    class Stream:
+        def __init__(self, name="copies"):
+            self.name = name
+
+        def wait_event(self, event):
+            log.append(f"{self.name} wait for {event.place}")
+
+    class Event:
+        def record(self, stream):
+            self.place = stream.name
+            log.append(f"event in {self.place}")
+
+        def synchronize(self):
+            log.append(f"host waits for {self.place}")
+
+    default = Stream("default")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _device: default)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    return log
 
 
 def _copy(tensor, source, non_blocking=False):

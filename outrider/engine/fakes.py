@@ -131,7 +131,10 @@ class ScriptedKVCache:
             blocks = stored.reshape(self.num_layers, self.num_blocks, self.block_size)
             blocks[:, [destination for _, destination in pairs]] = blocks[:, [source for source, _ in pairs]]
 
-    def read(self, plane: str, layers: range, slots: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def fence(self) -> None:
+        """Everything is written at once."""
+
+    def read(self, plane: str, layers: range, slots: Any, after: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """KV of `slots` ([num_tokens] integers: list, array or CPU tensor), layer by layer, as uint8."""
         taken = self._slots[plane][layers.start : layers.stop][:, np.asarray(slots)]
         return np.ascontiguousarray(taken).view(np.uint8).reshape(-1)

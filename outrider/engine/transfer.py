@@ -25,6 +25,11 @@ def page_locked(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
+def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU, to which and from which a GPU copies without anybody waiting."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
 def upload_ids(values: Sequence[int], device: torch.device) -> Tensor:
     """[len(values)] int64."""
     return upload(np.asarray(values, dtype=np.int64), device)

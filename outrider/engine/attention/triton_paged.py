@@ -78,20 +78,21 @@ class TritonAttention:
         rows_per_tile = tile.lines // (num_heads // num_kv_heads)
         grid = (plan.num_rows // rows_per_tile + plan.num_seqs, num_kv_heads, max_splits if is_split else 1)
         window = options.sliding_window or 0
-        attend[grid](
-            query, key_cache, value_cache, output, values, largest, totals,
-            batch.query_start_loc, batch.seq_lens, batch.positions, batch.block_tables,
-            batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
-            options.scaling, options.softcap or 0.0, window,
-            HEADS_PER_KV=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_dim, HEAD_DIM=padded_dim,
-            BLOCK_SIZE=plan.block_size, LINES=tile.lines, KEYS=tile.keys, SPLIT_KEYS=tile.split_keys,
-            HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=plan.has_trees, IS_SPLIT=is_split,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
-        )  # fmt: skip
-        if is_split:
-            merge_splits[plan.num_rows, num_heads](
-                values, largest, totals, output, batch.positions, max_splits, window,
-                NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, SPLIT_KEYS=tile.split_keys,
-                HAS_WINDOW=window > 0, enable_fp_fusion=False,
+        with torch.cuda.device_of(query):  # where triton launches
+            attend[grid](
+                query, key_cache, value_cache, output, values, largest, totals,
+                batch.query_start_loc, batch.seq_lens, batch.positions, batch.block_tables,
+                batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
+                options.scaling, options.softcap or 0.0, window,
+                HEADS_PER_KV=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_dim, HEAD_DIM=padded_dim,
+                BLOCK_SIZE=plan.block_size, LINES=tile.lines, KEYS=tile.keys, SPLIT_KEYS=tile.split_keys,
+                HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=plan.has_trees,
+                IS_SPLIT=is_split, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip
+            if is_split:
+                merge_splits[plan.num_rows, num_heads](
+                    values, largest, totals, output, batch.positions, max_splits, window,
+                    NUM_HEADS=num_heads, HEAD=head_dim, HEAD_DIM=padded_dim, SPLIT_KEYS=tile.split_keys,
+                    HAS_WINDOW=window > 0, enable_fp_fusion=False,
+                )  # fmt: skip
         return output

@@ -149,24 +149,27 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if is_split:
         parts = torch.empty((num_splits, num_rows, num_outputs), dtype=torch.float32, device=rows.device)
     grid = (-(-num_outputs // tile.outputs), -(-num_rows // tile.rows), num_splits if is_split else 1)
-    multiply[grid](
-        rows, weight, weight if bias is None else bias, output, parts, num_rows, num_outputs, num_features,
-        ROWS=tile.rows, OUTPUTS=tile.outputs, FEATURES=tile.features, SPLIT_FEATURES=tile.split_features,
-        HAS_BIAS=bias is not None, IS_SPLIT=is_split,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    if is_split:
-        merge_products[-(-num_outputs // 256), num_rows](
-            parts, weight if bias is None else bias, output, num_splits, num_rows, num_outputs,
-            BLOCK=256, HAS_BIAS=bias is not None, enable_fp_fusion=False,
+    with torch.cuda.device_of(rows):  # where triton launches
+        multiply[grid](
+            rows, weight, weight if bias is None else bias, output, parts, num_rows, num_outputs, num_features,
+            ROWS=tile.rows, OUTPUTS=tile.outputs, FEATURES=tile.features, SPLIT_FEATURES=tile.split_features,
+            HAS_BIAS=bias is not None, IS_SPLIT=is_split,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
+        if is_split:
+            merge_products[-(-num_outputs // 256), num_rows](
+                parts, weight if bias is None else bias, output, num_splits, num_rows, num_outputs,
+                BLOCK=256, HAS_BIAS=bias is not None, enable_fp_fusion=False,
+            )  # fmt: skip
     return output
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[num_rows, width], [width] float32 -> [num_rows, width] of the rows' dtype."""
     output = torch.empty_like(rows)
-    if len(rows):
+    if len(rows) == 0:
+        return output
+    with torch.cuda.device_of(rows):
         normalise[(len(rows),)](
             rows, weight, output, rows.shape[1], epsilon,
             WIDTH=triton.next_power_of_2(rows.shape[1]), num_warps=NORM_WARPS, enable_fp_fusion=False,

@@ -161,10 +161,13 @@ def run_whole_race(values: Tensor, words: Tensor, limits: Tensor | None) -> Tens
     num_chunks = -(-num_blocks // BLOCKS_PER_PROGRAM)
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=values.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
-    best_scores[num_rows, num_chunks](
-        values, words.contiguous(), words if limits is None else limits.contiguous(), best,
-        num_rows, num_blocks, num_chunks,
-        BLOCKS=BLOCKS_PER_PROGRAM, HAS_LIMITS=limits is not None, enable_fp_fusion=False,
-    )  # fmt: skip
-    pick[(num_rows,)](best, token_ids, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False)
+    with torch.cuda.device_of(values):  # where triton launches
+        best_scores[num_rows, num_chunks](
+            values, words.contiguous(), words if limits is None else limits.contiguous(), best,
+            num_rows, num_blocks, num_chunks,
+            BLOCKS=BLOCKS_PER_PROGRAM, HAS_LIMITS=limits is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+        pick[(num_rows,)](
+            best, token_ids, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), enable_fp_fusion=False
+        )
     return token_ids

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.copy_stream import CopyStream, Fence
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.memory import free_main_memory_bytes
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.transfer import upload, upload_ids
+from outrider.engine.transfer import upload_ids
 from outrider.errors import ConfigError, InternalError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,6 +49,7 @@ class PagedKVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = torch.device(device)
+        self._copies = CopyStream(self.device) if self.device.type == "cuda" else None
         self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
         # One tensor a plane, so that a frame of several layers is one copy: [layers, blocks, block_size, heads, dim].
         self._tensors = {
@@ -133,19 +135,23 @@ class PagedKVCache:
                 moved = rows.index_select(1, upload_ids(sources, self.device))
                 rows.index_copy_(1, upload_ids(destinations, self.device), moved)
 
-    def read(self, plane: str, layers: range, slots: Tensor) -> np.ndarray:
-        """KV of `slots` ([num_tokens] int64) in `layers`, as bytes.
+    def fence(self) -> Fence | None:
+        """Marks what forwards have been asked to write by now, for `read`; None on a CPU, which has written it."""
+        return None if self._copies is None else self._copies.fence()
+
+    def read(self, plane: str, layers: range, slots: Tensor, after: Fence | None = None) -> np.ndarray:
+        """KV of `slots` ([num_tokens] int64) in `layers`, as bytes; on a GPU as of `after`, or of now.
 
         Returns [len(layers) * num_tokens * heads * dim * itemsize] uint8, contiguous,
         layer by layer, token-major. Raises InternalError outside the cache.
         """
         rows = self._rows(plane, layers, slots)
-        if self.device.type == "cpu":
+        if self._copies is None:
             # numpy: torch would start a pool of threads for the caller's (see `EngineThread`).
             data: np.ndarray = rows.view(torch.uint8).numpy()  # [layers, slots, heads * dim * itemsize]
             return np.take(data, slots.numpy(), axis=1).reshape(-1)
-        taken = rows.index_select(1, upload(slots.numpy(), self.device))  # [layers, tokens, heads * dim]
-        array: np.ndarray = taken.cpu().view(torch.uint8).reshape(-1).numpy()
+        taken = self._copies.gather(rows, slots, after or self._copies.fence())
+        array: np.ndarray = taken.view(torch.uint8).reshape(-1).numpy()
         return array
 
     def write(self, plane: str, layers: range, slots: Tensor, payload: bytes | bytearray | memoryview) -> None:
@@ -158,15 +164,11 @@ class PagedKVCache:
         if expected == 0:
             return
         array = np.frombuffer(view, dtype=np.uint8)
-        if self.device.type == "cpu":
-            data: np.ndarray = rows.view(torch.uint8).numpy()
-            data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)
+        if self._copies is not None:
+            self._copies.scatter(rows, slots, array)
             return
-        source = torch.from_numpy(array if array.flags.writeable else array.copy())
-        if source.data_ptr() % rows.element_size():
-            source = source.clone()
-        values = source.view(rows.dtype).view(len(layers), slots.numel(), rows.shape[2])
-        rows.index_copy_(1, upload(slots.numpy(), self.device), values.to(self.device))
+        data: np.ndarray = rows.view(torch.uint8).numpy()
+        data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)
 
     def _rows(self, plane: str, layers: range, slots: Tensor) -> Tensor:
         """The plane as [layers, slots, heads * dim], after all bounds have been checked."""

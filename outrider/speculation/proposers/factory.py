@@ -94,7 +94,12 @@ def make_proposer(
 
         model = open_model(settings.model, progress=progress or no_progress)
         return DraftModelProposer(
-            ModelForward.of(model, kv_cache=settings.kv_cache, attention=attention_of(settings.model, model.device)),
+            ModelForward.of(
+                model,
+                kv_cache=settings.kv_cache,
+                attention=attention_of(settings.model, model.device),
+                use_graphs=settings.model.cuda_graphs,
+            ),
             model_name=model.info.name,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,
             catch_up_tokens_per_step=settings.catch_up_tokens_per_step,

@@ -34,13 +34,15 @@ class ModelForward:
     vocab_size: int
 
     @classmethod
-    def of(cls, model: LoadedModel, *, kv_cache: KVCacheConfig, attention: str = "auto") -> ModelForward:
+    def of(
+        cls, model: LoadedModel, *, kv_cache: KVCacheConfig, attention: str = "auto", use_graphs: bool = True
+    ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
         backend = make_attention_backend(attention, model.device, model.spec.dtype)
         cache = PagedKVCache.sized_for(
             model.spec, kv_cache, block_size=backend.block_size(kv_cache.block_size), device=model.device
         )
-        runner = ModelRunner(model, cache, backend)
+        runner = ModelRunner(model, cache, backend, use_graphs=use_graphs)
         runner.warm_up()
         pool = BlockPool(
             num_blocks=cache.num_blocks,

@@ -1,0 +1,60 @@
+"""Keys and values between a GPU and the host, on a stream of their own: layers go on computing meanwhile.
+
+Forwards run on the device's default stream. A fence marks what has been queued there: a copy that waits for it comes
+after that work and beside what follows. Only the thread that asks for a copy waits for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.transfer import empty_page_locked, upload
+
+Fence = torch.cuda.Event
+
+
+class CopyStream:
+    """Of one cache. Threads may use it at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def fence(self) -> Fence:
+        """After everything that is queued for the device by now."""
+        fence = torch.cuda.Event()
+        fence.record(torch.cuda.default_stream(self._device))
+        return fence
+
+    def gather(self, rows: Tensor, slots: Tensor, after: Fence) -> Tensor:
+        """Some slots of [layers, slots, width], once `after` is reached: [layers, num_slots, width], page-locked."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            indices = upload(slots.numpy(), self._device)
+            taken = rows.index_select(1, indices)
+            host = empty_page_locked(taken.shape, taken.dtype)
+            host.copy_(taken, non_blocking=True)
+            self._wait()
+        return host
+
+    def scatter(self, rows: Tensor, slots: Tensor, payload: np.ndarray) -> None:
+        """Writes some slots of [layers, slots, width], behind the work that is queued by now: it may use them still.
+
+        `payload` [layers * num_slots * width * itemsize] uint8 may be used again afterwards.
+        """
+        fence = self.fence()
+        host = empty_page_locked(payload.shape, torch.uint8)
+        host.numpy()[:] = payload
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(fence)
+            indices = upload(slots.numpy(), self._device)
+            values = host.to(self._device, non_blocking=True)
+            rows.index_copy_(1, indices, values.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2]))
+            self._wait()
+
+    def _wait(self) -> None:
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        done.synchronize()

@@ -1,0 +1,50 @@
+"""Copies beside a GPU's forwards: which stream waits for which, and when the host does. Values are on the CPU here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.kv_cache import copy_stream
+from outrider.engine.kv_cache.copy_stream import CopyStream
+from tests.fake_gpu import fake_streams
+
+
+@pytest.fixture
+def log(monkeypatch):
+    monkeypatch.setattr(copy_stream, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    return fake_streams(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frames_are_gathered_and_scattered(log, dtype):
+    copies = CopyStream(torch.device("cpu"))
+    rows, others = torch.randn((3, 20, 8)).to(dtype), torch.zeros((3, 20, 8), dtype=dtype)
+    taken, placed = torch.tensor([3, 17, 4]), torch.tensor([9, 0, 10])
+    frame = copies.gather(rows, taken, copies.fence())
+    assert torch.equal(frame, rows[:, taken])
+    payload = frame.view(torch.uint8).reshape(-1).numpy()
+    payload.flags.writeable = False  # as a message that has come in
+    copies.scatter(others, placed, payload)
+    assert torch.equal(others[:, placed], frame)
+    assert int(others.count_nonzero()) <= frame.numel()
+
+
+def test_a_frame_is_read_after_its_layers_and_beside_the_next(log):
+    copies = CopyStream(torch.device("cpu"))
+    written = copies.fence()
+    log.append("later layers are queued")
+    copies.gather(torch.zeros((1, 4, 2)), torch.tensor([1]), written)
+    assert log == [
+        "event in default",
+        "later layers are queued",
+        "copies wait for default",
+        "event in copies",
+        "host waits for copies",
+    ]
+
+
+def test_a_frame_is_written_behind_what_may_still_use_its_blocks(log):
+    CopyStream(torch.device("cpu")).scatter(torch.zeros((1, 4, 2)), torch.tensor([1]), np.zeros(8, dtype=np.uint8))
+    assert log == ["event in default", "copies wait for default", "event in copies", "host waits for copies"]
