@@ -27,6 +27,8 @@ from outrider.kv_transfer.frames import (
 from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
 
 DRAIN_SECONDS = 10.0
+MAX_FALSE_HELLOS = 8
+"""Of one stream. A sender tries one or two connectors for a transfer that is expected."""
 
 
 class ReceiverStream:
@@ -42,6 +44,7 @@ class ReceiverStream:
         self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
+        self._num_false_hellos = 0
         self.transfer_id: bytes | None = None  # once attached
 
     @property
@@ -86,6 +89,7 @@ class ReceiverStream:
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation, connector=connector)
             if state is not AttachState.ATTACHED:
+                self._note_false_hello()
                 return Welcome(state=state)
             with self._lock:
                 self.transfer_id = hello.transfer_id
@@ -100,6 +104,12 @@ class ReceiverStream:
         if wants_arena:
             self._arena = self._arenas.attach(hello.arena_id, hello.arena_bytes)
         return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if self._arena is None else self._arena.nonce)
+
+    def _note_false_hello(self) -> None:
+        """Each is work for the interpreter that the node's steps need as well."""
+        self._num_false_hellos += 1
+        if self._num_false_hellos == MAX_FALSE_HELLOS:
+            self._cancel()
 
     def _accept_frame(self, frame: Frame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:

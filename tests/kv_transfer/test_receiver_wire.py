@@ -388,6 +388,18 @@ def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_fac
     assert finish(peers, spec, stream) is CommitState.COMMITTED
 
 
+def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_factory, raw):
+    receiver, port = receiver_factory()
+    stream = raw(port)
+    for _ in range(100):
+        stream.say(encode_hello(UNKNOWN_HELLO))
+    answers = []
+    with pytest.raises(grpc.RpcError) as ended:
+        answers += stream.call
+    assert ended.value.code() is grpc.StatusCode.CANCELLED
+    assert receiver.counters.senders_refused < 100
+
+
 class Context:
     """Of a call that gRPC does not carry: nothing is sent before the test asks for it."""
 
