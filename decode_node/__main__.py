@@ -62,7 +62,7 @@ def make_build(
         from outrider.engine.engine import Engine
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
-        from outrider.engine.model_runner import ModelRunner
+        from outrider.engine.model_runner import ModelRunner, rehearse
         from outrider.engine.sampler import Sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
@@ -86,6 +86,7 @@ def make_build(
             config.kv_cache,
             block_size=attention.block_size(config.kv_cache.block_size),
             device=model.device,
+            reserved_bytes=rehearse(model, attention, num_rows=config.max_rows_per_step),
         )
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,

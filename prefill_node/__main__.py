@@ -50,7 +50,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.kv_cache.paged_cache import PagedKVCache
-        from outrider.engine.model_runner import ModelRunner
+        from outrider.engine.model_runner import ModelRunner, rehearse
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
@@ -71,6 +71,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             config.kv_cache,
             block_size=attention.block_size(config.kv_cache.block_size),
             device=model.device,
+            reserved_bytes=rehearse(model, attention, num_rows=config.max_rows_per_step),
         )
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,

@@ -44,7 +44,7 @@ def fake_streams(monkeypatch):
     log = []
 
     class Stream:
-        def __init__(self, name="copies"):
+        def __init__(self, _device, name="copies"):
             self.name = name
 
         def wait_event(self, event):
@@ -58,8 +58,8 @@ def fake_streams(monkeypatch):
         def synchronize(self):
             log.append(f"host waits for {self.place}")
 
-    default = Stream("default")
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: Stream())
+    default = Stream(GPU, "default")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _device: default)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

@@ -17,7 +17,7 @@ from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.step_graphs import StepGraphs, capture_cuda_graph
+from outrider.engine.step_graphs import MOST_ROWS, StepGraphs, capture_cuda_graph
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,6 +131,29 @@ class ModelRunner:
         for num_rows in (most, min(5, most), 1):
             rows = SequenceRows([0] * num_rows, most - num_rows, blocks, num_logits=1)
             self.forward(build_input_batch([rows], block_size))
+
+
+def rehearse(model: RunnableModel, attention: AttentionBackend, *, num_rows: int) -> int:
+    """Runs the largest step once on a GPU, over a cache of its own; returns the bytes that it took beside that.
+
+    So many are to stay free of keys and values. 0 on a CPU, whose system finds memory elsewhere.
+    """
+    device, spec = model.device, model.spec
+    if device.type == "cpu":
+        return 0
+    num_rows = min(num_rows, spec.max_model_len)
+    block_size = attention.block_size(None)
+    num_blocks = -(-num_rows // block_size)
+    cache = PagedKVCache(spec.planes, num_blocks=num_blocks, block_size=block_size, device=device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    rows = SequenceRows([0] * num_rows, 0, range(num_blocks), num_logits=min(num_rows, MOST_ROWS))
+    ModelRunner(model, cache, attention, use_graphs=False).forward(build_input_batch([rows], block_size))
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    del cache
+    torch.cuda.empty_cache()
+    return taken
 
 
 class _PagedStep:

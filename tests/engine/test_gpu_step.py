@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows, torch_decider
 from outrider.engine.step_graphs import StepGraphs
@@ -73,7 +74,7 @@ def gpu(sampler, monkeypatch):
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, block_table, **_options):
     """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
-    assert (max_seqlen_q, max_seqlen_k) == (30, 46)  # the chunk's
+    assert (max_seqlen_q, max_seqlen_k) in {(30, 46), (64, 64)}  # the chunk's, or the rehearsal's
     assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)} == {GPU}
     assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k, block_table)} == {torch.int32}
     return torch.empty_like(q)
@@ -116,7 +117,12 @@ def node(backend, sampler, gpu, monkeypatch):
     assert attention.name == backend
     cache = PagedKVCache(spec.planes, num_blocks=24, block_size=16, device=GPU)
     return SimpleNamespace(
-        cache=cache, runner=ModelRunner(loaded, cache, attention), sampler=sampler, verifier=RequestVerifier(sampler)
+        cache=cache,
+        runner=ModelRunner(loaded, cache, attention),
+        sampler=sampler,
+        verifier=RequestVerifier(sampler),
+        loaded=loaded,
+        attention=attention,
     )
 
 
@@ -149,6 +155,18 @@ def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
         verified = node.verifier.verify(logits, rows)
     assert reads == [(2, 6)]
     assert len(verified) == 2
+
+
+def test_the_pool_leaves_free_what_the_largest_step_takes(node, monkeypatch):
+    for name, value in (("memory_allocated", 1000), ("max_memory_allocated", 9000), ("mem_get_info", (12_000_000, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda _device: None)
+    assert rehearse(node.loaded, node.attention, num_rows=64) == 8000
+    spec = node.loaded.spec
+    cache = PagedKVCache.sized_for(spec, KVCacheConfig(), block_size=16, device=GPU, reserved_bytes=2_000_000)
+    assert cache.num_blocks == int(10_000_000 * 0.9) // (16 * spec.bytes_per_token)
+    assert len(cache.scratch_blocks) == 16
 
 
 def test_the_batch_of_a_captured_step_goes_over_without_a_wait(gpu):

@@ -16,7 +16,10 @@ class KVCacheConfig:
     )
     num_blocks: int | None = setting(None, at_least=1, help="Blocks in the pool; overrides memory_bytes.")
     memory_bytes: int | None = setting(None, at_least=1, help="Size of the pool; overrides memory_fraction.")
-    memory_fraction: float = setting(
-        0.2, above=0.0, at_most=0.95, help="Share of the memory that is free at start; never below two full windows."
+    memory_fraction: float | None = setting(
+        None,
+        above=0.0,
+        at_most=0.95,
+        help="Share of the memory that is free at start, by default 0.2, of a GPU's 0.9; never below two full windows.",
     )
     prefix_cache: bool = setting(True, help="Keep full blocks of finished sequences for prompts that begin alike.")

@@ -19,6 +19,8 @@ from outrider.errors import ConfigError, InternalError
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+DEFAULT_FRACTIONS = {"cpu": 0.2, "cuda": 0.9}
+"""Of free memory, by type of device: a machine's memory has other users, a GPU's has what captured steps still take."""
 SCRATCH_TOKENS = 256
 """Of a cache on a GPU: as many as the rows that pad a step there (see `step_graphs`)."""
 
@@ -65,14 +67,24 @@ class PagedKVCache:
 
     @classmethod
     def sized_for(
-        cls, spec: ModelSpec, config: KVCacheConfig, *, block_size: int, device: torch.device | str = "cpu"
+        cls,
+        spec: ModelSpec,
+        config: KVCacheConfig,
+        *,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        reserved_bytes: int = 0,
     ) -> PagedKVCache:
         """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few.
 
-        `block_size`: what the attention backend makes of the setting.
+        `block_size`: what the attention backend makes of the setting. `reserved_bytes`: of free memory, for steps.
         """
         num_blocks = cls.num_blocks_for(
-            spec, config, block_size=block_size, free_bytes=free_memory_bytes(torch.device(device))
+            spec,
+            config,
+            block_size=block_size,
+            free_bytes=max(free_memory_bytes(torch.device(device)) - reserved_bytes, 0),
+            default_fraction=DEFAULT_FRACTIONS[torch.device(device).type],
         )
         return cls(
             spec.planes,
@@ -83,7 +95,9 @@ class PagedKVCache:
         )
 
     @staticmethod
-    def num_blocks_for(spec: ModelSpec, config: KVCacheConfig, *, block_size: int, free_bytes: int) -> int:
+    def num_blocks_for(
+        spec: ModelSpec, config: KVCacheConfig, *, block_size: int, free_bytes: int, default_fraction: float = 0.2
+    ) -> int:
         """Blocks in a pool of `config`, of which `free_bytes` may be had.
 
         Explicit sizes are taken as they are, but must hold one full window, without
@@ -97,7 +111,8 @@ class PagedKVCache:
         elif config.memory_bytes is not None:
             num_blocks, source = config.memory_bytes // block_bytes, "memory_bytes"
         else:
-            num_blocks = max(int(free_bytes * config.memory_fraction) // block_bytes, 2 * window_blocks)
+            fraction = config.memory_fraction or default_fraction
+            num_blocks = max(int(free_bytes * fraction) // block_bytes, 2 * window_blocks)
             source = "memory_fraction"
             if num_blocks * block_bytes > free_bytes:
                 raise ConfigError(
