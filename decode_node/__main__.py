@@ -54,6 +54,7 @@ def make_build(
         from decode_node.decode_loop import DecodeLoop
         from decode_node.draft_gathering import DraftGatherer, log_failed_fallback
         from decode_node.drafts import DraftClient, NoDrafts
+        from decode_node.drafts_on_trial import DraftsOnTrial
         from decode_node.group_desk import GroupDesk
         from decode_node.ingest import Ingest
         from decode_node.node import DecodeParts
@@ -123,7 +124,7 @@ def make_build(
             else NoDrafts()
         )
         drafts = DraftGatherer(
-            client=client,
+            client=DraftsOnTrial(client) if config.drafts_share_processors else client,
             fallback=(
                 IsolatedProposer(NgramProposer(), on_failure=log_failed_fallback)
                 if config.local_fallback == "ngram"

@@ -47,6 +47,11 @@ class DecodeNodeConfig:
     local_fallback: str = setting(
         "ngram", choices=("ngram", "none"), help="Proposes where no draft node has: prompt lookup, or nothing."
     )
+    drafts_share_processors: bool = setting(
+        False,
+        help="Whether draft nodes compute on this node's processors: then they are asked as long as it makes this node "
+        "faster.",
+    )
     draft_wait_seconds: float = setting(
         0.002, at_least=0, at_most=0.1, help="The longest a step waits for drafts (never over 20 % of a step)."
     )

@@ -137,6 +137,8 @@ def _chosen(
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
     elif role == DECODE:
         chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
+        if share is not None and share.is_shared and config.draft.startswith(DRAFT_MODEL_PREFIX):
+            chosen["decode_node.drafts_share_processors"] = True
         if config.draft == "none":
             chosen["decode_node.local_fallback"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0

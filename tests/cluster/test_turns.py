@@ -56,3 +56,5 @@ def test_a_draft_model_is_told_whether_target_models_compute_beside_it(on_proces
     config = ClusterConfig(draft="draft_model:x")
     assert settings_of(config, "shares_processors") == {"draft-0": is_shared}
     assert settings_of(ClusterConfig(), "shares_processors") == {}
+    decode = {"decode-0": "True"} if is_shared == "True" else {}
+    assert settings_of(config, "drafts_share_processors") == decode

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decode_node.drafts import DraftClient, NoDrafts
+from decode_node.drafts_on_trial import DraftsOnTrial
 from outrider.bench.delayed_link import delayed_link
 from outrider.bench.speed_model import SpeedModel, acceptance_of
 from outrider.cli.three_lines.decode_side import ColocatedDrafts, LineNode, Passed
@@ -79,7 +80,7 @@ async def _at_temperature(comparison: Comparison, temperature: float) -> list[Li
         for round_trip_ms in comparison.round_trips_ms:
             link = await stack.enter_async_context(delayed_link(port, round_trip_seconds=round_trip_ms / 1000.0))
             client = await stack.enter_async_context(_connected(link, pair))
-            nodes[remote(round_trip_ms)] = LineNode(pair, client)
+            nodes[remote(round_trip_ms)] = LineNode(pair, DraftsOnTrial(client) if pair.shares_processors else client)
         for node in nodes.values():  # a process is slow at first
             await asyncio.to_thread(
                 node.answer,

@@ -40,7 +40,7 @@ class ModelPair:
     kv_cache: KVCacheConfig
     prompts_file: Path
     num_speculative_tokens: int = 5
-    own_processors: bool = False  # of the drafter that is a process of its own
+    shares_processors: bool = True  # whether the drafter that is a process of its own computes on the target's
     _token_ids: list[list[int]] = field(default_factory=list)
 
     @classmethod
@@ -62,7 +62,7 @@ class ModelPair:
             settings=ProposerSettings(model=own, kv_cache=kv_cache),
             kv_cache=kv_cache,
             prompts_file=prompts_file,
-            own_processors=bool(draft_cpus),
+            shares_processors=not draft_cpus,
         )
 
     @property
@@ -70,7 +70,7 @@ class ModelPair:
         drafter = self.proposer_name
         if drafter == "draft_model":
             drafter += f":{self.settings.model.id}"
-        where = "processors of its own" if self.own_processors else "the target's processors"
+        where = "the target's processors" if self.shares_processors else "processors of its own"
         return (
             f"{self.model.info.name}, drafter {drafter} on {where}, at most {self.num_speculative_tokens} draft tokens"
         )
@@ -99,7 +99,7 @@ class ModelPair:
         settings = {
             "proposer": self.proposer_name,
             "num_speculative_tokens": self.num_speculative_tokens,
-            "shares_processors": not self.own_processors,
+            "shares_processors": self.shares_processors,
             "model": asdict(self.settings.model),
             "kv_cache": asdict(self.settings.kv_cache),
         }

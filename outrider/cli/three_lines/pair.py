@@ -31,6 +31,10 @@ class Pair(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def shares_processors(self) -> bool:
+        """Whether the remote drafter computes on the target's processors."""
+
     def engine(self) -> Engine:
         """Of the target, with a KV cache for one line."""
 

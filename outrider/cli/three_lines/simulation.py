@@ -71,6 +71,10 @@ class SimulatedPair:
     def max_model_len(self) -> int:
         return MAX_MODEL_LEN
 
+    @property
+    def shares_processors(self) -> bool:
+        return False
+
     def engine(self) -> Engine:
         return simulated_engine(self.simulation)
 
