@@ -55,7 +55,7 @@ def cases() -> Iterator[Case]:
     """Every kernel, with the sizes of an 8B model of the Llama family."""
     types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
     types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
-    types |= dict.fromkeys(("query_start_loc", "seq_lens", "block_tables"), "*i32")
+    types |= dict.fromkeys(("query_start_loc", "block_tables"), "*i32")
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
     types |= dict.fromkeys(("num_seqs", "max_blocks", "max_splits", "window"), "i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -35,16 +34,25 @@ class DeviceBatch:
         self.buffer.copy_(page_locked(packed, self.buffer.device), non_blocking=True)
 
 
+_ALIGNMENT = 16
+"""Bytes: a kernel is compiled for each alignment of its arguments that it meets."""
+
+
 def pack(arrays: Sequence[array[int]]) -> np.ndarray:
-    """Their bytes, end to end: [bytes] uint8. Arrays of int64 come before those of int32, so that all are aligned."""
-    return np.frombuffer(bytearray().join(arrays), dtype=np.uint8)
+    """Their bytes, each array's from a multiple of 16 on: [bytes] uint8."""
+    packed = bytearray()
+    for each in arrays:
+        packed += each
+        packed += bytes(-len(packed) % _ALIGNMENT)
+    return np.frombuffer(packed, dtype=np.uint8)
 
 
 def unpack(buffer: Tensor, arrays: Sequence[array[int]]) -> list[Tensor]:
     """Views of a packed buffer: a tensor of each array, of its length and type."""
-    sizes = [len(each) * each.itemsize for each in arrays]
-    starts = accumulate(sizes, initial=0)
-    return [
-        buffer.narrow(0, start, end - start).view(torch.int64 if each.itemsize == 8 else torch.int32)
-        for each, (start, end) in zip(arrays, pairwise(starts), strict=True)
-    ]
+    tensors, start = [], 0
+    for each in arrays:
+        size = len(each) * each.itemsize
+        dtype = torch.int64 if each.itemsize == 8 else torch.int32
+        tensors.append(buffer.narrow(0, start, size).view(dtype))
+        start += size + -size % _ALIGNMENT
+    return tensors

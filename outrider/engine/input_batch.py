@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -148,8 +148,7 @@ class InputBatch:
         return pack(list(self._packed_arrays().values()))
 
     def _packed_arrays(self) -> dict[str, array[int]]:
-        wide = ("token_ids", "positions", "slot_mapping", "logits_rows", "path_starts", "path_slots")
-        return {name: getattr(self.arrays, name) for name in (*wide, "query_start_loc", "seq_lens", "block_tables")}
+        return {each.name: getattr(self.arrays, each.name) for each in fields(BatchArrays)}
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:

@@ -81,7 +81,7 @@ class TritonAttention:
         with torch.cuda.device_of(query):  # where triton launches
             attend[grid](
                 query, key_cache, value_cache, output, values, largest, totals,
-                batch.query_start_loc, batch.seq_lens, batch.positions, batch.block_tables,
+                batch.query_start_loc, batch.positions, batch.block_tables,
                 batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
                 options.scaling, options.softcap or 0.0, window,
                 HEADS_PER_KV=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_dim, HEAD_DIM=padded_dim,

@@ -95,7 +95,8 @@ def _load(key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_H
     return keys, values
 
 
-@triton.jit
+# Numbers that change from step to step are not to be compiled in: each kind of them would be another kernel.
+@triton.jit(do_not_specialize=["num_seqs", "max_blocks", "max_splits"])
 def attend(
     query,  # [num_rows, num_heads, head_dim]
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
@@ -105,7 +106,6 @@ def attend(
     split_largest,  # [num_rows, num_heads, max_splits] float32
     split_totals,  # same
     query_start_loc,  # [num_seqs + 1] int32
-    seq_lens,  # [num_seqs] int32, with this step's rows
     positions,  # [num_rows] int64
     block_tables,  # [num_seqs, max_blocks] int32
     path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
@@ -240,7 +240,7 @@ def attend(
         tl.store(output + places, result.to(output.dtype.element_ty), mask=is_place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"])
 def merge_splits(
     split_values,  # [num_rows, num_heads, max_splits, HEAD_DIM] float32
     split_largest,  # [num_rows, num_heads, max_splits] float32

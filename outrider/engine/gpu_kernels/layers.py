@@ -32,7 +32,7 @@ _MOST_SPLIT_ROWS = 64
 """With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     rows,  # [num_rows, num_features]
     weight,  # [num_outputs, num_features]
@@ -88,7 +88,7 @@ def multiply(
         tl.store(output + places, total.to(output.dtype.element_ty), mask=is_place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_products(
     parts,  # [num_splits, num_rows, num_outputs] float32
     bias,  # [num_outputs]; with HAS_BIAS

@@ -79,7 +79,7 @@ def _order_keys(values, ids):
     return (high.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def best_scores(
     values,  # [num_rows, num_blocks * 64] float32, -inf for what there is not
     words,  # [4, num_rows] int64: position, sample, low and high word of the seed
