@@ -150,9 +150,10 @@ class DraftController:
         if self._step % LEARN_STEPS == 0:
             choice = self._with_other_rows(offer, choice)
         num_rows = self._with_probes(offer, choice, records)
-        self.forecast = StepForecast(
-            choice.expected_tokens, choice.expected_seconds, offer.plain_seconds, offer.num_sequences
-        )
+        if self.cost.is_known:  # before the first step, times are in no unit
+            self.forecast = StepForecast(
+                choice.expected_tokens, choice.expected_seconds, offer.plain_seconds, offer.num_sequences
+            )
         return {
             sequence_id: tree if len(tree.token_ids) == count else tree.cut(count)
             for (sequence_id, _), tree, count in zip(drafts, trees, num_rows, strict=True)
@@ -173,7 +174,7 @@ class DraftController:
     def observe_step(
         self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int
     ) -> StepForecast | None:
-        """Learns what a step cost. Returns what was expected of it.
+        """Learns what a step cost. Returns what was expected of it; None: nothing, before a step was seen.
 
         A step that computed prompts says little about drafts: it is left out, and None returned.
         """

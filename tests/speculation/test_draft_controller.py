@@ -231,6 +231,15 @@ def test_what_is_expected_of_steps_is_what_comes():
     assert forecasts[-1].plain_seconds == pytest.approx(CURVES["linear"](4), rel=0.15)
 
 
+def test_nothing_is_expected_of_the_first_step_whose_time_nobody_knows():
+    controller = DraftController(4)
+    for is_known in (False, True):
+        controller.choose([(1, draft_of(4))], room_for(1))
+        forecast = controller.observe_step(0.03, num_rows=5, num_sequences=1, num_prompt_rows=0)
+        assert (forecast is not None) == is_known
+    assert forecast.plain_seconds < 0.04
+
+
 def test_the_simulation_scripts_what_it_says():
     right = right_tokens("even", 1, 20_000)
     assert sum(right) / len(right) == pytest.approx(0.8, abs=0.02)
