@@ -7,7 +7,6 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from decode_node.command_pace import CommandPace
 from decode_node.commands import (
     Command,
     EventsBySession,
@@ -186,20 +185,16 @@ class Sessions:
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> None:
-        pace = CommandPace()
         async for proto in self._until_silent(session, commands):
             if proto.WhichOneof("command") == "heartbeat":
                 continue
-            command = command_from_proto(proto)
-            match command:
+            match command_from_proto(proto):
                 case OpenSequenceGroup() as opened:
                     self._submit_group(GroupOpened(session.session_id, opened, kv_host))
                 case RetargetSequenceGroup() as retarget:
                     self._submit(GroupRetargeted(session.session_id, retarget))
                 case CancelSequenceGroup() as cancel:
                     self._submit(GroupCancelled(session.session_id, cancel))
-            if (wait_seconds := pace.charge(command)) > 0.0:
-                await asyncio.sleep(wait_seconds)
 
     def _submit_group(self, command: GroupOpened) -> None:
         """A prompt for which the engine thread's inbox has no room is rejected; the session goes on."""
