@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import os
 import signal
 import socket
@@ -35,6 +34,7 @@ from outrider.rpc.tls_files import TlsFiles
 from outrider.service.address import reachable_address
 from outrider.service.announce import Announcer
 from outrider.service.config import ServerConfig, TelemetryConfig
+from outrider.service.garbage import settle_garbage_collection
 from outrider.service.health import HEALTH_SERVICE, DependsOnOthers, Health
 from outrider.service.message_border import MessageBorder
 from outrider.service.peer_gate import PeerGate
@@ -190,9 +190,7 @@ class _ServiceProcess:
             self._service.follow_readiness(health.set_ready)
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **self._service.describe()}
-        # What is loaded by now lives as long as the process: a model's libraries are 350,000 objects, and each full
-        # garbage collection would stop all threads for 0.2 s to look at them.
-        gc.freeze()
+        settle_garbage_collection()
         self._announcer.say(serving=True, **{**described, **where})
         self._log.info(
             "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described

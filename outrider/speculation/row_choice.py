@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import truediv
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,10 @@ def choose_rows(
         owners += [owner] * len(draft)
     # Of equals the first: parents before children.
     order = sorted(range(len(flat)), key=flat.__getitem__, reverse=True)[:max_rows]
-    gained = [float(num_tokens)]
-    best, best_rate = 0, num_tokens / step_seconds[0]
-    for row, index in enumerate(order, start=1):
-        gained.append(gained[-1] + flat[index])
-        rate = gained[row] / step_seconds[row]
-        if rate > best_rate:
-            best, best_rate = row, rate
+    gained = list(accumulate(map(flat.__getitem__, order), initial=float(num_tokens)))  # by number of rows
+    rates = list(map(truediv, gained, step_seconds))
+    best_rate = max(rates)
+    best = rates.index(best_rate)
     time_price = best_rate * (1.0 + num_waiting / num_tokens)
     if num_rows is not None:
         best = min(num_rows, len(order))
