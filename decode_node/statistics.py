@@ -75,6 +75,7 @@ class RecentRates:
     _num_generated_tokens: int = 0
     _num_drafts: int = 0
     _num_accepted: int = 0
+    _num_forecast: int = 0  # steps with a speedup
     # Seconds that plain decoding would take for what was generated, or expected, over those it took.
     _expected: tuple[float, float] = (0.0, 0.0)
     _measured: tuple[float, float] = (0.0, 0.0)
@@ -94,14 +95,14 @@ class RecentRates:
         return 1.0 + self._num_accepted / self._num_drafts if self._num_drafts else 0.0
 
     def expected_speedup(self) -> float:
-        """Over plain decoding, by what the draft controller expected; 0 where nothing was generated."""
+        """Over plain decoding, by what the draft controller expected; 0 where it expected nothing."""
         self._forget_old()
-        return self._expected[0] / self._expected[1] if self._num_generated_tokens and self._expected[1] > 0 else 0.0
+        return self._expected[0] / self._expected[1] if self._expected[1] > 0 else 0.0
 
     def measured_speedup(self) -> float:
-        """Over plain decoding, whose time is the controller's estimate; 0 where nothing was generated."""
+        """Over plain decoding, whose time is the controller's estimate; 0 where there is none."""
         self._forget_old()
-        return self._measured[0] / self._measured[1] if self._num_generated_tokens and self._measured[1] > 0 else 0.0
+        return self._measured[0] / self._measured[1] if self._measured[1] > 0 else 0.0
 
     def _count(self, stats: StepStats, sign: int) -> None:
         self._num_generated_tokens += sign * stats.num_generated_tokens
@@ -113,6 +114,9 @@ class RecentRates:
                 self._expected, sign * one.expected_tokens / one.plain_rate, sign * one.expected_seconds
             )
             self._measured = _plus(self._measured, sign * one.num_tokens / one.plain_rate, sign * one.seconds)
+            self._num_forecast += sign
+            if not self._num_forecast:  # what rounding leaves is no speed
+                self._expected = self._measured = (0.0, 0.0)
 
     def _forget_old(self) -> None:
         oldest = self.clock() - RATE_WINDOW_SECONDS
