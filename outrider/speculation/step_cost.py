@@ -69,7 +69,9 @@ class StepCostModel:
         return self._weight > 0.0
 
     def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. One that takes far longer than expected is clipped."""
+        """Learns from one step. One that takes far longer than expected is clipped, one without duration left out."""
+        if step_seconds <= 0.0:  # a clock that stood still
+            return
         place, share = self._place(num_rows)
         if self.is_known:
             step_seconds = min(step_seconds, OUTLIER_FACTOR * self._expected(num_sequences, place, share))

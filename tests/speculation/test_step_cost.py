@@ -93,6 +93,11 @@ def test_nothing_is_known_before_the_first_step_but_that_rows_cost_something():
     assert (np.diff(cost.seconds(1, 1, num_more=5)) > 0.0).all()
 
 
+def test_a_step_that_took_no_time_says_nothing():
+    assert not observed([(1, 0.0)] * 10).is_known
+    assert at(observed([(1, 0.0), (1, 0.03), (1, 0.0)]), 1) == pytest.approx(0.03)
+
+
 def test_what_was_not_seen_for_long_is_told():
     cost = observed([(4, 0.03), (6, 0.03), (3, 0.03)] * 30)
     assert cost.unknown_near(4) == (None, None)
