@@ -7,6 +7,7 @@ import torch
 
 from outrider.cli.three_lines.decode_side import ColocatedDrafts, LineNode
 from outrider.cli.three_lines.simulation import SimulatedPair, Simulation
+from outrider.speculation.verify.by_request import RequestVerifier
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 PAIR = SimulatedPair(
@@ -23,12 +24,17 @@ def one_thread():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_are_the_same_with_and_without_siblings(temperature):
-    texts, accepted = [], []
+def test_texts_are_the_same_with_and_without_siblings(temperature, monkeypatch):
+    texts, accepted, verified = [], [], []
+    verify = RequestVerifier.verify
+    monkeypatch.setattr(
+        RequestVerifier, "verify", lambda self, logits, drafts: verified.extend(drafts) or verify(self, logits, drafts)
+    )
     for takes_trees in (False, True):
         node = LineNode(PAIR, ColocatedDrafts(PAIR.proposer(temperature=temperature)), takes_trees=takes_trees)
         texts.append(node.answer(PROMPTS, temperature=temperature, max_tokens=60))
         accepted.append(node.passed.counts.num_accepted_draft_tokens)
+        assert any(draft.parents for draft in verified) == takes_trees
         node._engine.pool.check_integrity(())
     assert texts[0] == texts[1]
     assert min(accepted) > 0
