@@ -74,6 +74,9 @@ def cases() -> Iterator[Case]:
                 num_warps=TILE.num_warps,
                 num_stages=TILE.num_stages,
             )
+    flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False, "IS_SPLIT": False}
+    large = sizes | {"HEADS_PER_KV": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
+    yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=64)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
     yield Case("merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0)
 

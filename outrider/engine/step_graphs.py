@@ -143,7 +143,8 @@ def capture_cuda_graph(run: Callable[[], Tensor]) -> tuple[Captured, Tensor]:
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads go on meanwhile: they copy frames and take page-locked memory.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         logits = run()
     return graph, logits
 

@@ -11,8 +11,9 @@ from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
+from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch
 from outrider.errors import ConfigError
 
@@ -38,7 +39,7 @@ class FlashAttention:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._device = torch.device(device)
-        self._of_trees = TorchSdpaAttention(device)
+        self._of_trees = _attention_of_trees(self._device)
 
     def block_size(self, wanted: int | None) -> int:
         """Raises ConfigError where the kernel cannot follow blocks of the wanted size."""
@@ -52,7 +53,7 @@ class FlashAttention:
     def prepare(self, batch: InputBatch) -> Any:
         """What the kernel reads on the GPU, and what it is launched with.
 
-        The kernel reads keys by block table only: a batch with trees of drafts is left to torch_sdpa.
+        The kernel reads keys by block table only: a batch with trees of drafts is left to our own kernel, or torch.
         """
         if batch.has_trees:
             return self._of_trees.prepare(batch)
@@ -92,3 +93,12 @@ class FlashAttention:
             block_table=plan.block_tables,
         )
         return output
+
+
+def _attention_of_trees(device: torch.device) -> AttentionBackend:
+    """Over the same blocks."""
+    if why_no_triton(device):
+        return TorchSdpaAttention(device)
+    from outrider.engine.attention.triton_paged import TritonAttention
+
+    return TritonAttention(device)

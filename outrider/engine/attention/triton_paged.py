@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MOST_SPLIT_ROWS = 256
 """With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
+MOST_BLOCK_BYTES = 16 << 10
+"""Of the keys of a block, which are in shared memory twice, as are their values: 64 KiB, less than any GPU has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class TritonAttention:
         _, num_heads, head_dim = query.shape
         num_kv_heads = key_cache.shape[2]
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
+        keys_per_block = min(tile.keys, max(16, MOST_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
         max_splits = -(-plan.longest // tile.split_keys)
         is_split = max_splits > 1 and plan.num_rows <= _MOST_SPLIT_ROWS
         query = query.contiguous()
@@ -85,7 +88,7 @@ class TritonAttention:
                 batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
                 options.scaling, options.softcap or 0.0, window,
                 HEADS_PER_KV=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_dim, HEAD_DIM=padded_dim,
-                BLOCK_SIZE=plan.block_size, LINES=tile.lines, KEYS=tile.keys, SPLIT_KEYS=tile.split_keys,
+                BLOCK_SIZE=plan.block_size, LINES=tile.lines, KEYS=keys_per_block, SPLIT_KEYS=tile.split_keys,
                 HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=plan.has_trees,
                 IS_SPLIT=is_split, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip
