@@ -21,7 +21,7 @@ class ProposalTable:
 
     Late, early, re-based and merged proposals are one case: a draft of an older prefix still serves if its first
     tokens equal what was committed since, one of a prefix that is not committed yet may serve later. Bounded: stale
-    drafts give way first, then the least likely one. A look-up costs the same however many there are. Not
+    drafts give way first, then the least likely one. A look-up goes through `max_trees` drafts at most. Not
     thread-safe: confined to its owner's thread or lock.
     """
 
