@@ -84,7 +84,14 @@ class DraftTree:
             return self
         if self.parents:
             return self._only(range(num_tokens))
-        return replace(self, token_ids=self.token_ids[:num_tokens], distributions=self.distributions[:num_tokens])
+        return DraftTree(
+            self.length,
+            self.prefix_hash,
+            self.token_ids[:num_tokens],
+            self.source,
+            self.probability,
+            self.distributions[:num_tokens],
+        )
 
     def chain(self) -> DraftTree:
         """The likeliest path: the first child of each token."""
