@@ -23,6 +23,9 @@ beside their rows."""
 OUTLIER_FACTOR = 2.0
 """A step that takes longer than this many times the expected counts as this many times."""
 
+MOST_OUTLIERS = 3
+"""In a row. Where more steps take so long, the machine has become slower, and they count as they are."""
+
 FORGETTING = 0.99
 
 LEAST_SHARE = 1e-3
@@ -62,6 +65,7 @@ class StepCostModel:
         self._assumptions = _assumptions(self._knots)
         self._found: Seconds | None = None  # what followed from these
         self._num_unfitted = 0  # steps since then
+        self._num_outliers = 0  # in a row, until now
 
     @property
     def is_known(self) -> bool:
@@ -74,7 +78,10 @@ class StepCostModel:
             return
         place, share = self._place(num_rows)
         if self.is_known:
-            step_seconds = min(step_seconds, OUTLIER_FACTOR * self._expected(num_sequences, place, share))
+            most_seconds = OUTLIER_FACTOR * self._expected(num_sequences, place, share)
+            self._num_outliers = self._num_outliers + 1 if step_seconds > most_seconds else 0
+            if self._num_outliers <= MOST_OUTLIERS:
+                step_seconds = min(step_seconds, most_seconds)
         self._weight = FORGETTING * self._weight + 1.0
         self._mean_rows += (self._padded(num_rows) - self._mean_rows) / self._weight
         self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight

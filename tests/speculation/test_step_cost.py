@@ -80,6 +80,11 @@ def test_a_machine_that_changes_is_learnt_anew():
     assert at(cost, 2) == pytest.approx(0.020, rel=0.02)
 
 
+def test_a_machine_that_becomes_many_times_slower_is_noticed_soon():
+    cost = observed([(1 + i % 4, 0.010) for i in range(300)] + [(4, 0.200)] * 20)
+    assert at(cost, 4) > 0.030
+
+
 def test_one_stall_hardly_counts():
     steps = [(1 + i % 4, 0.010 + 0.001 * (i % 4)) for i in range(200)]
     cost = observed([*steps, (1, 5.0)])
