@@ -61,6 +61,9 @@ class _Offer:
         self.num_waiting = num_waiting
         num_possible = min(room.max_rows, self.num_sequences * num_speculative_tokens)
         self.num_most = min(sum(map(len, probabilities)), num_possible)
+        reach = None if room.num_prompts else cost.reach()
+        if reach is not None:
+            self.num_most = max(0, min(self.num_most, reach - room.num_rows))
         self.step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
         self.plain_seconds = self.step_seconds[0]
 

@@ -32,10 +32,16 @@ LEAST_SHARE = 1e-3
 """Of the mean step: no step is expected to take less."""
 
 FIT_STEPS = 8
-"""The fit, a small system of equations, is made anew after so many steps."""
+"""The fit, a small system of equations, is made anew after so many steps, and after a surprise."""
+
+SURPRISE = 0.25
+"""A step is one that differs from the expected time by more than this share."""
 
 LEAST_EVIDENCE = 1.5
 """Steps of about one number of rows, older ones discounted, that are enough to know it."""
+
+SEEN_EVIDENCE = 0.2
+"""The same, to know that there is no cliff before."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -77,11 +83,14 @@ class StepCostModel:
         if step_seconds <= 0.0:  # a clock that stood still
             return
         place, share = self._place(num_rows)
+        is_surprise = False
         if self.is_known:
-            most_seconds = OUTLIER_FACTOR * self._expected(num_sequences, place, share)
+            expected = self._expected(num_sequences, place, share)
+            most_seconds = OUTLIER_FACTOR * expected
             self._num_outliers = self._num_outliers + 1 if step_seconds > most_seconds else 0
             if self._num_outliers <= MOST_OUTLIERS:
                 step_seconds = min(step_seconds, most_seconds)
+            is_surprise = abs(step_seconds - expected) > SURPRISE * expected
         self._weight = FORGETTING * self._weight + 1.0
         self._mean_rows += (self._padded(num_rows) - self._mean_rows) / self._weight
         self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight
@@ -93,7 +102,7 @@ class StepCostModel:
             for column, other in inputs:
                 self._squares[row, column] += one * other
         self._num_unfitted += 1
-        if self._weight < FIT_STEPS or self._num_unfitted >= FIT_STEPS:
+        if is_surprise or self._weight < FIT_STEPS or self._num_unfitted >= FIT_STEPS:
             self._found = None
 
     def seconds(self, num_sequences: int, num_rows: int, *, num_more: int = 0) -> list[float]:
@@ -115,6 +124,16 @@ class StepCostModel:
         """Whether steps of about so many rows were seen lately."""
         place, share = self._place(num_rows)
         return bool(self._squares[place + round(share), place + round(share)] >= LEAST_EVIDENCE)
+
+    def reach(self) -> int | None:
+        """The number of rows to which a step may grow: a knot more than was seen lately. None: nothing was seen.
+
+        What lies further off may cost anything: a line that goes on straight says nothing about a cliff.
+        """
+        seen = np.flatnonzero(self._squares.diagonal()[:-1] >= SEEN_EVIDENCE)
+        if not len(seen):
+            return None
+        return int(self._knots[min(int(seen[-1]) + 1, len(self._knots) - 1)])
 
     def unknown_near(self, num_rows: int) -> tuple[int | None, int | None]:
         """The next smaller and the next larger number of rows of which steps say too little; None: they say enough."""

@@ -25,7 +25,7 @@ ALL = list(itertools.product(KINDS, CURVES, (1, 4, 16, 32)))
 FEW = [  # each kind, curve and number of sequences; where the best fixed length is 0, short or long
     *(("chat", "linear", 4), ("chat", "stairs", 16), ("chat", "steep", 1), ("extract", "linear", 32)),
     *(("extract", "flat", 16), ("code", "flat then steep", 4), ("code", "linear", 16), ("even", "stairs", 4)),
-    *(("even", "flat", 1), ("hopeless", "linear", 16)),
+    *(("even", "flat", 1), ("hopeless", "linear", 16), ("hopeless", "flat then steep", 4)),
 ]
 WARM_UP_STEPS = 60
 

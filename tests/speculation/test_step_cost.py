@@ -111,3 +111,13 @@ def test_what_was_not_seen_for_long_is_told():
     for _ in range(700):
         cost.observe(num_sequences=1, num_rows=4, step_seconds=0.03)
     assert cost.unknown_near(4) == (3, 6)
+
+
+def test_steps_grow_by_a_knot_beyond_what_was_seen():
+    assert StepCostModel().reach() is None
+    assert observed([(4, 0.03)]).reach() == 6
+    cost = observed([(4, 0.03), (24, 0.05)])
+    assert cost.reach() == 32
+    for _ in range(300):
+        cost.observe(num_sequences=1, num_rows=4, step_seconds=0.03)
+    assert cost.reach() == 6
