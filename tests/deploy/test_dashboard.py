@@ -90,7 +90,9 @@ def exported():
     for kind in (RouterMetrics, EngineMetrics):
         registry = CollectorRegistry()
         kind(model_name="m", registry=registry)
-        for collector in registry._collector_to_names:
+        for collector, own_names in registry._collector_to_names.items():
+            if not own_names:
+                continue  # exports nothing: it brings others up to date
             own = set(collector._labelnames)
             match collector._type:
                 case "counter":

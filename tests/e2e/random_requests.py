@@ -48,7 +48,7 @@ def prompt_of(choice, texts):
 
 
 def both_answers(cluster, seed, texts):
-    """(with drafts, without, accepted draft tokens) of the request that `seed` makes."""
+    """(with drafts, without, verified draft tokens) of the request that `seed` makes."""
     choice = random.Random(seed)
     prompt, options = prompt_of(choice, texts), sampling_of(choice)
     most_drafts = choice.choice((1, 2, 4, 8))
@@ -57,8 +57,8 @@ def both_answers(cluster, seed, texts):
     for way in choice.sample(ways, 2):  # which one finds the other's prefix in the cache is left to chance
         result = cluster.client.complete(prompt, timeout_seconds=REQUEST_SECONDS, **options, **way)
         results["speculation" not in way] = result
-    accepted = results[True].summary.metrics.speculation.num_accepted_draft_tokens
-    return what_counts(results[True]), what_counts(results[False]), accepted
+    verified = results[True].summary.metrics.speculation.num_draft_tokens
+    return what_counts(results[True]), what_counts(results[False]), verified
 
 
 def what_counts(result):
@@ -66,13 +66,13 @@ def what_counts(result):
 
 
 def soak(cluster, num_requests, texts):
-    """Accepted draft tokens. AssertionError with the request's seed at the first difference."""
+    """Verified draft tokens. AssertionError with the request's seed at the first difference."""
     total = 0
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = pool.map(lambda seed: (seed, *both_answers(cluster, seed, texts)), range(num_requests))
-        for seed, drafted, plain, accepted in answers:
+        for seed, drafted, plain, verified in answers:
             assert drafted == plain, f"request {seed}"
-            total += accepted
+            total += verified
     cluster.wait_until_nothing_is_held()
     return total
 

@@ -19,7 +19,12 @@ def test_random_requests_to_a_tiny_model(start_cluster, tmp_path_factory, drafte
     draft = "ngram"
     if drafter == "another_model":
         draft = f"draft_model:{make_tiny_model(tmp_path_factory.mktemp('draft'), seed=1, dtype='bfloat16')}"
-    settings = (f"model.id={model}", "model.num_threads=2", "decode_node.draft_trees=auto")
+    settings = (
+        f"model.id={model}",
+        "model.num_threads=2",
+        "decode_node.draft_trees=auto",
+        "decode_node.drafts_share_processors=false",  # drafts that win nothing are what this is about
+    )
     with start_cluster(ClusterConfig(port=0, draft=draft), *settings) as started:
         started.wait_serving(START_SECONDS)
         cluster = RunningCluster(started)
