@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from decode_node.commands import (
     Command,
@@ -31,6 +32,7 @@ from outrider.session import (
     RetargetSequenceGroup,
     SampleTokens,
     SequenceGroupEvent,
+    SpeculationCounts,
 )
 from outrider.v1 import session_pb2
 from outrider.wire.session import command_from_proto, report_message_to_proto
@@ -257,22 +259,23 @@ def _refuse_to_keep(session: RouterSession) -> None:
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
     """Consecutive SampleTokens of one sample become one; the order of everything else stays."""
     merged: list[SequenceGroupEvent] = []
-    newest: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in merged of its tokens
+    places: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in merged of its first tokens
+    parts: dict[int, list[SampleTokens]] = {}  # by that index: of samples that have more
     for event in events:
         if not isinstance(event, SampleTokens):
             merged.append(event)
             continue
-        key = (event.sequence_group_id, event.sample)
-        index = newest.get(key)
-        if index is None:
-            newest[key] = len(merged)
+        place = places.setdefault((event.sequence_group_id, event.sample), len(merged))
+        if place == len(merged):
             merged.append(event)
             continue
-        earlier = merged[index]
-        assert isinstance(earlier, SampleTokens)
-        merged[index] = earlier._replace(
-            token_ids=earlier.token_ids + event.token_ids,
-            logprobs=earlier.logprobs + event.logprobs,
-            speculation=earlier.speculation + event.speculation,
+        first = merged[place]
+        assert isinstance(first, SampleTokens)
+        parts.setdefault(place, [first]).append(event)
+    for place, tokens in parts.items():
+        merged[place] = tokens[0]._replace(
+            token_ids=tuple(chain.from_iterable(each.token_ids for each in tokens)),
+            logprobs=tuple(chain.from_iterable(each.logprobs for each in tokens)),
+            speculation=SpeculationCounts.total([each.speculation for each in tokens]),
         )
     return merged

@@ -18,7 +18,7 @@ from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.request import FinishReason
 from outrider.rpc.status import from_rpc_error
-from outrider.session import SampleDone, SampleTokens
+from outrider.session import SampleDone, SampleTokens, SpeculationCounts
 from outrider.v1 import session_pb2, session_pb2_grpc
 
 PATIENCE_SECONDS = 30.0
@@ -348,3 +348,21 @@ def test_tokens_of_one_sample_are_merged_and_ends_stay_behind_them():
     assert [event.token_ids for event in merged[:1]] == [(1, 2, 3)]
     assert merged[0].start_position == 5
     assert merged[1:] == [done]
+
+
+def test_tokens_of_several_samples_are_merged_each_with_its_counts():
+    counts = [
+        SpeculationCounts(num_spec_steps=1, num_draft_tokens=2, acceptance_histogram=(0,) * n + (1,)) for n in range(3)
+    ]
+    events = [
+        SampleTokens(GROUP, sample, 5 + turn, (10 * sample + turn,), speculation=counts[turn])
+        for turn in range(3)
+        for sample in (0, 1)
+    ]
+    merged = merge_tokens([*events, SampleTokens(GROUP, 2, 9, (99,))])
+    assert [(each.sample, each.start_position, each.token_ids) for each in merged] == [
+        (0, 5, (0, 1, 2)),
+        (1, 5, (10, 11, 12)),
+        (2, 9, (99,)),
+    ]
+    assert merged[0].speculation == merged[1].speculation == SpeculationCounts.total(counts)
