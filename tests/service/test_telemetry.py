@@ -161,6 +161,15 @@ def test_names_keep_their_colons_whatever_format_is_asked_for(accept):
         endpoint.close()
 
 
+@pytest.mark.parametrize("names", [[], ["vllm:generation_tokens_total"]])
+def test_tokens_are_counted_when_metrics_are_read_all_of_them_or_one_by_name(names):
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(model_name="m", registry=registry)
+    metrics.observe_tokens(num_tokens=7, seconds_since_last=None)
+    read = registry.restricted_registry(names) if names else registry
+    assert 'vllm:generation_tokens_total{model_name="m"} 7.0' in generate_latest(read).decode()
+
+
 def test_what_a_router_may_count_is_there_before_it_has_happened():
     registry = CollectorRegistry()
     RouterMetrics(model_name="m", registry=registry)

@@ -68,15 +68,19 @@ class _Family:
         return _LabelledGauge(Gauge(name, help_text, ("model_name", label), registry=self._registry), self._model_name)
 
 
-class _BeforeOthers(Collector):
-    """No metrics: brings those that are registered after it up to date when they are read."""
+class ReadUpToDate(Collector):
+    """Metrics that are brought up to date when they are read, be it all of them or one by its name."""
 
-    def __init__(self, update: Callable[[], None]) -> None:
+    def __init__(self, metrics: CollectorRegistry, update: Callable[[], None]) -> None:
+        self.metrics = metrics
         self._update = update
+
+    def describe(self) -> Iterable[Metric]:
+        return self.metrics.collect()
 
     def collect(self) -> Iterable[Metric]:
         self._update()
-        return ()
+        return self.metrics.collect()
 
 
 class _LabelledGauge:
@@ -226,14 +230,16 @@ class RouterMetrics:
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._token_times: deque[tuple[int, float | None]] = deque()  # not yet in their metrics
-        registry.register(_BeforeOthers(self._take_token_times))
+        token_metrics = CollectorRegistry()
+        family = _Family(model_name, token_metrics)
+        self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens sent to clients.")
+        self._itl = family.histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", ITL_BUCKETS)
+        registry.register(ReadUpToDate(token_metrics, self._take_token_times))
         family = _Family(model_name, registry)
         self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
         self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
-        self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens sent to clients.")
         self._ttft = family.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self._itl = family.histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", ITL_BUCKETS)
         self._e2e = family.histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS)
         self._queue = family.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
         self._success = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
