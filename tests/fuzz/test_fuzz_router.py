@@ -31,7 +31,7 @@ REFUSALS = {
     grpc.StatusCode.ABORTED,
 }
 """What a client's own mistakes may end with: not UNKNOWN, INTERNAL, or UNAVAILABLE for everybody."""
-MAX_STALL_SECONDS = 0.25
+MAX_STALL_SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_any_bytes_get_a_status_and_stall_nobody(serving, method):
         assert status is grpc.StatusCode.OK or status in REFUSALS, (status, data)
 
     send()
-    assert serving.longest_stall_seconds < 4 * MAX_STALL_SECONDS
+    assert serving.longest_stall_seconds < MAX_STALL_SECONDS
     running = serving.cluster.service.desk.running
     serving.run(serving.cluster.eventually(running._is_idle.is_set))
     answer = serving.run(serving.cluster.generate(sampling=serving.cluster.sampling()))

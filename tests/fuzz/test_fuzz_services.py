@@ -42,7 +42,7 @@ REFUSALS = {
     grpc.StatusCode.ABORTED,
 }
 """What a peer's own mistakes may end with: not UNKNOWN or INTERNAL."""
-MAX_STALL_SECONDS = 0.25
+MAX_STALL_SECONDS = 1.0
 NEWEST = SUPPORTED_VERSIONS.newest
 SESSION_HELLO = session_pb2.SessionCommand(
     hello=session_pb2.SessionHello(protocol_version=NEWEST, name="router", reached_at="127.0.0.1:1")
@@ -111,7 +111,7 @@ def test_any_bytes_get_a_status_and_stall_nobody(services, method):
         assert status is grpc.StatusCode.OK or status in REFUSALS, (status, data)
 
     send()
-    assert services.longest_stall_seconds < 4 * MAX_STALL_SECONDS
+    assert services.longest_stall_seconds < MAX_STALL_SECONDS
     assert_honest_peers_are_served(services)
 
 
@@ -124,7 +124,7 @@ def test_any_stream_gets_a_status_and_stalls_nobody(services, method):
         assert status is grpc.StatusCode.OK or status in REFUSALS, (status, said)
 
     send()
-    assert services.longest_stall_seconds < 4 * MAX_STALL_SECONDS
+    assert services.longest_stall_seconds < MAX_STALL_SECONDS
     assert_honest_peers_are_served(services)
 
 
@@ -143,7 +143,7 @@ def assert_honest_peers_are_served(services):
     assert not services.exits
 
 
-def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served():
+def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served(request):
     peers = Peers()
     spec = peers.spec(start=0, end=6)
     frames = peers.frames(spec)
@@ -151,6 +151,7 @@ def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served():
         incarnation=INCARNATION, host="127.0.0.1", on_complete=lambda *_: None, on_failed=lambda *_: None, max_senders=8
     )
     port = receiver.start()
+    request.addfinalizer(receiver.stop)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         push = channel.stream_stream(f"/{KV_SERVICE}/{METHOD_NAME}")
 
@@ -167,4 +168,3 @@ def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served():
         receiver.open(spec, peers.sink())
         hello = Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)
         assert next(push(iter([encode_hello(hello)]), timeout=20))
-    receiver.stop()
