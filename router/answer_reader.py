@@ -1,4 +1,4 @@
-"""Who reads an answer, and how news of many answers are told together."""
+"""Who reads an answer, and how the news of many answers is told together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.errors import AbortedError, OutriderError
 from router.sample_answer import SampleAnswer
 
 BEHIND_SECONDS = 0.02
-"""News that are told so late are on an event loop that has more to do than it can."""
+"""When news is told so late, the event loop has more to do than it can."""
 MAX_MERGE_SECONDS = 0.1
 
 Message = TypeVar("Message")
@@ -35,7 +35,7 @@ class NewsBoard:
     A session's message has tokens of many answers. What their clients get is made for one
     after the other, without a system call in between, which would leave the caches cold.
 
-    While the event loop is behind, news are told later still: what comes meanwhile is then in
+    While the event loop is behind, news is told later still: what comes meanwhile is then in
     one delta. First tokens never wait.
     """
 
@@ -129,7 +129,7 @@ class AnswerReader(Generic[Message]):
         self.wake()
 
     def wake(self) -> None:
-        """There are news."""
+        """There is news."""
         if not self._has_news:
             self._has_news = True
             if self._waiter is not None:

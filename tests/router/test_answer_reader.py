@@ -1,4 +1,4 @@
-"""Readers of answers: news are told together, each token by itself on time, merged while the event loop is behind."""
+"""Readers of answers: news is told together, tokens one by one on time, merged while the event loop is behind."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_one_turn_of_the_event_loop_tells_everybody():
     assert board.num_turns == 3
 
 
-async def test_news_that_come_while_a_stream_wakes_are_told():
+async def test_news_that_comes_while_a_stream_wakes_is_told():
     reading = Reading()
     started, reading.answer.started = reading.answer.started, None
     waiting = asyncio.ensure_future(reading.reader.next())
@@ -117,7 +117,7 @@ async def test_a_message_that_cannot_be_made_ends_its_own_stream_only():
     assert await waiting[1] == (1,)
 
 
-async def test_a_stream_that_ends_while_its_news_wait_leaves_the_others():
+async def test_a_stream_that_ends_while_its_news_waits_leaves_the_others():
     board = NewsBoard()
     leaving, other = Reading(board), Reading(board)
     for reading in (leaving, other):
