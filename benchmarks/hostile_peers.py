@@ -11,7 +11,6 @@ p99 of at most twice the undisturbed one.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -87,11 +86,10 @@ def measure(router_address: str, addresses: dict[str, str], kinds: list[str], ar
 def hostile(kind: str, addresses: dict[str, str]) -> Iterator[None]:
     options = [word for pair in addresses.items() for word in pair]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.hostile_peers", kind, *options],
+        ["nice", "-n", "19", sys.executable, "-m", "tests.hostile_peers", kind, *options],  # noqa: S607
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        preexec_fn=lambda: os.nice(19),  # noqa: PLW1509 no thread runs yet that could hold a lock
     )
     try:
         assert process.stdout is not None

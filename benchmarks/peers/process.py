@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -15,9 +14,10 @@ from typing import Self
 
 import psutil
 
+from outrider.cluster.child import LAUNCHER
+
 END_SECONDS = 15.0
 POLL_SECONDS = 0.2
-PR_SET_PDEATHSIG = 1
 
 
 class PeerError(Exception):
@@ -34,13 +34,13 @@ class ServerProcess:
         self._log = log
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
-            command,
+            # Killed when the thread that started it ends, however it does. Start peers from the main thread.
+            [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE if speaks_lines else subprocess.DEVNULL,
             stdout=subprocess.PIPE if speaks_lines else self._output,
             stderr=self._output,
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 before any thread of ours runs in the child
             text=True,
             cwd=log.parent,
         )
@@ -104,12 +104,6 @@ class ServerProcess:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return
-
-
-def _end_with_parent() -> None:
-    """In the child: SIGTERM when the thread that started it ends, however it does. Start peers from the main thread."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def free_port() -> int:
