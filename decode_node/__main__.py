@@ -130,7 +130,9 @@ def make_build(
                 if config.local_fallback == "ngram"
                 else None
             ),
-            controller=DraftController(num_speculative_tokens=config.num_speculative_tokens),
+            controller=DraftController(
+                num_speculative_tokens=config.num_speculative_tokens, verifies_all=config.draft_rows == "all"
+            ),
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees == "auto",
         )

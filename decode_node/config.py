@@ -44,6 +44,12 @@ class DecodeNodeConfig:
         help="auto: draft nodes send the likeliest alternatives to their tokens, which are verified in the same step "
         "where they are worth more than a longer draft.",
     )
+    draft_rows: str = setting(
+        "best",
+        choices=("best", "all"),
+        help="best: the draft tokens that make the batch faster are verified; all: as many as there is room for, "
+        "to compare with a fixed number.",
+    )
     local_fallback: str = setting(
         "ngram", choices=("ngram", "none"), help="Proposes where no draft node has: prompt lookup, or nothing."
     )

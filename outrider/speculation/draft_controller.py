@@ -54,6 +54,7 @@ class _Offer:
         *,
         num_waiting: int,
         num_speculative_tokens: int,
+        verifies_all: bool,
     ) -> None:
         self.probabilities = probabilities
         self.num_rows = room.num_rows
@@ -61,7 +62,7 @@ class _Offer:
         self.num_waiting = num_waiting
         num_possible = min(room.max_rows, self.num_sequences * num_speculative_tokens)
         self.num_most = min(sum(map(len, probabilities)), num_possible)
-        reach = None if room.num_prompts else cost.reach()
+        reach = None if room.num_prompts or verifies_all else cost.reach()
         if reach is not None:
             self.num_most = max(0, min(self.num_most, reach - room.num_rows))
         self.step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
@@ -93,6 +94,7 @@ class DraftController:
 
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
+    verifies_all: bool = False  # every draft token that there is room for, at any price: a fixed number of draft tokens
     forecast: StepForecast | None = None  # of the step at hand
     row_price: float = 0.0  # least probability of a draft token that would have paid in the last step
     _records: dict[DraftSource, dict[int, AcceptanceRecord]] = field(
@@ -107,8 +109,8 @@ class DraftController:
     def num_wanted(self, sequence_id: int, maximum: int, source: DraftSource) -> int:
         """How many draft tokens of that proposer might be worth verifying in the next step, 0 to `maximum`."""
         maximum = min(maximum, self.num_speculative_tokens)
-        if maximum <= 0:
-            return 0
+        if maximum <= 0 or self.verifies_all:
+            return max(maximum, 0)
         record = self._records[source].get(sequence_id)
         if record is None:
             record = self._start(sequence_id, source)
@@ -144,15 +146,18 @@ class DraftController:
             self.cost,
             num_waiting=num_waiting + room.num_prompts,
             num_speculative_tokens=self.num_speculative_tokens,
+            verifies_all=self.verifies_all,
         )
-        choice = offer.choose()
+        choice = offer.choose(num_rows=offer.num_most if self.verifies_all else None)
         self.row_price = choice.row_price
         self._probe_credit = min(
             self._probe_credit + PROBE_SHARE * offer.plain_seconds, MOST_PROBE_CREDIT * offer.plain_seconds
         )
-        if self._step % LEARN_STEPS == 0:
-            choice = self._with_other_rows(offer, choice)
-        num_rows = self._with_probes(offer, choice, records)
+        num_rows = choice.num_rows
+        if not self.verifies_all:
+            if self._step % LEARN_STEPS == 0:
+                choice = self._with_other_rows(offer, choice)
+            num_rows = self._with_probes(offer, choice, records)
         if self.cost.is_known:  # before the first step, times are in no unit
             self.forecast = StepForecast(
                 choice.expected_tokens, choice.expected_seconds, offer.plain_seconds, offer.num_sequences

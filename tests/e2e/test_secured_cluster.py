@@ -42,7 +42,12 @@ def token_file(tmp_path_factory):
 def cluster(folder, token_file, tiny_model, tmp_path_factory):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    settings = ("model.num_threads=1", "prefill_node.kv_cache.num_blocks=256", "decode_node.kv_cache.num_blocks=256")
+    settings = (
+        "model.num_threads=1",
+        "prefill_node.kv_cache.num_blocks=256",
+        "decode_node.kv_cache.num_blocks=256",
+        "decode_node.draft_rows=all",
+    )
     arguments = parser.parse_args(
         [
             *(f"--tls={folder}", f"--token-file={token_file}", f"--model={tiny_model}", "--port=0"),

@@ -121,6 +121,15 @@ def test_drafts_that_are_always_wrong_stop_and_are_tried_again_with_one_token():
     assert all(after - before >= PROBE_STEPS for each in trials for before, after in itertools.pairwise(each))
 
 
+def test_all_drafts_are_verified_at_any_price_where_that_is_asked_for():
+    controller = DraftController(4, verifies_all=True)
+    for _ in range(50):
+        assert all(controller.num_wanted(sequence_id, 8, DraftSource.DRAFT_NODE) == 4 for sequence_id in (1, 2))
+        verified = step_of(controller, [(1, draft_of(4)), (2, draft_of(2))], 0, row_seconds=10.0)
+        assert verified == {1: 4, 2: 2}
+    assert controller.num_wanted(3, 0, DraftSource.DRAFT_NODE) == 0
+
+
 def test_drafts_that_begin_to_be_right_are_verified_again():
     own = controlled(SimulatedBatch("hopeless", "linear", 1, length=10_000))
     texts = own.batch._texts
