@@ -33,18 +33,20 @@ class _Rate:
 
     tokens: float = 0.0  # of a step, weighed by the size of its batch
     seconds: float = 0.0
+    tokens_a_sequence: float = 0.0
     num_steps: int = 0
 
     @property
     def value(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def observe(self, tokens: float, seconds: float) -> None:
+    def observe(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         if self.num_steps:
             seconds = min(seconds, OUTLIER_FACTOR * self.seconds)
         self.num_steps += 1
         weight = max(SMOOTHING, 1.0 / self.num_steps)
-        self.tokens += weight * (tokens - self.tokens)
+        self.tokens += weight * (_weighed(num_tokens, num_sequences) - self.tokens)
+        self.tokens_a_sequence += weight * (num_tokens / num_sequences - self.tokens_a_sequence)
         self.seconds += weight * (seconds - self.seconds)
 
 
@@ -52,7 +54,8 @@ class DraftingTrial:
     """Does not ask at first, then tries, and from there on does what was faster; tries the other way ever more rarely.
 
     A drafter on the target's processors slows every step that it is asked in, by an amount that no decode node can know
-    from its own steps alone: rates with and without are compared. Not thread-safe.
+    from its own steps alone: rates with and without are compared. It never makes a step faster, so steps have to bring
+    more tokens as well: else the machine was less busy with others during the trial. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -70,28 +73,29 @@ class DraftingTrial:
         if num_sequences <= 0 or seconds <= 0.0:
             return
         self._num_steps += 1
-        tokens = num_tokens * (num_sequences + BASE_ROWS) / num_sequences
         if self._is_trial:
-            self._observe_trial(tokens, seconds)
+            self._observe_trial(num_tokens, num_sequences, seconds)
         else:
             if self._num_steps > SETTLING_STEPS:
-                self._rates[self.is_asking].observe(tokens, seconds)
+                self._rates[self.is_asking].observe(num_tokens, num_sequences, seconds)
             if self._num_steps >= self._interval:
                 self._go_to(not self.is_asking, is_trial=True)
 
-    def _observe_trial(self, tokens: float, seconds: float) -> None:
+    def _observe_trial(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
         if self._num_steps == SETTLING_STEPS + 1:
             self._trial = _Rate()
-        self._trial.observe(tokens, seconds)
+        self._trial.observe(num_tokens, num_sequences, seconds)
         usual = self._rates[not self.is_asking]
-        self._lost_seconds += min(seconds, OUTLIER_FACTOR * self._trial.seconds) - tokens / usual.value
+        expected_seconds = _weighed(num_tokens, num_sequences) / usual.value
+        self._lost_seconds += min(seconds, OUTLIER_FACTOR * self._trial.seconds) - expected_seconds
         if self._num_steps >= TRIAL_STEPS or self._lost_seconds > MOST_LOST_STEPS * usual.seconds:
             self._end_trial()
 
     def _end_trial(self) -> None:
         self._rates[self.is_asking] = self._trial
-        asking, plain = self._rates[True].value, self._rates[False].value
-        is_asking = asking > (1.0 + LEAST_GAIN) * plain
+        asking, plain = self._rates[True], self._rates[False]
+        brings_tokens = asking.tokens_a_sequence > (1.0 + LEAST_GAIN) * plain.tokens_a_sequence
+        is_asking = brings_tokens and asking.value > (1.0 + LEAST_GAIN) * plain.value
         confirms = is_asking is not self.is_asking
         self._interval = self._next_interval if confirms else FIRST_INTERVAL
         self._next_interval = min(2 * self._interval, LONGEST_INTERVAL)
@@ -101,3 +105,8 @@ class DraftingTrial:
         self.is_asking, self._is_trial = is_asking, is_trial
         self._num_steps = 0
         self._trial, self._lost_seconds = _Rate(), 0.0
+
+
+def _weighed(num_tokens: int, num_sequences: int) -> float:
+    """The tokens of a step, so that batches of different sizes have the same rate."""
+    return num_tokens * (num_sequences + BASE_ROWS) / num_sequences

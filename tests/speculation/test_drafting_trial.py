@@ -56,17 +56,27 @@ def test_a_drafter_that_begins_to_pay_is_found():
 def test_a_machine_that_stalls_now_and_then_decides_nothing():
     trial = DraftingTrial()
     for number in range(3000):
-        seconds = 1.0 if number % 200 == 30 else (0.008 if trial.is_asking else 0.010)
-        trial.observe(num_tokens=1, num_sequences=1, seconds=seconds)
+        seconds = 1.0 if number % 200 == 30 else (0.016 if trial.is_asking else 0.010)
+        trial.observe(num_tokens=2 if trial.is_asking else 1, num_sequences=1, seconds=seconds)
     assert trial.is_asking
+
+
+def test_a_drafter_that_brings_no_token_is_not_asked_however_fast_the_machine_became():
+    trial = DraftingTrial()
+    num_asked = 0
+    for _ in range(3000):
+        num_asked += trial.is_asking
+        trial.observe(num_tokens=1, num_sequences=1, seconds=0.008 if trial.is_asking else 0.010)
+    assert 0 < num_asked < 200  # in trials
 
 
 def test_batches_of_other_sizes_are_compared_by_what_they_cost():
     trial = DraftingTrial()
     for number in range(3000):
         num_sequences = 1 if trial.is_asking else 16  # a larger batch makes more tokens anyway
-        seconds = 0.010 * (num_sequences + 15) / 16 * (0.8 if trial.is_asking else 1.0)
-        trial.observe(num_tokens=num_sequences, num_sequences=num_sequences, seconds=seconds)
+        seconds = 0.010 * (num_sequences + 15) / 16 * (1.6 if trial.is_asking else 1.0)
+        num_tokens = num_sequences * (2 if trial.is_asking else 1)
+        trial.observe(num_tokens=num_tokens, num_sequences=num_sequences, seconds=seconds)
         if number == 200:
             assert trial.is_asking
 
