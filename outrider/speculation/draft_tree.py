@@ -93,16 +93,6 @@ class DraftTree:
             self.distributions[:num_tokens],
         )
 
-    def chain(self) -> DraftTree:
-        """The likeliest path: the first child of each token."""
-        if not self.parents:
-            return self
-        kept: list[int] = []
-        for index, parent in enumerate(self.parents):
-            if parent == (kept[-1] if kept else ROOT):
-                kept.append(index)
-        return self._only(kept)
-
     def depth_first(self) -> DraftTree:
         """The same tree, the likeliest path first, then what branches off, the deepest branch first.
 

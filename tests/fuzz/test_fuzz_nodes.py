@@ -8,27 +8,15 @@ from hypothesis import strategies as st
 
 from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted, SessionEnded
 from outrider.errors import OutriderError
-from outrider.node import ModelInfo
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup
 from outrider.v1 import prefill_pb2, session_pb2
 from outrider.wire.session import command_from_proto
 from prefill_node.servicer import ServedModel, job_from_proto
 from tests.decode_node.conftest import SESSION, Node
 from tests.fuzz.messages import fuzzed, messages, wire_bytes
+from tests.fuzz.threaded_services import MODEL
 
-SERVED = ServedModel(
-    node_name="prefill",
-    info=ModelInfo(
-        name="m",
-        vocab_size=100,
-        max_model_len=200,
-        eos_token_ids=(),
-        dtype="float32",
-        fingerprint="f",
-        vocabulary_fingerprint="v",
-    ),
-    max_tokens=150,
-)
+SERVED = ServedModel(node_name="prefill", info=MODEL, max_tokens=150)
 S = session_pb2
 GROUPS = st.sampled_from([bytes(16), b"\1" * 16, b"\2" * 16])
 

@@ -45,3 +45,14 @@ def path_to(parents: tuple[int, ...], draft: int) -> list[int]:
     while parents[path[-1]] != ROOT:
         path.append(parents[path[-1]])
     return path[::-1]
+
+
+def likeliest_path(tree: DraftTree) -> DraftTree:
+    """The first child of each token, as a chain."""
+    if not tree.parents:
+        return tree
+    kept: list[int] = []
+    for index in range(len(tree)):
+        if tree.parents[index] == (kept[-1] if kept else ROOT):
+            kept.append(index)
+    return tree.in_order(kept)

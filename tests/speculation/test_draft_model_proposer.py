@@ -23,6 +23,7 @@ from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequ
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.token_distribution import TokenDistribution
+from tests.speculation.draft_trees import likeliest_path
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
@@ -107,7 +108,7 @@ def test_a_draft_for_a_target_that_takes_trees_has_the_same_tokens_and_siblings(
     start = replace(start_of(params), takes_trees=True)
     (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
     assert proposal.tree.is_well_formed
-    assert proposal.tree.chain().token_ids == Reference(model).continuation(PROMPT, params, 6)
+    assert likeliest_path(proposal.tree).token_ids == Reference(model).continuation(PROMPT, params, 6)
     assert len(proposal.tree) == 6 + MAX_SIBLINGS
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
-from tests.speculation.draft_trees import trees
+from tests.speculation.draft_trees import likeliest_path, trees
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -26,14 +26,14 @@ def test_a_chain_has_no_parents_to_look_up() -> None:
     chain = DraftTree(0, token_ids=(7, 8, 9))
     assert [chain.parent(index) for index in range(3)] == [ROOT, 0, 1]
     assert chain.depths() == (1, 2, 3)
-    assert chain.chain() is chain.depth_first() is chain
+    assert chain.depth_first() is chain
     assert chain.child(0, 8) == 1
     assert chain.child(0, 9) is None
     assert chain.child(2, 9) is None
 
 
 def test_the_likeliest_path_is_the_first_child_of_each_token() -> None:
-    assert FORKED.chain() == DraftTree(2, 7, (1, 2, 4))
+    assert likeliest_path(FORKED) == DraftTree(2, 7, (1, 2, 4))
 
 
 def test_depth_first_order_keeps_paths_together() -> None:
@@ -70,7 +70,7 @@ def test_order_does_not_change_what_is_proposed(tree: DraftTree) -> None:
     ordered = tree.depth_first()
     assert ordered.is_well_formed
     assert sorted(paths(ordered)) == sorted(paths(tree))
-    assert paths(ordered)[: len(tree.chain())] == paths(tree.chain())
+    assert paths(ordered)[: len(likeliest_path(tree))] == paths(likeliest_path(tree))
 
 
 @given(tree=trees(), data=st.data())

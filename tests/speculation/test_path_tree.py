@@ -10,6 +10,7 @@ from outrider.speculation.draft_stream import MAX_SIBLINGS
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
+from tests.speculation.draft_trees import likeliest_path
 
 PROMPT = (1, 2, 3, 4, 5)
 STOP = 99
@@ -178,7 +179,7 @@ def test_runners_up_are_siblings_in_the_order_of_their_probability(sequence):
     token_ids, parents = sequence.tree.with_siblings(main, 0, 3)
     tree = DraftTree(len(PROMPT), token_ids=token_ids, parents=parents)
     assert tree.is_well_formed
-    assert tree.chain().token_ids == (10, 11, 12)
+    assert likeliest_path(tree).token_ids == (10, 11, 12)
     assert sorted(token_ids) == [10, 11, 12, 110, 111, 112, 210, 211, 212]
     assert {(tree.depths()[index], token_ids[index] % 100 - 9) for index in range(9)} == {(1, 1), (2, 2), (3, 3)}
     assert token_ids[:2] == (10, 11)

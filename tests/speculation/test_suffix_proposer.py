@@ -12,6 +12,7 @@ from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
 from outrider.speculation.proposers.suffix import PastOutputs, SuffixProposer
 from outrider.speculation.suffix_index import SuffixIndex
+from tests.speculation.draft_trees import likeliest_path
 
 START = SequenceStart(params=SamplingParams(seed=1, max_tokens=500), sample=0, prompt_length=3)
 
@@ -118,7 +119,7 @@ def test_a_target_that_takes_trees_gets_what_followed_less_often_as_well():
     assert tree.is_well_formed
     assert (tree.length, tree.token_ids[:2]) == (len(text), (8, 9))  # two of three, one of three
     assert sorted(zip(tree.token_ids[2:], tree.parents[2:], strict=True)) == [(5, 0), (6, 1), (7, 0)]
-    assert tree.chain().token_ids == draft(SuffixProposer(min_confidence=0.3), text, 2)
+    assert likeliest_path(tree).token_ids == draft(SuffixProposer(min_confidence=0.3), text, 2)
     assert max(tree.depths()) == 2
 
 
