@@ -27,10 +27,7 @@ REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
 
 # A step for each token: the number of steps tells whether an answer was stopped, on a machine of any speed. Eight
 # samples with logprobs make steps long enough that a late cancellation still comes in the first part of the answer.
-UNTIL_STOPPED = {
-    **{"max_tokens": 1900, "ignore_eos": True, "speculation": False},
-    **{"n": 8, "seed": 4, "temperature": 1.0, "top_p": 0.9, "top_logprobs": 20},
-}
+UNTIL_STOPPED = {"max_tokens": 1900, "ignore_eos": True, "speculation": False, "n": 8, "seed": 4, "top_logprobs": 20}
 
 PARAMETERS = [
     {"temperature": 0.0},
