@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.kv_transfer.base import DrainState, TransferSpec, TransferStats
+from outrider.kv_transfer.base import DrainState, Region, TransferSpec, TransferStats
 from outrider.kv_transfer.receiver import KvReceiver
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.address import is_local, is_wildcard, own_host, split_port
@@ -28,11 +28,12 @@ class ReservedBlocks:
         self._kv_cache = kv_cache
         self._block_ids = torch.tensor(block_ids, dtype=torch.int64)  # [num_blocks]
 
-    def write(self, plane: str, layers: range, start_token: int, end_token: int, payload: memoryview) -> None:
+    def write(self, region: Region, payload: memoryview) -> None:
         block_size = self._kv_cache.block_size
-        positions = torch.arange(start_token, end_token)  # [num_tokens]
+        positions = torch.arange(region.start_token, region.end_token)  # [num_tokens]
         slots = self._block_ids[positions // block_size] * block_size + positions % block_size
-        self._kv_cache.write(plane, layers, slots, payload)
+        heads = None if region.has_all_heads else range(region.start_head, region.end_head)
+        self._kv_cache.write(region.plane, region.layers, slots, payload, heads=heads)
 
 
 class Ingest:

@@ -7,6 +7,7 @@ so a slow decode node costs no memory and never makes the engine wait.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -35,10 +36,16 @@ class ReadableCache(Protocol):
     @property
     def planes(self) -> tuple[PlaneSpec, ...]: ...
 
+    @property
+    def head_ranges(self) -> tuple[range, ...]:
+        """Of every plane, in order: frames are cut at them."""
+
     def fence(self) -> Fence | None:
         """Marks what has been written by now, where a device writes behind the caller's back."""
 
-    def read(self, plane: str, layers: range, slots: Tensor, after: Fence | None = None) -> np.ndarray:
+    def read(
+        self, plane: str, layers: range, slots: Tensor, after: Fence | None = None, *, heads: range | None = None
+    ) -> np.ndarray:
         """KV of `slots` ([num_tokens] int64) in `layers`, written before `after`, as contiguous uint8."""
 
 
@@ -171,12 +178,12 @@ class KvPush:
             yield item
 
     def _send(self, sender: Sender, item: _Available) -> None:
-        for plane in self._spec.planes:
+        for plane, heads in itertools.product(self._spec.planes, self._kv_cache.head_ranges):
             for region in cut_frames(
-                plane, item.layers, item.start_token, item.end_token, max_frame_bytes=sender.max_frame_bytes
+                plane, heads, item.layers, item.start_token, item.end_token, max_frame_bytes=sender.max_frame_bytes
             ):
                 slots = self._slots[region.start_token : region.end_token]
-                payload = self._kv_cache.read(plane.name, region.layers, slots, item.written)
+                payload = self._kv_cache.read(plane.name, region.layers, slots, item.written, heads=heads)
                 if self._first_frame_at is None:
                     self._first_frame_at = time.monotonic()
                 fault_point("prefill.frame")
@@ -214,10 +221,11 @@ class LayerGroups:
 
 
 def cut_frames(
-    plane: PlaneSpec, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
+    plane: PlaneSpec, heads: range, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
 ) -> Iterator[Region]:
-    """Cuts layers × tokens into frames: by tokens, and by layers only when one token of all is too large."""
-    per_layer = plane.bytes_per_token_per_layer
+    """Cuts layers × tokens of `heads` into frames: by tokens, and by layers only when one token of all is too large."""
+    per_layer = len(heads) * plane.bytes_per_head
+    start_head, end_head = (0, 0) if len(heads) == plane.num_heads else (heads.start, heads.stop)
     assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
     num_layers = min(len(layers), max_frame_bytes // per_layer)
     num_tokens = max_frame_bytes // (num_layers * per_layer)
@@ -229,6 +237,8 @@ def cut_frames(
                 end_layer=min(first_layer + num_layers, layers.stop),
                 start_token=first_token,
                 end_token=min(first_token + num_tokens, end_token),
+                start_head=start_head,
+                end_head=end_head,
             )
 
 

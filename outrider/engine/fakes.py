@@ -134,12 +134,26 @@ class ScriptedKVCache:
     def fence(self) -> None:
         """Everything is written at once."""
 
-    def read(self, plane: str, layers: range, slots: Any, after: Any = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    @property
+    def head_ranges(self) -> tuple[range, ...]:
+        return (range(1),)
+
+    def read(
+        self, plane: str, layers: range, slots: Any, after: Any = None, *, heads: range | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """KV of `slots` ([num_tokens] integers: list, array or CPU tensor), layer by layer, as uint8."""
         taken = self._slots[plane][layers.start : layers.stop][:, np.asarray(slots)]
         return np.ascontiguousarray(taken).view(np.uint8).reshape(-1)
 
-    def write(self, plane: str, layers: range, slots: Any, payload: bytes | bytearray | memoryview) -> None:
+    def write(
+        self,
+        plane: str,
+        layers: range,
+        slots: Any,
+        payload: bytes | bytearray | memoryview,
+        *,
+        heads: range | None = None,
+    ) -> None:
         """Writes what `read` gave. Raises InternalError when it does not fit."""
         where = np.asarray(slots)
         values = np.frombuffer(payload, dtype=np.int32)

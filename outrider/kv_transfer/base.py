@@ -67,26 +67,37 @@ class TransferSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A rectangle of one plane: layers × tokens."""
+    """A part of one plane: layers × tokens, of all heads or of a range of them."""
 
     plane: str
     start_layer: int
     end_layer: int  # exclusive
     start_token: int
     end_token: int  # exclusive
+    start_head: int = 0
+    end_head: int = 0  # exclusive; 0, with start_head 0: all heads. A range of all heads is written in no other way.
 
     @property
     def layers(self) -> range:
         return range(self.start_layer, self.end_layer)
 
     @property
-    def num_cells(self) -> int:
-        """Layers times tokens."""
-        return (self.end_layer - self.start_layer) * (self.end_token - self.start_token)
+    def has_all_heads(self) -> bool:
+        return self.start_head == self.end_head == 0
+
+    def heads(self, plane: PlaneSpec) -> range:
+        """Of that plane, which is the region's."""
+        return range(plane.num_heads) if self.has_all_heads else range(self.start_head, self.end_head)
+
+    def num_bytes(self, plane: PlaneSpec) -> int:
+        """Payload of the region, which lies within that plane."""
+        num_cells = (self.end_layer - self.start_layer) * (self.end_token - self.start_token)
+        return num_cells * len(self.heads(plane)) * plane.bytes_per_head
 
     def __str__(self) -> str:
         layers, tokens = f"{self.start_layer}-{self.end_layer - 1}", f"{self.start_token}-{self.end_token - 1}"
-        return f"{self.plane} layers {layers} tokens {tokens}"
+        heads = "" if self.has_all_heads else f" heads {self.start_head}-{self.end_head - 1}"
+        return f"{self.plane} layers {layers} tokens {tokens}{heads}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +105,8 @@ class FrameHeader:
     """What precedes a frame's payload.
 
     The payload is contiguous, layer after layer, token-major within each:
-    [num_layers, num_tokens, heads, head_dim] in the plane's dtype, so that block sizes may
-    differ on both sides.
+    [num_layers, num_tokens, heads, head_dim] in the plane's dtype, so that block sizes, and the
+    numbers of devices that share the heads, may differ on both sides.
     """
 
     transfer_id: bytes
@@ -141,7 +152,7 @@ class KvSink(Protocol):
     An exception fails the transfer.
     """
 
-    def write(self, plane: str, layers: range, start_token: int, end_token: int, payload: memoryview) -> None:
+    def write(self, region: Region, payload: memoryview) -> None:
         """Copies [layers, tokens, heads, head_dim] bytes into the cache; `payload` is not valid after the return."""
 
 

@@ -1,23 +1,56 @@
-"""Which layers and tokens of a transfer have arrived: disjoint rectangles, and the gaps between them."""
+"""Which layers, tokens and heads of a transfer have arrived, and the gaps between them."""
 
 from __future__ import annotations
 
 import bisect
+from dataclasses import dataclass, field
 
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import MAX_MISSING, Region, TransferSpec
+
+
+@dataclass(slots=True)
+class _TokenRanges:
+    """Sorted, disjoint, unmerged."""
+
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+    def overlap(self, start: int, end: int) -> bool:
+        at = bisect.bisect_right(self.ends, start)  # the first that ends after our start
+        return at < len(self.ends) and self.starts[at] < end
+
+    def add(self, start: int, end: int) -> None:
+        at = bisect.bisect_left(self.starts, start)
+        self.starts.insert(at, start)
+        self.ends.insert(at, end)
+
+    def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Within [start, end)."""
+        gaps: list[tuple[int, int]] = []
+        for arrived_start, arrived_end in zip(self.starts, self.ends, strict=True):
+            if arrived_start > start:
+                gaps.append((start, arrived_start))
+            start = arrived_end
+        if start < end:
+            gaps.append((start, end))
+        return gaps
+
+
+_HeadRange = tuple[int, int]  # [start, end)
 
 
 class Coverage:
     """Arrived cells of every plane. Not thread-safe: its transfer's lock guards it.
 
-    For each (plane, layer) a sorted list of disjoint, unmerged token ranges, so that a
-    region can be taken out again when its write fails.
+    A sender cuts all frames of a plane at the same heads. So two head ranges of a plane are equal or disjoint, and
+    there are at most as many as heads; a frame that is cut at others overlaps.
     """
 
     def __init__(self, spec: TransferSpec) -> None:
         self._spec = spec
-        self._starts: dict[str, list[list[int]]] = {p.name: [[] for _ in range(p.num_layers)] for p in spec.planes}
-        self._ends: dict[str, list[list[int]]] = {p.name: [[] for _ in range(p.num_layers)] for p in spec.planes}
+        # By plane, then by range of heads: the tokens of each layer.
+        self._arrived: dict[str, dict[_HeadRange, list[_TokenRanges]]] = {plane.name: {} for plane in spec.planes}
 
     def is_inside(self, region: Region) -> bool:
         """Whether the region is non-empty and within the transfer's bounds."""
@@ -26,54 +59,89 @@ class Coverage:
             plane is not None
             and 0 <= region.start_layer < region.end_layer <= plane.num_layers
             and self._spec.start_token <= region.start_token < region.end_token <= self._spec.end_token
+            and (
+                region.has_all_heads
+                or (0 <= region.start_head < region.end_head <= plane.num_heads and not _is_whole(region, plane))
+            )
         )
 
     def overlaps(self, region: Region) -> bool:
-        """Whether any cell of a region inside the bounds has arrived already."""
-        for layer in region.layers:
-            ends = self._ends[region.plane][layer]
-            at = bisect.bisect_right(ends, region.start_token)  # first range that ends after our start
-            if at < len(ends) and self._starts[region.plane][layer][at] < region.end_token:
-                return True
-        return False
+        """Whether any cell of a region inside the bounds has arrived already, or its heads are cut at other places."""
+        heads = self._heads(region)
+        arrived = self._arrived[region.plane]
+        if heads not in arrived:
+            return any(start < heads[1] and heads[0] < end for start, end in arrived)
+        return any(arrived[heads][layer].overlap(region.start_token, region.end_token) for layer in region.layers)
 
     def add(self, region: Region) -> None:
         """Marks a region that does not overlap."""
+        arrived = self._arrived[region.plane]
+        heads = self._heads(region)
+        if heads not in arrived:
+            arrived[heads] = [_TokenRanges() for _ in range(self._plane(region.plane).num_layers)]
         for layer in region.layers:
-            starts, ends = self._starts[region.plane][layer], self._ends[region.plane][layer]
-            at = bisect.bisect_left(starts, region.start_token)
-            starts.insert(at, region.start_token)
-            ends.insert(at, region.end_token)
+            arrived[heads][layer].add(region.start_token, region.end_token)
 
     def missing(self) -> tuple[Region, ...]:
         """The gaps, equal ones of consecutive layers as one region; at most `MAX_MISSING`."""
         found: list[Region] = []
         for plane in self._spec.planes:
-            first_layer, last_gaps = 0, self._gaps(plane.name, 0)
-            for layer in range(1, plane.num_layers + 1):
-                gaps = self._gaps(plane.name, layer) if layer < plane.num_layers else None
-                if gaps == last_gaps:
-                    continue
-                for start, end in last_gaps:
-                    found.append(
-                        Region(
-                            plane=plane.name, start_layer=first_layer, end_layer=layer, start_token=start, end_token=end
-                        )
-                    )
-                    if len(found) == MAX_MISSING:
-                        return tuple(found)
-                if gaps is None:
-                    break
-                first_layer, last_gaps = layer, gaps
+            arrived = self._arrived[plane.name]
+            for heads in _partition(arrived, plane.num_heads):
+                found += self._missing_of(plane, heads, arrived.get(heads) or [_TokenRanges()] * plane.num_layers)
+                if len(found) >= MAX_MISSING:
+                    return tuple(found[:MAX_MISSING])
         return tuple(found)
 
-    def _gaps(self, plane: str, layer: int) -> list[tuple[int, int]]:
-        gaps: list[tuple[int, int]] = []
-        position = self._spec.start_token
-        for start, end in zip(self._starts[plane][layer], self._ends[plane][layer], strict=True):
-            if start > position:
-                gaps.append((position, start))
-            position = end
-        if position < self._spec.end_token:
-            gaps.append((position, self._spec.end_token))
-        return gaps
+    def _missing_of(self, plane: PlaneSpec, heads: _HeadRange, layers: list[_TokenRanges]) -> list[Region]:
+        """Of these heads; no more than are reported."""
+        start_head, end_head = (0, 0) if heads == (0, plane.num_heads) else heads
+        found: list[Region] = []
+        gaps = [tokens.gaps(self._spec.start_token, self._spec.end_token) for tokens in layers]
+        first_layer = 0
+        for end_layer in range(1, plane.num_layers + 1):
+            if end_layer < plane.num_layers and gaps[end_layer] == gaps[first_layer]:
+                continue
+            found += [
+                Region(
+                    plane=plane.name,
+                    start_layer=first_layer,
+                    end_layer=end_layer,
+                    start_token=start,
+                    end_token=end,
+                    start_head=start_head,
+                    end_head=end_head,
+                )
+                for start, end in gaps[first_layer]
+            ]
+            if len(found) >= MAX_MISSING:
+                break
+            first_layer = end_layer
+        return found
+
+    def _heads(self, region: Region) -> _HeadRange:
+        heads = region.heads(self._plane(region.plane))
+        return heads.start, heads.stop
+
+    def _plane(self, name: str) -> PlaneSpec:
+        plane = self._spec.plane(name)
+        assert plane is not None, "the region is inside"
+        return plane
+
+
+def _is_whole(region: Region, plane: PlaneSpec) -> bool:
+    return (region.start_head, region.end_head) == (0, plane.num_heads)
+
+
+def _partition(arrived: dict[_HeadRange, list[_TokenRanges]], num_heads: int) -> list[_HeadRange]:
+    """The ranges of which something has arrived, and those between them."""
+    parts: list[_HeadRange] = []
+    at = 0
+    for start, end in sorted(arrived):
+        if at < start:
+            parts.append((at, start))
+        parts.append((start, end))
+        at = end
+    if at < num_heads:
+        parts.append((at, num_heads))
+    return parts

@@ -9,8 +9,11 @@ before anything is looked up or written.
     header   transfer_id 16s, incarnation 16s, plane 16s (UTF-8, zero-padded),
              start_layer u32, end_layer u32, start_token u32, end_token u32,
              length u64, checksum u64 (xxh3-64 of the payload)
-    Frame    sequence u32, check u32 (xxh32 of sequence and header), header, payload
-    Slot     sequence u32, check u32, header, offset u64 into the arena (under the check too)
+    heads    start_head u16, end_head u16: behind the header in kinds "of heads", which senders use
+             whose frames have some of the heads only; other frames have all
+    Frame    sequence u32, check u32 (xxh32 of sequence and header), header, [heads], payload
+    Slot     sequence u32, check u32, header, [heads], offset u64 into the arena (under the check too)
+    Commit   number u32 of entries: region (as in the header), checksum u64, [heads]
 """
 
 from __future__ import annotations
@@ -54,10 +57,14 @@ class Kind(enum.IntEnum):
     COMMIT = 4
     CANCEL = 5
     ALIVE = 6
+    FRAME_OF_HEADS = 7
+    SLOT_FRAME_OF_HEADS = 8
+    COMMIT_OF_HEADS = 9
     WELCOME = 16
     ACK = 17
     COMMIT_ANSWER = 18
     CANCELLED = 19
+    COMMIT_ANSWER_OF_HEADS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +133,7 @@ ReceiverMessage = Welcome | Ack | CommitResult | Cancelled
 _HELLO = struct.Struct("<BB16s16s16sQ")
 _REGION = struct.Struct("<16sIIII")
 _HEADER = struct.Struct("<16s16s16sIIIIQQ")
+_HEADS = struct.Struct("<HH")
 _PREFIX = struct.Struct("<BII")
 _OFFSET = struct.Struct("<Q")
 _COUNT = struct.Struct("<BI")
@@ -139,13 +147,15 @@ _DRAINS = (DrainState.DRAINED, DrainState.UNKNOWN)
 
 def encode_frame(sequence: int, header: FrameHeader, payload: memoryview) -> bytes:
     """A Frame with its payload behind it: one copy."""
+    kind = Kind.FRAME if header.region.has_all_heads else Kind.FRAME_OF_HEADS
     body = _encode_header(header)
-    return b"".join((_PREFIX.pack(Kind.FRAME, sequence, _check(sequence, body)), body, payload))
+    return b"".join((_PREFIX.pack(kind, sequence, _check(sequence, body)), body, payload))
 
 
 def encode_slot_frame(sequence: int, header: FrameHeader, offset: int) -> bytes:
+    kind = Kind.SLOT_FRAME if header.region.has_all_heads else Kind.SLOT_FRAME_OF_HEADS
     body = _encode_header(header) + _OFFSET.pack(offset)
-    return _PREFIX.pack(Kind.SLOT_FRAME, sequence, _check(sequence, body)) + body
+    return _PREFIX.pack(kind, sequence, _check(sequence, body)) + body
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -155,9 +165,12 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def encode_commit(manifest: Manifest) -> bytes:
-    parts = [_COUNT.pack(Kind.COMMIT, len(manifest))]
+    of_heads = not all(entry.region.has_all_heads for entry in manifest)
+    parts = [_COUNT.pack(Kind.COMMIT_OF_HEADS if of_heads else Kind.COMMIT, len(manifest))]
     for entry in manifest:
         parts += (_encode_region(entry.region), _CHECKSUM.pack(entry.checksum))
+        if of_heads:
+            parts.append(_encode_heads(entry.region))
     return b"".join(parts)
 
 
@@ -178,8 +191,12 @@ def encode_ack(ack: Ack) -> bytes:
 
 
 def encode_commit_answer(result: CommitResult) -> bytes:
-    regions = b"".join(_encode_region(region) for region in result.missing)
-    return _ANSWER.pack(Kind.COMMIT_ANSWER, result.state.value, len(result.missing)) + regions
+    of_heads = not all(region.has_all_heads for region in result.missing)
+    kind = Kind.COMMIT_ANSWER_OF_HEADS if of_heads else Kind.COMMIT_ANSWER
+    regions = b"".join(
+        _encode_region(region) + (_encode_heads(region) if of_heads else b"") for region in result.missing
+    )
+    return _ANSWER.pack(kind, result.state.value, len(result.missing)) + regions
 
 
 def encode_cancelled(drain: DrainState) -> bytes:
@@ -196,12 +213,12 @@ def decode_sender_message(message: bytes) -> SenderMessage:
 
 def _decode_sender_message(message: bytes) -> SenderMessage:
     kind = message[0]
-    if kind in (Kind.FRAME, Kind.SLOT_FRAME):
+    if kind in (Kind.FRAME, Kind.SLOT_FRAME, Kind.FRAME_OF_HEADS, Kind.SLOT_FRAME_OF_HEADS):
         return _decode_frame(kind, message)
     if kind == Kind.ALIVE:
         return Alive()
-    if kind == Kind.COMMIT:
-        return Commit(manifest=_decode_manifest(message))
+    if kind in (Kind.COMMIT, Kind.COMMIT_OF_HEADS):
+        return Commit(manifest=_decode_manifest(message, of_heads=kind == Kind.COMMIT_OF_HEADS))
     if kind == Kind.CANCEL:
         return Cancel()
     if kind == Kind.HELLO:
@@ -222,13 +239,8 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
         if kind == Kind.WELCOME:
             _, state, nonce = _WELCOME.unpack(message)
             return Welcome(state=AttachState(state), nonce=nonce)
-        if kind == Kind.COMMIT_ANSWER:
-            _, commit_state, count = _ANSWER.unpack_from(message)
-            if len(message) != _ANSWER.size + count * _REGION.size:
-                raise MalformedMessageError("a commit's answer of the wrong length")
-            offsets = range(_ANSWER.size, len(message), _REGION.size)
-            missing = tuple(_decode_region(message, offset) for offset in offsets)
-            return CommitResult(state=CommitState(commit_state), missing=missing)
+        if kind in (Kind.COMMIT_ANSWER, Kind.COMMIT_ANSWER_OF_HEADS):
+            return _decode_answer(message, of_heads=kind == Kind.COMMIT_ANSWER_OF_HEADS)
         if kind == Kind.CANCELLED:
             return Cancelled(drain=_DRAINS[_CANCELLED.unpack(message)[1]])
     except (struct.error, ValueError, IndexError) as error:
@@ -238,13 +250,17 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
 
 def _decode_frame(kind: int, message: bytes) -> Frame | SlotFrame:
     _, sequence, check = _PREFIX.unpack_from(message)
-    head_end = _PREFIX.size + _HEADER.size + (_OFFSET.size if kind == Kind.SLOT_FRAME else 0)
+    is_slot = kind in (Kind.SLOT_FRAME, Kind.SLOT_FRAME_OF_HEADS)
+    of_heads = kind in (Kind.FRAME_OF_HEADS, Kind.SLOT_FRAME_OF_HEADS)
+    header_end = _PREFIX.size + _HEADER.size
+    head_end = header_end + of_heads * _HEADS.size + is_slot * _OFFSET.size
     view = memoryview(message)
     if len(message) < head_end or check != _check(sequence, view[_PREFIX.size : head_end]):
         raise MalformedMessageError("a frame's header was cut or altered")
     transfer_id, incarnation, plane, start_layer, end_layer, start_token, end_token, length, checksum = (
         _HEADER.unpack_from(message, _PREFIX.size)
     )
+    start_head, end_head = _decode_heads(message, header_end) if of_heads else (0, 0)
     header = FrameHeader(
         transfer_id=transfer_id,
         incarnation=incarnation,
@@ -254,11 +270,13 @@ def _decode_frame(kind: int, message: bytes) -> Frame | SlotFrame:
             end_layer=end_layer,
             start_token=start_token,
             end_token=end_token,
+            start_head=start_head,
+            end_head=end_head,
         ),
         length=length,
         checksum=checksum,
     )
-    if kind == Kind.FRAME:
+    if not is_slot:
         return Frame(sequence=sequence, header=header, payload=view[head_end:])
     if len(message) != head_end:
         raise MalformedMessageError("bytes behind a slot frame")
@@ -266,20 +284,36 @@ def _decode_frame(kind: int, message: bytes) -> Frame | SlotFrame:
     return SlotFrame(sequence=sequence, header=header, offset=offset)
 
 
-def _decode_manifest(message: bytes) -> Manifest:
+def _decode_manifest(message: bytes, *, of_heads: bool) -> Manifest:
     _, count = _COUNT.unpack_from(message)
-    size = _REGION.size + _CHECKSUM.size
+    heads_at = _REGION.size + _CHECKSUM.size
+    size = heads_at + of_heads * _HEADS.size
     if len(message) != _COUNT.size + count * size:
         raise MalformedMessageError("a manifest of the wrong length")
     return tuple(
-        ManifestEntry(_decode_region(message, offset), _CHECKSUM.unpack_from(message, offset + _REGION.size)[0])
+        ManifestEntry(
+            _decode_region(message, offset, heads_at=offset + heads_at if of_heads else None),
+            _CHECKSUM.unpack_from(message, offset + _REGION.size)[0],
+        )
         for offset in range(_COUNT.size, len(message), size)
     )
 
 
+def _decode_answer(message: bytes, *, of_heads: bool) -> CommitResult:
+    _, state, count = _ANSWER.unpack_from(message)
+    size = _REGION.size + of_heads * _HEADS.size
+    if len(message) != _ANSWER.size + count * size:
+        raise MalformedMessageError("a commit's answer of the wrong length")
+    missing = tuple(
+        _decode_region(message, offset, heads_at=offset + _REGION.size if of_heads else None)
+        for offset in range(_ANSWER.size, len(message), size)
+    )
+    return CommitResult(state=CommitState(state), missing=missing)
+
+
 def _encode_header(header: FrameHeader) -> bytes:
     region = header.region
-    return _HEADER.pack(
+    encoded = _HEADER.pack(
         header.transfer_id,
         header.incarnation,
         _encode_name(region.plane),
@@ -290,6 +324,7 @@ def _encode_header(header: FrameHeader) -> bytes:
         header.length,
         header.checksum,
     )
+    return encoded if region.has_all_heads else encoded + _encode_heads(region)
 
 
 def _check(sequence: int, body: bytes | memoryview) -> int:
@@ -303,14 +338,26 @@ def _encode_region(region: Region) -> bytes:
     )
 
 
-def _decode_region(message: bytes, offset: int) -> Region:
+def _encode_heads(region: Region) -> bytes:
+    return _HEADS.pack(region.start_head, region.end_head)
+
+
+def _decode_heads(message: bytes, offset: int) -> tuple[int, int]:
+    start_head, end_head = _HEADS.unpack_from(message, offset)
+    return start_head, end_head
+
+
+def _decode_region(message: bytes, offset: int, *, heads_at: int | None) -> Region:
     plane, start_layer, end_layer, start_token, end_token = _REGION.unpack_from(message, offset)
+    start_head, end_head = (0, 0) if heads_at is None else _decode_heads(message, heads_at)
     return Region(
         plane=_decode_name(plane),
         start_layer=start_layer,
         end_layer=end_layer,
         start_token=start_token,
         end_token=end_token,
+        start_head=start_head,
+        end_head=end_head,
     )
 
 

@@ -257,7 +257,7 @@ class TransferInbox:
 
     def _write(self, transfer: _Transfer, region: Region, payload: memoryview) -> Disposition:
         try:
-            transfer.sink.write(region.plane, region.layers, region.start_token, region.end_token, payload)
+            transfer.sink.write(region, payload)
         except Exception as error:
             log.exception("kv sink failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
             self.fail(transfer.spec.transfer_id, f"the sink refused {region}: {error}")
@@ -343,5 +343,5 @@ def _fits(header: FrameHeader, transfer: _Transfer) -> bool:
     return (
         plane is not None
         and transfer.coverage.is_inside(header.region)
-        and header.length == header.region.num_cells * plane.bytes_per_token_per_layer
+        and header.length == header.region.num_bytes(plane)
     )

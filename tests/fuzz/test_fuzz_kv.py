@@ -27,6 +27,7 @@ from tests.kv_transfer.conftest import INCARNATION, PLANES, Peers
 
 IDS = st.sampled_from([INCARNATION, b"t" * 16, b"o" * 16]) | st.binary(min_size=16, max_size=16)
 SMALL = st.integers(0, 20) | st.sampled_from([2**31, 2**32 - 1])
+HEADS = st.just(0) | st.integers(0, 2**16 - 1)
 SIZES = st.integers(0, 2**16) | st.sampled_from([0, 4096, 2**40, 2**63])
 
 
@@ -45,6 +46,8 @@ def sender_messages(draw, spec, frames):
                 end_layer=draw(SMALL),
                 start_token=draw(SMALL),
                 end_token=draw(SMALL),
+                start_head=draw(HEADS),
+                end_head=draw(HEADS),
             )
             lie = dataclasses.replace(
                 header,

@@ -28,13 +28,13 @@ class RecordingSink:
         self.gate.set()
         self.is_writing = threading.Event()
 
-    def write(self, plane, layers, start_token, end_token, payload):
+    def write(self, region, payload):
         self.is_writing.set()
         assert self.gate.wait(30)
         data, at = bytes(payload), 0
-        for layer in layers:
-            for token in range(start_token, end_token):
-                self.cells[plane, layer, token] = data[at : at + CELL_BYTES]
+        for layer in region.layers:
+            for token in range(region.start_token, region.end_token):
+                self.cells[region.plane, layer, token] = data[at : at + CELL_BYTES]
                 at += CELL_BYTES
         self.num_writes += 1
 
@@ -135,9 +135,7 @@ class Peers:
         ]
         sink = RecordingSink()
         for region in whole:
-            sink.write(
-                region.plane, region.layers, region.start_token, region.end_token, memoryview(self.payload(region))
-            )
+            sink.write(region, memoryview(self.payload(region)))
         return sink.cells
 
 

@@ -32,7 +32,7 @@ def say(*words):
 
 
 class NullSink:
-    def write(self, plane, layers, start_token, end_token, payload):
+    def write(self, region, payload):
         pass
 
 

@@ -196,7 +196,7 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     sink.gate.set()  # only now it reads what was sent to it
     eventually(lambda: sink.num_writes == 1)
     sent = peers.sink()
-    sent.write(region.plane, region.layers, region.start_token, region.end_token, payload)
+    sent.write(region, payload)
     assert sink.cells == sent.cells
     connector.close()
 

@@ -246,7 +246,7 @@ def test_a_sink_that_raises_fails_the_transfer_and_close_still_drains(peers, inb
     spec = peers.spec()
 
     class BrokenSink:
-        def write(self, plane, layers, start_token, end_token, payload):
+        def write(self, region, payload):
             raise OSError("disk of the wrong shape")
 
     inbox.open(spec, BrokenSink())

@@ -68,15 +68,15 @@ class BlockSink:
     side: DecodeSide
     blocks: list
 
-    def write(self, plane, layers, start_token, end_token, payload):
+    def write(self, region, payload):
         self.side.is_writing.set()
         assert self.side.gate.wait(20)
-        self.side.regions.append((plane, layers, start_token, end_token))
+        self.side.regions.append((region.plane, region.layers, region.start_token, region.end_token))
         slots = [
             self.blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
-            for token in range(start_token, end_token)
+            for token in range(region.start_token, region.end_token)
         ]
-        self.side.cache.write(plane, layers, slots, payload)
+        self.side.cache.write(region.plane, region.layers, slots, payload)
 
 
 class Rig:

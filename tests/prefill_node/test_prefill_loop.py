@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -288,11 +289,13 @@ def test_layers_are_grouped_until_they_fill_a_frame():
 
 
 def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():
-    plane = PlaneSpec("k", 7, 2, 8, "float32")
-    for max_frame_bytes in (64, 200, 450, 1000, 1 << 20):
+    plane = PlaneSpec("k", 7, 4, 4, "float32")
+    for max_frame_bytes, heads in itertools.product((64, 200, 450, 1000, 1 << 20), (range(4), range(1), range(2, 4))):
         cells = []
-        for region in cut_frames(plane, range(1, 6), 3, 40, max_frame_bytes=max_frame_bytes):
-            assert region.num_cells * plane.bytes_per_token_per_layer <= max_frame_bytes
+        for region in cut_frames(plane, heads, range(1, 6), 3, 40, max_frame_bytes=max_frame_bytes):
+            assert region.num_bytes(plane) <= max_frame_bytes
+            assert region.heads(plane) == heads
+            assert region.has_all_heads == (heads == range(4))
             cells += [
                 (layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)
             ]

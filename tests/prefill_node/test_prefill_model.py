@@ -48,9 +48,9 @@ class BlockSink:
     def __init__(self, cache, blocks):
         self.cache, self.blocks = cache, blocks
 
-    def write(self, plane, layers, start_token, end_token, payload):
-        slots = slots_of(self.blocks, end_token, self.cache.block_size)[start_token:]
-        self.cache.write(plane, layers, slots, payload)
+    def write(self, region, payload):
+        slots = slots_of(self.blocks, region.end_token, self.cache.block_size)[region.start_token :]
+        self.cache.write(region.plane, region.layers, slots, payload)
 
 
 @pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])

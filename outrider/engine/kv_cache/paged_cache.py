@@ -154,24 +154,41 @@ class PagedKVCache:
         """Marks what forwards have been asked to write by now, for `read`; None on a CPU, which has written it."""
         return None if self._copies is None else self._copies.fence()
 
-    def read(self, plane: str, layers: range, slots: Tensor, after: Fence | None = None) -> np.ndarray:
+    @property
+    def head_ranges(self) -> tuple[range, ...]:
+        """The ranges of heads in which `read` is cheapest: here all are in one place."""
+        return (range(self.planes[0].num_heads),)
+
+    def read(
+        self, plane: str, layers: range, slots: Tensor, after: Fence | None = None, *, heads: range | None = None
+    ) -> np.ndarray:
         """KV of `slots` ([num_tokens] int64) in `layers`, as bytes; on a GPU as of `after`, or of now.
 
-        Returns [len(layers) * num_tokens * heads * dim * itemsize] uint8, contiguous,
-        layer by layer, token-major. Raises InternalError outside the cache.
+        `heads`: some of them; by default all. Returns [len(layers) * num_tokens * heads * dim * itemsize]
+        uint8, contiguous, layer by layer, token-major. Raises InternalError outside the cache.
         """
-        rows = self._rows(plane, layers, slots)
+        rows = self._rows(plane, layers, slots, heads)
         if self._copies is None:
             # numpy: torch would start a pool of threads for the caller's (see `EngineThread`).
             data: np.ndarray = rows.view(torch.uint8).numpy()  # [layers, slots, heads * dim * itemsize]
+            if heads is not None and len(heads) < self.planes[0].num_heads:
+                return data[:, slots.numpy()].reshape(-1)  # `take` would copy these heads of the whole cache first
             return np.take(data, slots.numpy(), axis=1).reshape(-1)
         taken = self._copies.gather(rows, slots, after or self._copies.fence())
         array: np.ndarray = taken.view(torch.uint8).reshape(-1).numpy()
         return array
 
-    def write(self, plane: str, layers: range, slots: Tensor, payload: bytes | bytearray | memoryview) -> None:
-        """Writes what `read` gave. Raises InternalError, nothing written, when layers, slots or size do not fit."""
-        rows = self._rows(plane, layers, slots)
+    def write(
+        self,
+        plane: str,
+        layers: range,
+        slots: Tensor,
+        payload: bytes | bytearray | memoryview,
+        *,
+        heads: range | None = None,
+    ) -> None:
+        """Writes what `read` gave. Raises InternalError, nothing written, when a range or the size does not fit."""
+        rows = self._rows(plane, layers, slots, heads)
         expected = len(layers) * slots.numel() * rows.shape[2] * rows.element_size()
         view = memoryview(payload).cast("B")
         if view.nbytes != expected:
@@ -185,7 +202,7 @@ class PagedKVCache:
         data: np.ndarray = rows.view(torch.uint8).numpy()
         data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)
 
-    def _rows(self, plane: str, layers: range, slots: Tensor) -> Tensor:
+    def _rows(self, plane: str, layers: range, slots: Tensor, heads: range | None) -> Tensor:
         """The plane as [layers, slots, heads * dim], after all bounds have been checked."""
         tensor = self._tensors.get(plane)
         if tensor is None:
@@ -194,7 +211,12 @@ class PagedKVCache:
             raise InternalError(f"layers {layers} of {tensor.shape[0]}")
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_blocks * self.block_size:
             raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
-        return tensor[layers.start : layers.stop].flatten(1, 2).flatten(2)
+        rows = tensor[layers.start : layers.stop].flatten(1, 2)  # [layers, slots, heads, dim]
+        if heads is None:
+            return rows.flatten(2)
+        if heads.step != 1 or not 0 <= heads.start < heads.stop <= rows.shape[2]:
+            raise InternalError(f"heads {heads} of {rows.shape[2]}")
+        return rows.flatten(2)[:, :, heads.start * rows.shape[3] : heads.stop * rows.shape[3]]
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

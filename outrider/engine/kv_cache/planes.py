@@ -18,5 +18,10 @@ class PlaneSpec:
     dtype: str  # a key of DTYPE_BYTES
 
     @property
+    def bytes_per_head(self) -> int:
+        """Of one token in one layer."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
     def bytes_per_token_per_layer(self) -> int:
-        return self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_heads * self.bytes_per_head

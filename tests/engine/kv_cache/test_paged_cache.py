@@ -57,6 +57,29 @@ def test_the_payload_is_layer_by_layer_and_token_major():
     assert torch.equal(torch.from_numpy(payload[0, 1]), cache.values[0][2, 1])
 
 
+def test_some_heads_are_read_and_written_alone():
+    source, destination = make_cache(), make_cache()
+    before = destination.values[1].clone()
+    slots = torch.tensor([3, 9])
+    payload = source.read("v", range(1, 2), slots, heads=range(1, 2))
+    assert torch.equal(
+        torch.from_numpy(payload.view(np.float32).reshape(2, 4)), source.values[1].flatten(0, 1)[slots, 1]
+    )
+    destination.write("v", range(1, 2), slots, memoryview(payload), heads=range(1, 2))
+    before.flatten(0, 1)[slots, 1] = source.values[1].flatten(0, 1)[slots, 1]
+    assert torch.equal(destination.values[1], before)
+
+
+@pytest.mark.parametrize("heads", [range(3), range(2, 3), range(1, 1), range(-1, 1), range(0, 2, 2)])
+def test_heads_that_are_not_there_are_refused(heads):
+    cache = make_cache()
+    slots = torch.tensor([3])
+    with pytest.raises(InternalError, match="heads"):
+        cache.read("k", range(1), slots, heads=heads)
+    with pytest.raises(InternalError, match="heads"):
+        cache.write("k", range(1), slots, bytes(16 * len(heads)), heads=heads)
+
+
 def test_a_read_only_and_unaligned_payload_is_written():
     cache = make_cache()
     payload = cache.read("k", range(1), torch.tensor([0])).tobytes()

@@ -1,0 +1,141 @@
+"""Frames of some heads: a sender that shares them among its devices, and a receiver that shares them among others."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import xxhash
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.kv_transfer.base import CommitState, FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.frames import decode_sender_message, encode_commit, encode_frame
+from outrider.kv_transfer.inbox import AttachState, Disposition
+from outrider.kv_transfer.manifest import ManifestEntry
+
+NUM_HEADS, NUM_TOKENS, NUM_LAYERS = 8, 6, 2
+PLANES = (PlaneSpec("k", NUM_LAYERS, NUM_HEADS, 1, "float32"), PlaneSpec("v", NUM_LAYERS, NUM_HEADS, 1, "float32"))
+KV = {
+    plane.name: np.arange(NUM_LAYERS * NUM_TOKENS * NUM_HEADS, dtype=np.float32).reshape(NUM_LAYERS, NUM_TOKENS, -1)
+    + at
+    for at, plane in enumerate(PLANES)
+}  # by plane: [layers, tokens, heads], head_dim 1
+
+
+class ArraySink:
+    """Places each frame's heads where they belong."""
+
+    def __init__(self):
+        self.kv = {name: np.full_like(values, np.nan) for name, values in KV.items()}
+
+    def write(self, region, payload):
+        heads = region.heads(PLANES[0])
+        place = self.kv[region.plane][
+            region.start_layer : region.end_layer, region.start_token : region.end_token, heads.start : heads.stop
+        ]
+        place[:] = np.frombuffer(payload, dtype=np.float32).reshape(place.shape)
+
+
+class Transfer:
+    """An open one, and its sender."""
+
+    def __init__(self, inbox, incarnation):
+        self.inbox, self.sink, self.sent = inbox, ArraySink(), []
+        self.spec = TransferSpec(
+            transfer_id=os.urandom(16), incarnation=incarnation, start_token=0, end_token=NUM_TOKENS, planes=PLANES
+        )
+        inbox.open(self.spec, self.sink)
+        assert inbox.attach(self.spec.transfer_id, incarnation, connector="test") is AttachState.ATTACHED
+
+    def put(self, plane, heads=(0, 0), tokens=(0, NUM_TOKENS)):
+        region = Region(
+            plane=plane,
+            start_layer=0,
+            end_layer=NUM_LAYERS,
+            start_token=tokens[0],
+            end_token=tokens[1],
+            start_head=heads[0],
+            end_head=heads[1],
+        )
+        payload = KV[plane][:, slice(*tokens), heads[0] : heads[1] or NUM_HEADS].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(payload)
+        header = FrameHeader(
+            transfer_id=self.spec.transfer_id,
+            incarnation=self.spec.incarnation,
+            region=region,
+            length=len(payload),
+            checksum=checksum,
+        )
+        frame = decode_sender_message(encode_frame(1, header, memoryview(payload)))  # as it comes over the wire
+        disposition = self.inbox.accept(frame.header, frame.payload)
+        if disposition is Disposition.WRITTEN:
+            self.sent.append(ManifestEntry(region, checksum))
+        return disposition
+
+    def commit(self):
+        manifest = decode_sender_message(encode_commit(tuple(self.sent))).manifest
+        return self.inbox.commit(self.spec.transfer_id, manifest)
+
+
+@pytest.fixture
+def transfer(peers, inbox):
+    return Transfer(inbox, peers.incarnation)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ranges_that_cover_all_heads_complete_a_transfer(transfer, num_ranks):
+    size = NUM_HEADS // num_ranks
+    cut = [(0, 0)] if num_ranks == 1 else [(at, at + size) for at in range(0, NUM_HEADS, size)]
+    for plane in ("v", "k"):
+        for heads in reversed(cut):
+            for tokens in ((2, NUM_TOKENS), (0, 2)):
+                assert transfer.commit().state is CommitState.INCOMPLETE
+                assert transfer.put(plane, heads, tokens) is Disposition.WRITTEN
+    assert transfer.commit().state is CommitState.COMMITTED
+    for name, values in KV.items():
+        assert np.array_equal(transfer.sink.kv[name], values)
+
+
+def test_planes_may_be_cut_at_different_heads(transfer):
+    assert transfer.put("k") is Disposition.WRITTEN
+    for heads in ((0, 3), (3, 8)):
+        assert transfer.put("v", heads) is Disposition.WRITTEN
+    assert transfer.commit().state is CommitState.COMMITTED
+
+
+def test_a_commit_names_the_heads_that_are_missing(transfer):
+    transfer.put("k")
+    transfer.put("v", (4, 6))
+    transfer.put("v", (6, 8), tokens=(0, 5))
+    assert [str(region) for region in transfer.commit().missing] == [
+        "v layers 0-1 tokens 0-5 heads 0-3",
+        "v layers 0-1 tokens 5-5 heads 6-7",
+    ]
+    assert transfer.put("v", (6, 8), tokens=(5, 6)) is Disposition.WRITTEN
+    assert transfer.put("v", (0, 4)) is Disposition.WRITTEN
+    assert transfer.commit().state is CommitState.COMMITTED
+
+
+def test_a_range_again_is_a_duplicate_and_another_cut_is_refused(transfer):
+    assert transfer.put("k", (2, 6)) is Disposition.WRITTEN
+    assert transfer.put("k", (2, 6)) is Disposition.DUPLICATE
+    for heads in ((0, 0), (2, 4), (5, 8), (1, 3), (0, 7)):
+        assert transfer.put("k", heads) is Disposition.CONFLICTING
+        assert transfer.put("v", (0, 4), tokens=(0, 1)) in (Disposition.WRITTEN, Disposition.DUPLICATE)
+    assert transfer.put("v", (2, 6), tokens=(3, 4)) is Disposition.CONFLICTING  # other tokens, but heads cut elsewhere
+
+
+@pytest.mark.parametrize("heads", [(0, 9), (7, 9), (8, 9), (3, 3), (5, 2), (3, 0), (0, 8), (0, 2**16 - 1)])
+def test_ranges_outside_the_plane_and_all_heads_as_a_range_are_refused(transfer, heads):
+    assert transfer.put("k", heads) is Disposition.OUT_OF_BOUNDS
+    assert np.isnan(transfer.sink.kv["k"]).all()
+
+
+def test_a_manifest_with_other_heads_than_those_that_came_is_not_complete(transfer):
+    for plane in ("k", "v"):
+        for heads in ((0, 4), (4, 8)):
+            transfer.put(plane, heads)
+    entry = transfer.sent[0]
+    transfer.sent[0] = transfer.sent[1]
+    assert transfer.commit().missing == (entry.region,)
