@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
+from valkey.asyncio import Valkey
 
 from outrider.errors import AlreadyRunningError, MismatchError
 from router.store import Owned, StoredRequest, TokenSpan, make_store
 from router.store.memory import MemoryAnswerStore, MemoryRecords
 
-LEASE_SECONDS = 0.3
-WINDOW_SECONDS = 0.5
-WAIT_SECONDS = 10.0
+LEASE_SECONDS = 300.0
+WINDOW_SECONDS = 500.0
+MARGIN_SECONDS = 100.0
+"""On a server real time passes too: a test takes less."""
+PATIENCE_SECONDS = 60.0
 STORED = StoredRequest(
     request_id="alice·r 1}",
     fingerprint="f" * 64,
@@ -25,7 +27,7 @@ STORED = StoredRequest(
 
 
 class MemoryStores:
-    """Stores of routers that share records; time passes when it is waited for."""
+    """Stores of routers that share records."""
 
     def __init__(self):
         self.now = 100.0
@@ -34,41 +36,49 @@ class MemoryStores:
     def router(self, owner):
         return MemoryAnswerStore(owner=owner, lease_seconds=LEASE_SECONDS, records=self.records)
 
-    def clock(self):
-        return self.now
+    async def advance(self, seconds):
+        self.now += seconds
 
-    async def tick(self):
-        self.now += 0.01
+    async def close(self):
+        """Nothing to close."""
 
 
 class ValkeyStores:
+    """Stores on a server. Its time is in the expiries of its keys: these come nearer when time passes."""
+
+    ADVANCE = """
+        for _, key in ipairs(redis.call('KEYS', '*')) do
+          local left = redis.call('PTTL', key) - ARGV[1]
+          if left > 0 then redis.call('PEXPIRE', key, left) else redis.call('DEL', key) end
+        end
+    """
+
     def __init__(self, server):
         self.server = server
+        self.keys = Valkey(host="127.0.0.1", port=server.port)
         self.opened = []
 
     def router(self, owner):
         store = make_store(
-            self.server.url, owner=owner, timeout_seconds=WAIT_SECONDS, lease_seconds=LEASE_SECONDS, environ={}
+            self.server.url, owner=owner, timeout_seconds=PATIENCE_SECONDS, lease_seconds=LEASE_SECONDS, environ={}
         )
         self.opened.append(store)
         return store
 
-    def clock(self):
-        return time.monotonic()
+    async def advance(self, seconds):
+        await self.keys.eval(self.ADVANCE, 0, round(seconds * 1000))
 
-    async def tick(self):
-        await asyncio.sleep(0.01)
+    async def close(self):
+        for store in self.opened:
+            await store.close()
+        await self.keys.aclose()
 
 
 @pytest.fixture(params=["memory", "valkey"])
 async def stores(request):
-    if request.param == "memory":
-        yield MemoryStores()
-        return
-    stores = ValkeyStores(request.getfixturevalue("store_server"))
+    stores = MemoryStores() if request.param == "memory" else ValkeyStores(request.getfixturevalue("store_server"))
     yield stores
-    for store in stores.opened:
-        await store.close()
+    await stores.close()
 
 
 @pytest.fixture
@@ -90,19 +100,11 @@ async def claim(store, request_id=STORED.request_id, **options):
     return await store.claim(request_id, fingerprint=STORED.fingerprint, **options)
 
 
-async def seconds_until(stores, condition):
-    started_at = stores.clock()
-    while not await condition():
-        assert stores.clock() - started_at < WAIT_SECONDS
-        await stores.tick()
-    return stores.clock() - started_at
-
-
-async def seconds_until_claimed(stores, store):
-    async def is_ours():
-        return not isinstance(await claim(store), Owned)
-
-    return await seconds_until(stores, is_ours)
+async def is_missing(store):
+    """Nobody has it; told to a router that does not have it, which changes nothing."""
+    renewal = await store.renew([STORED.request_id])
+    assert renewal.taken | renewal.missing == {STORED.request_id}
+    return bool(renewal.missing)
 
 
 async def test_a_claim_returns_the_request_and_the_tokens_of_each_sample(first, second):
@@ -194,7 +196,10 @@ async def test_a_lease_holds_against_a_claim_until_it_runs_out(stores, first, se
     owned = await claim(second)
     assert owned.owner == b"first\0router"
     assert 0 < owned.lease_seconds <= LEASE_SECONDS
-    assert await seconds_until_claimed(stores, second) <= LEASE_SECONDS + 0.2
+    await stores.advance(LEASE_SECONDS - MARGIN_SECONDS)
+    assert 0 < (await claim(second)).lease_seconds <= MARGIN_SECONDS
+    await stores.advance(MARGIN_SECONDS)
+    assert (await claim(second)).request == STORED
     assert (await first.renew([STORED.request_id])).taken == {STORED.request_id}
     assert isinstance(await claim(first), Owned)
 
@@ -207,20 +212,17 @@ async def test_a_claim_of_our_own_request_needs_no_take_over(first):
 async def test_renewing_keeps_lease_and_request_beyond_the_window(stores, first, second):
     await first.create(STORED)
     await first.append(spans(10))
-    ends_at = stores.clock() + 2 * (LEASE_SECONDS + WINDOW_SECONDS)
-    while stores.clock() < ends_at:
+    for _ in range(8):
+        await stores.advance(LEASE_SECONDS - MARGIN_SECONDS)
         renewal = await first.renew([STORED.request_id])
         assert not renewal.taken | renewal.missing | renewal.aborted
         assert isinstance(await claim(second), Owned)
-        await stores.tick()
     assert (await claim(first)).token_ids == {0: (10,)}
 
 
 async def test_an_owner_whose_lease_ran_out_unnoticed_renews_it(stores, first, second):
     await first.create(STORED)
-    ends_at = stores.clock() + LEASE_SECONDS + 0.1
-    while stores.clock() < ends_at:
-        await stores.tick()
+    await stores.advance(LEASE_SECONDS)
     assert not (await first.renew([STORED.request_id])).taken
     assert isinstance(await claim(second), Owned)
 
@@ -229,11 +231,10 @@ async def test_what_nobody_renews_expires_after_lease_and_window(stores, first, 
     await first.create(STORED)
     await first.append(spans(10))
 
-    async def is_gone():
-        return STORED.request_id in (await second.renew([STORED.request_id])).missing
-
-    seconds = await seconds_until(stores, is_gone)
-    assert WINDOW_SECONDS <= seconds <= LEASE_SECONDS + WINDOW_SECONDS + 0.5
+    await stores.advance(LEASE_SECONDS + WINDOW_SECONDS - MARGIN_SECONDS)
+    assert not await is_missing(second)
+    await stores.advance(MARGIN_SECONDS)
+    assert await is_missing(second)
     assert await claim(second) is None
     assert (await first.renew([STORED.request_id])).missing == {STORED.request_id}
     await first.append(spans(11))  # leaves nothing behind
@@ -251,11 +252,10 @@ async def test_a_finished_answer_is_kept_for_its_window_and_anybodys(stores, fir
     assert answer.token_ids == {0: (10,)}
     await second.finish(STORED.request_id)
 
-    async def is_gone():
-        return STORED.request_id in (await first.renew([STORED.request_id])).missing
-
-    seconds = await seconds_until(stores, is_gone)
-    assert WINDOW_SECONDS - LEASE_SECONDS < seconds <= WINDOW_SECONDS + 0.3
+    await stores.advance(WINDOW_SECONDS - MARGIN_SECONDS)
+    assert not await is_missing(first)
+    await stores.advance(MARGIN_SECONDS)
+    assert await is_missing(first)
 
 
 async def test_a_router_that_lost_a_request_changes_nothing_of_it(first, second):

@@ -29,8 +29,11 @@ from router.router import Router
 from router.store.base import Renewal, StoredRequest, TokenSpan
 from router.store.memory import MemoryAnswerStore, MemoryRecords
 
+PATIENCE_SECONDS = 30.0
+"""What is waited for comes in milliseconds; a busy machine may take its time."""
 
-async def eventually(condition: Callable[[], bool], *, seconds: float = 5.0, what: str = "") -> None:
+
+async def eventually(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECONDS, what: str = "") -> None:
     """Returns once the condition holds; fails when it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -153,7 +156,7 @@ class Cluster:
 
     async def serve(self, **config: Any) -> Cluster:
         await self.start(**config)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await self.service.start(self.address)
         return self
 
@@ -181,7 +184,7 @@ class Cluster:
 
     async def generate(self, request: Any = None, **fields: Any) -> Answer:
         request = request if request is not None else make_request(**fields)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(2 * PATIENCE_SECONDS):
             return Answer([message async for message in self.stub.Generate(request)])
 
     async def fail(self, request: Any = None, **fields: Any) -> Failure:
@@ -189,14 +192,14 @@ class Cluster:
         request = request if request is not None else make_request(**fields)
 
         async def read() -> None:
-            async for _ in self.stub.Generate(request, timeout=20):
+            async for _ in self.stub.Generate(request, timeout=PATIENCE_SECONDS):
                 pass
 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read()
         return failure_of(caught.value)
 
-    async def is_empty(self, *, seconds: float = 1.0) -> None:
+    async def is_empty(self, *, seconds: float = PATIENCE_SECONDS) -> None:
         """Nothing is left in the router and on the nodes."""
         await eventually(lambda: len(self.service.desk.running) == 0, seconds=seconds, what="running requests")
         await eventually(lambda: self.decode.num_blocks_used == 0, seconds=seconds, what="blocks on decode nodes")
@@ -290,7 +293,7 @@ class RouterPair:
         self.stores: list[FlakyStore] = []
 
     def make_store(self, owner: bytes) -> FlakyStore:
-        self.stores.append(FlakyStore(owner=owner, lease_seconds=1.0, records=self.records))
+        self.stores.append(FlakyStore(owner=owner, lease_seconds=PATIENCE_SECONDS, records=self.records))
         return self.stores[-1]
 
     async def serve(self, **config: Any) -> RouterPair:
@@ -327,7 +330,9 @@ class RouterPair:
     def resume_call(self, **next_positions: int) -> Any:
         """A call of Resume on the second router."""
         positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
-        return self.second.stub.Resume(router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=20)
+        return self.second.stub.Resume(
+            router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=PATIENCE_SECONDS
+        )
 
     async def resume(self, **next_positions: int) -> list[router_pb2.GenerateResponse]:
         return [message async for message in self.resume_call(**next_positions)]
@@ -349,7 +354,7 @@ def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.Gen
 async def closing(*clusters: Cluster) -> AsyncIterator[None]:
     yield
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             for cluster in clusters:
                 await cluster.stack.aclose()
     except TimeoutError:

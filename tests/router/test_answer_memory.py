@@ -14,6 +14,7 @@ from router import answer_budget
 from router.answer_budget import STALLED_SECONDS, AnswerBudget
 from router.caller import Caller
 from router.fakes import fake_model_info
+from tests.router.conftest import PATIENCE_SECONDS
 
 TOKEN = 96
 """Bytes of one."""
@@ -119,7 +120,7 @@ async def test_long_windows_reserve_nothing_for_tokens_that_may_never_come(wide)
     await wide.serve(journal_bytes=8 << 20)
     calls = [wide.stub.Generate(wide.request(sampling=router_pb2.SamplingParams(seed=1))) for _ in range(30)]
     for call in calls:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await call.read()).HasField("started")
     for call in calls:
         call.cancel()
@@ -140,7 +141,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     await cluster.eventually(lambda: unread.answer.has_ended)
     assert cluster.services.answers.reserved_bytes > 400 * TOKEN
     assert len((await cluster.generate(sampling=sampling)).token_ids()) == 400
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises(CapacityError) as told:
             await writing
     assert told.value.reason == "NOT_READING"
@@ -153,9 +154,11 @@ async def test_while_everybody_reads_a_full_journal_refuses(cluster):
     call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=400)))
     reading = asyncio.ensure_future(end_of(cluster, call))
     await cluster.eventually(lambda: cluster.services.answers.reserved_bytes > 200 * TOKEN)
+    cluster.decode.step_seconds = 0.1  # it is not at its end before the other one is refused
     failure = await cluster.fail(text="p" * 500, sampling=cluster.sampling(max_tokens=2, n=2))
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
     assert failure.retry_seconds > 0
+    cluster.decode.step_seconds = 0.0
     assert await reading is None
     await cluster.is_empty()
 

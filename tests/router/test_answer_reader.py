@@ -12,6 +12,7 @@ from outrider.request import OutputOptions, Request, SamplingParams, StopConditi
 from outrider.session import SampleTokens
 from router.answer import make_answer
 from router.answer_reader import BEHIND_SECONDS, NewsBoard
+from tests.router.conftest import PATIENCE_SECONDS
 
 
 class Reading:
@@ -36,7 +37,7 @@ class Reading:
 
     async def next(self):
         """Token ids of the next delta."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while events := await self.reader.next():
                 found = [event.token_ids for event in events if isinstance(event, Delta)]
                 if found:
@@ -93,7 +94,7 @@ async def test_news_that_comes_while_a_stream_wakes_is_told():
     await asyncio.sleep(0)
     reading.answer.abort()  # there is nothing to tell before the answer has begun
     asyncio.get_running_loop().call_soon(reading.answer.begin, started)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         told = await waiting
     assert [type(event) for event in told] == [Started, Finished]
 

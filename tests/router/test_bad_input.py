@@ -149,7 +149,7 @@ async def test_tokenize_and_detokenize_name_their_fields(serving):
 
 
 async def test_a_running_request_id_already_exists_and_is_free_again_afterwards(serving):
-    serving.decode.step_seconds = 0.005
+    serving.decode.step_seconds = 0.1
     call = serving.stub.Generate(serving.request(request_id="twice", sampling=serving.sampling(max_tokens=300)))
     await call.read()
     failure = await serving.fail(serving.request(request_id="twice"))

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.v1 import router_pb2
 from router.clients import TokenFile, host_of_peer
-from tests.router.conftest import told
+from tests.router.conftest import PATIENCE_SECONDS, told
 from tests.router.test_token_file import line, shown
 
 ALICE, BOB = shown("a-secret"), shown("b-secret")
@@ -63,24 +63,28 @@ async def test_no_method_answers_strangers(cluster, clients):
 async def test_a_strangers_message_is_not_even_read(cluster, clients):
     await cluster.serve(clients=clients)
     raw = cluster.channel.unary_unary("/outrider.v1.RouterService/Complete")
-    assert (await failure(cluster, raw(b"\xff not a message", timeout=10))).code is grpc.StatusCode.UNAUTHENTICATED
+    assert (
+        await failure(cluster, raw(b"\xff not a message", timeout=PATIENCE_SECONDS))
+    ).code is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_requests_belong_to_who_made_them(cluster, clients):
-    cluster.decode.step_seconds = 0.01
+    cluster.decode.step_seconds = 0.1  # it runs for 40 s
     await cluster.serve(clients=clients)
     request = cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=400), resume_window={"seconds": 30})
-    own = cluster.stub.Generate(request, metadata=ALICE, timeout=20)
+    own = cluster.stub.Generate(request, metadata=ALICE, timeout=2 * PATIENCE_SECONDS)
     started = await own.read()
     assert started.request_id == "r"
     await cluster.eventually(lambda: cluster.decode.opened and cluster.decode.opened[0].request_id == "r")
     abort, resume = router_pb2.AbortRequest(request_id="r"), router_pb2.ResumeRequest(request_id="r")
     assert not (await cluster.stub.Abort(abort, metadata=BOB)).aborted
-    refused = await failure(cluster, cluster.stub.Resume(resume, metadata=BOB, timeout=10))
+    refused = await failure(cluster, cluster.stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
     assert (refused.code, refused.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
     # The same name is free for another client, and taken for this one.
     others = cluster.stub.Generate(
-        cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=2)), metadata=BOB, timeout=20
+        cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=2)),
+        metadata=BOB,
+        timeout=2 * PATIENCE_SECONDS,
     )
     assert (await collect(others))[-1].HasField("summary")
     assert (await failure(cluster, cluster.stub.Generate(request, metadata=ALICE))).reason == "DUPLICATE_REQUEST_ID"
@@ -98,9 +102,9 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
     await router_pair.first.eventually(lambda: len(router_pair.records) == 1)
     await router_pair.kill_first()
     stub, resume = router_pair.second.stub, router_pb2.ResumeRequest(request_id="r", next_positions={0: start})
-    refused = await failure(router_pair.second, stub.Resume(resume, metadata=BOB, timeout=10))
+    refused = await failure(router_pair.second, stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
     assert refused.code is grpc.StatusCode.NOT_FOUND
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         messages = await collect(stub.Resume(resume, metadata=ALICE))
     assert len(told(messages)) == router_pair.num_tokens
     assert router_pair.first.decode.opened[-1].cache_salt == b"alice"
@@ -109,7 +113,7 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
 async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
     await cluster.serve(clients=clients)
     for metadata in (ALICE, BOB):
-        await collect(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=10))
+        await collect(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=PATIENCE_SECONDS))
     assert [opened.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
     assert [call.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
 
@@ -118,11 +122,11 @@ async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(clust
     cluster.decode.step_seconds = 0.1  # it runs for 40 s
     await cluster.serve(clients=clients)
     request = cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=400))
-    call = cluster.stub.Generate(request, metadata=BOB, timeout=20)
+    call = cluster.stub.Generate(request, metadata=BOB, timeout=2 * PATIENCE_SECONDS)
     await call.read()
     for _ in range(2):
         assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB)).aborted
-    guess = cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB, timeout=10)
+    guess = cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB, timeout=PATIENCE_SECONDS)
     assert (await failure(cluster, guess)).reason == "RATE_LIMIT"
     assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"), metadata=BOB)).aborted
     call.cancel()
@@ -135,7 +139,9 @@ async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch,
     await cluster.serve(clients=clients if of_one_name else None)
 
     def watch(metadata):
-        return cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), metadata=metadata, timeout=20)
+        return cluster.stub.WatchCluster(
+            router_pb2.WatchClusterRequest(), metadata=metadata, timeout=2 * PATIENCE_SECONDS
+        )
 
     watches = [watch(ALICE), watch(ALICE)]
     for call in watches:
@@ -156,7 +162,7 @@ async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch,
         finally:
             call.cancel()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not await may_watch_again():
             await asyncio.sleep(0.01)
 
@@ -170,11 +176,13 @@ def test_the_host_of_a_peer():
 
 async def test_priorities_and_rates_are_limited(cluster, clients):
     await cluster.serve(clients=clients)
-    refused = await failure(cluster, cluster.stub.Generate(cluster.request(priority=1), metadata=ALICE, timeout=10))
+    refused = await failure(
+        cluster, cluster.stub.Generate(cluster.request(priority=1), metadata=ALICE, timeout=PATIENCE_SECONDS)
+    )
     assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PRIORITY")
     for _ in range(3):
         await cluster.stub.Tokenize(router_pb2.TokenizeRequest(text="a"), metadata=BOB)
-    refused = await failure(cluster, cluster.stub.Generate(cluster.request(), metadata=BOB, timeout=10))
+    refused = await failure(cluster, cluster.stub.Generate(cluster.request(), metadata=BOB, timeout=PATIENCE_SECONDS))
     assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT")
     assert refused.retry_seconds > 10
     await cluster.stub.GetModel(router_pb2.GetModelRequest(), metadata=BOB)

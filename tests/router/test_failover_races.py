@@ -11,8 +11,11 @@ import pytest
 from outrider.node import NodeState
 from router.fakes import FakeDecodeNode, fake_model_info
 from router.fakes.decode_node import letters
+from tests.router.conftest import PATIENCE_SECONDS
 
 LONG = 400
+FOREVER_SECONDS = 300.0
+"""A node that is late for less is not declared dead: what moves meanwhile moves on a suspicion."""
 BATCH_DEPENDENT = "batch-dependent (torch bfloat16)"
 
 
@@ -34,7 +37,7 @@ async def finish(pair, task):
     pair.pace(0.0)
     for node in pair.decodes:
         node.thaw()
-    answer = await asyncio.wait_for(task, 10)
+    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
     opened = next(opened for node in pair.decodes for opened in node.opened)
     assert answer.token_ids() == letters(opened, 0)
     return answer
@@ -55,7 +58,7 @@ def reports_running(node, num_running):
 
 
 async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(pair):
-    await pair.serve(liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await begin(pair)
     free.freeze()
     link = await until_late(pair, free)
@@ -63,30 +66,30 @@ async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(
     await until_late(pair, busy)
     free.thaw()
     await pair.eventually(lambda: not link.is_late)
-    await pair.eventually(lambda: free.groups, seconds=3, what="a second attempt")
+    await pair.eventually(lambda: free.groups, what="a second attempt")
     await finish(pair, task)
 
 
 async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
-    await pair.serve(liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await begin(pair)
     free.max_running = 0
     busy.freeze()
-    await pair.eventually(lambda: free.opened, seconds=3, what="a hedge to refuse")
+    await pair.eventually(lambda: free.opened, what="a hedge to refuse")
     free.max_running = 64
-    await pair.eventually(lambda: free.groups, seconds=5, what="a hedge once there is room")
+    await pair.eventually(lambda: free.groups, what="a hedge once there is room")
     await finish(pair, task)
 
 
 async def test_a_hedge_that_is_lost_beside_the_first_attempt_is_no_move(pair):
-    await pair.serve(liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await begin(pair)
     for prefill in pair.prefills:
         prefill.prefill_seconds = 30.0  # the second attempt gets no token
     busy.freeze()
-    await pair.eventually(lambda: free.groups, seconds=3, what="a second attempt")
+    await pair.eventually(lambda: free.groups, what="a second attempt")
     await free.stop()
-    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1, seconds=3, what="its loss")
+    await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1, what="its loss")
     answer = await finish(pair, task)
     assert answer.summary.metrics.attempts == 1
 
@@ -99,7 +102,7 @@ async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_l
         node._decode_nodes = pair.decodes
     reports_running(odd, 9)
     pair.pace(0.01)
-    await pair.serve(liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
     await pair.until_streaming()
     busy = next(node for node in pair.decodes if node.groups)
@@ -109,7 +112,7 @@ async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_l
     await pair.eventually(lambda: pair.link_of(odd).report.load.num_running == 0)
     await pair.eventually(lambda: pair.link_of(alike).report.load.num_running == 5)
     busy.freeze()
-    await pair.eventually(lambda: alike.groups, seconds=3, what="a second attempt")
+    await pair.eventually(lambda: alike.groups, what="a second attempt")
     assert not odd.opened
     await finish(pair, task)
 
@@ -118,7 +121,7 @@ async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_l
 
 
 async def test_a_draining_nodes_work_moves_once_the_other_node_is_on_time_again(pair):
-    await pair.serve(liveness_timeout_seconds=30.0)
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await begin(pair)
     free.freeze()
     await until_late(pair, free)
@@ -127,7 +130,7 @@ async def test_a_draining_nodes_work_moves_once_the_other_node_is_on_time_again(
     await pair.eventually(lambda: draining.state is NodeState.DRAINING)
     assert not free.opened
     free.thaw()
-    await pair.eventually(lambda: free.groups, seconds=3, what="the move")
+    await pair.eventually(lambda: free.groups, what="the move")
     await finish(pair, task)
 
 
@@ -158,9 +161,9 @@ async def test_a_request_whose_only_large_enough_node_is_gone_holds_up_nobody(pa
     await pair.eventually(lambda: pair.services.admission.num_waiting == 1)
     await large.stop()
     await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
-    answer = await asyncio.wait_for(pair.generate(text="hi", sampling=pair.sampling(max_tokens=2)), 3)
+    answer = await asyncio.wait_for(pair.generate(text="hi", sampling=pair.sampling(max_tokens=2)), PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 2
-    assert (await asyncio.wait_for(refused, 5)).reason == "NO_NODE"
+    assert (await asyncio.wait_for(refused, PATIENCE_SECONDS)).reason == "NO_NODE"
 
 
 async def test_a_hand_off_that_fails_unexpectedly_moves_its_request(pair):
@@ -180,7 +183,7 @@ async def test_a_hand_off_that_fails_unexpectedly_moves_its_request(pair):
 
     for link in pair.service.nodes.prefill_nodes:
         failing_once(link)
-    answer = await asyncio.wait_for(pair.generate(sampling=pair.sampling(max_tokens=8)), 3)
+    answer = await asyncio.wait_for(pair.generate(sampling=pair.sampling(max_tokens=8)), PATIENCE_SECONDS)
     assert len(failed) == 1
     assert len(answer.token_ids()) == 8
     assert answer.summary.metrics.attempts == 2

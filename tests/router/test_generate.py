@@ -9,6 +9,7 @@ import pytest
 
 from outrider.session import SampleStart
 from outrider.v1 import router_pb2
+from tests.router.conftest import PATIENCE_SECONDS
 
 STOP, LENGTH, ABORTED = (
     router_pb2.FINISH_REASON_STOP,
@@ -269,7 +270,7 @@ async def test_complete_is_the_same_answer_at_once(cluster):
             sampling=cluster.sampling(n=2),
             output=router_pb2.OutputOptions(top_logprobs=0, echo=True),
         ),
-        timeout=10,
+        timeout=PATIENCE_SECONDS,
     )
     assert response.request_id == "c"
     assert response.started.num_prompt_tokens == 8
@@ -389,12 +390,12 @@ async def test_get_model(cluster):
 
 
 async def test_watch_cluster_shows_nodes_and_load(cluster):
-    cluster.decode.step_seconds = 0.005
+    cluster.decode.step_seconds = 0.1  # it runs until it has been seen to
     await cluster.serve()
     generating = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=200)))
     watch = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(interval={"nanos": 1}))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 view = await watch.read()
                 decode = next(node for node in view.nodes if node.role == router_pb2.NODE_ROLE_DECODE)
@@ -402,6 +403,7 @@ async def test_watch_cluster_shows_nodes_and_load(cluster):
                     break
     finally:
         watch.cancel()
+    cluster.decode.step_seconds = 0.0
     assert {node.name for node in view.nodes} == {"decode-0", "prefill-0"}
     assert all(node.state == router_pb2.NODE_STATE_SERVING for node in view.nodes)
     assert decode.target == cluster.decode.address

@@ -153,7 +153,7 @@ async def test_names_of_requests_are_checked_wherever_they_come(serving, request
 
 
 async def test_an_answer_that_is_larger_than_a_message_ends_when_that_is_known(cluster):
-    cluster.decode.step_seconds = 0.001
+    cluster.decode.step_seconds = 0.005
     await cluster.serve(server=ServerConfig(port=0, max_message_bytes=65_536))
     request = cluster.request(sampling=cluster.sampling(max_tokens=400, n=4), output=R.OutputOptions(top_logprobs=20))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -174,7 +174,7 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
         placement, "prefix_hashes", lambda ids, **salt: hashed.append(len(ids)) or hash_prompt(ids, **salt)
     )
     cluster.decode.max_running = 1
-    cluster.decode.step_seconds = 0.002
+    cluster.decode.step_seconds = 0.1
     await cluster.serve()
     running = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=400)))
     await running.read()
@@ -196,7 +196,7 @@ async def test_readiness_follows_the_nodes(cluster):
     await cluster.prefill.stop()
     await cluster.eventually(lambda: told[-1] is False)
     await cluster.prefill.start(int(cluster.prefill.address.rpartition(":")[2]))
-    await cluster.eventually(lambda: told[-1] is True, seconds=20.0)
+    await cluster.eventually(lambda: told[-1] is True)
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])

@@ -16,6 +16,7 @@ from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_i
 from router.fakes.decode_node import letters
 from router.hand_off import MAX_TRANSFERS
 from router.request_flow import MAX_LOSSES
+from tests.router.conftest import PATIENCE_SECONDS
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -25,8 +26,8 @@ def start_stream(cluster, *, num_tokens=400, **fields):
     return asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=num_tokens), **fields))
 
 
-async def failure_of_stream(cluster, seconds=10):
-    return await asyncio.wait_for(cluster.fail(sampling=cluster.sampling(max_tokens=400)), seconds)
+async def failure_of_stream(cluster):
+    return await cluster.fail(sampling=cluster.sampling(max_tokens=400))
 
 
 async def status_of(cluster, name):
@@ -76,7 +77,7 @@ async def test_a_frozen_decode_node_is_lost_when_its_progress_stops_and_goes_on_
     streaming = start_stream(cluster)
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     cluster.decode.freeze()
-    await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes, seconds=4)
+    await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)
     cluster.decode.thaw()
     answer = await streaming
     assert len(answer.token_ids()) == 400
@@ -87,14 +88,14 @@ async def test_a_frozen_decode_node_is_lost_when_its_progress_stops_and_goes_on_
 @pytest.mark.parametrize("how", ["dies", "freezes"])
 async def test_a_lost_prefill_node_without_another_leaves_the_prompt_to_the_decode_node(cluster, how):
     await cluster.serve()
-    cluster.prefill.prefill_seconds = 30.0
+    cluster.prefill.prefill_seconds = 4 * PATIENCE_SECONDS
     streaming = start_stream(cluster, num_tokens=20)
     await cluster.eventually(lambda: cluster.prefill.num_active == 1)
     if how == "dies":
         await cluster.prefill.stop()
     else:
         cluster.prefill.freeze()
-    answer = await asyncio.wait_for(streaming, 4)
+    answer = await asyncio.wait_for(streaming, PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 20
     retargeted = [command.transfer_id for command in cluster.decode.retargeted]
     assert retargeted[-1] == b""  # it may be tried once more before the router knows that it is lost
@@ -121,19 +122,19 @@ async def test_a_prefill_that_fails_is_tried_again_and_at_last_left_to_the_decod
 async def test_kv_that_never_arrives_is_computed_by_the_decode_node_at_last(cluster):
     cluster.prefill.pushes = False
     await cluster.serve(kv_ready_timeout_seconds=1.0)
-    answer = await asyncio.wait_for(start_stream(cluster, num_tokens=20), 10)
+    answer = await asyncio.wait_for(start_stream(cluster, num_tokens=20), PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 20
     await cluster.is_empty()
 
 
 async def test_a_transfer_that_the_decode_node_calls_failed_is_tried_again(cluster):
     await cluster.serve()
-    cluster.prefill.prefill_seconds = 30.0
+    cluster.prefill.prefill_seconds = 4 * PATIENCE_SECONDS
     streaming = start_stream(cluster, num_tokens=20)
     await cluster.eventually(lambda: cluster.prefill.num_active == 1)
     cluster.prefill.prefill_seconds = 0.0
     cluster.decode.fail_transfer(cluster.prefill.requests[0].transfer_id)
-    answer = await asyncio.wait_for(streaming, 4)
+    answer = await asyncio.wait_for(streaming, PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 20
     first, second = cluster.prefill.requests
     assert first.transfer_id != second.transfer_id == cluster.decode.retargeted[0].transfer_id
@@ -146,7 +147,7 @@ async def test_a_decode_node_that_does_not_answer_an_open_is_not_waited_for(clus
     streaming = start_stream(cluster, num_tokens=20)
     await cluster.eventually(lambda: len(cluster.decode.opened) == 1)
     cluster.decode.answers_opens = True
-    assert len((await asyncio.wait_for(streaming, 5)).token_ids()) == 20
+    assert len((await asyncio.wait_for(streaming, PATIENCE_SECONDS)).token_ids()) == 20
     assert len(cluster.decode.opened) == 2
     await cluster.is_empty()
 
@@ -157,7 +158,7 @@ async def test_a_broken_session_is_dialled_again_and_the_request_goes_on(cluster
     streaming = start_stream(cluster)
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     await cluster.decode.break_sessions()
-    assert len((await asyncio.wait_for(streaming, 10)).token_ids()) == 400
+    assert len((await asyncio.wait_for(streaming, PATIENCE_SECONDS)).token_ids()) == 400
     await cluster.is_empty()
 
 
@@ -265,7 +266,7 @@ async def test_the_router_waits_until_nodes_serve(cluster):
     assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE")
     assert (await status_of(cluster, "decode-0")).state == router_pb2.NODE_STATE_STARTING
     cluster.decode.state = NodeState.SERVING
-    await asyncio.wait_for(starting, 5)
+    await asyncio.wait_for(starting, PATIENCE_SECONDS)
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
 
 
@@ -283,7 +284,7 @@ async def test_a_draining_node_gets_no_new_request_and_its_own_moves(cluster):
     cluster.nodes.append(second)
     cluster.prefill._decode_nodes = (cluster.decode, second)
     for node in (cluster.decode, second):
-        node.step_seconds = 0.005
+        node.step_seconds = 0.05  # what runs is not at its end before it has moved
     await cluster.serve()
     await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
     running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=100)))
@@ -293,7 +294,9 @@ async def test_a_draining_node_gets_no_new_request_and_its_own_moves(cluster):
     await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
     for _ in range(3):
         await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    assert (len(busy.opened), len(free.opened)) == (1, 4)
+    await cluster.eventually(lambda: len(free.opened) == 4, what="three requests, and the one that moves")
+    assert len(busy.opened) == 1
+    free.step_seconds = 0.0
     assert len((await running).token_ids()) == 100
 
 
@@ -361,7 +364,7 @@ async def test_a_name_that_is_not_known_is_a_node_that_is_not_there_and_the_rout
     assert (status.state, status.target) == (router_pb2.NODE_STATE_STARTING, "decode.test:1")
     await cluster.decode.start()
     resolver.set("decode.test:1", cluster.decode.address)
-    await asyncio.wait_for(starting, 5)
+    await asyncio.wait_for(starting, PATIENCE_SECONDS)
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
 
 
@@ -411,12 +414,14 @@ async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(cluster):
 
 
 async def test_drain_lets_running_requests_end_and_takes_no_new_ones(cluster):
-    cluster.decode.step_seconds = 0.002
+    cluster.decode.step_seconds = 0.1
     await cluster.serve()
     running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=100)))
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
-    draining = asyncio.ensure_future(cluster.service.drain(10))
+    draining = asyncio.ensure_future(cluster.service.drain(4 * PATIENCE_SECONDS))
     await cluster.eventually(lambda: cluster.service.desk.is_draining)
     assert (await cluster.fail(sampling=cluster.sampling())).code is UNAVAILABLE
+    assert not draining.done()
+    cluster.decode.step_seconds = 0.0
     assert len((await running).token_ids()) == 100
-    await asyncio.wait_for(draining, 1)
+    await asyncio.wait_for(draining, PATIENCE_SECONDS)

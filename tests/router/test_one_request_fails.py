@@ -6,6 +6,8 @@ import asyncio
 
 import grpc
 
+from tests.router.conftest import PATIENCE_SECONDS
+
 LONG = 300
 
 
@@ -28,7 +30,7 @@ class BrokenText:
 
 
 async def test_a_detokenizer_that_fails_ends_its_own_request_only(cluster):
-    cluster.decode.step_seconds = 0.002
+    cluster.decode.step_seconds = 0.02  # the others run while it fails
     await cluster.serve()
     session = cluster.service.nodes.decode_nodes[0].session
     others = [
@@ -40,13 +42,15 @@ async def test_a_detokenizer_that_fails_ends_its_own_request_only(cluster):
     make = tokenizer.detokenizer
     tokenizer.detokenizer = lambda **_: BrokenText(3)
     messages = []
-    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=LONG)), timeout=20)
+    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=LONG)), timeout=PATIENCE_SECONDS)
     try:
         messages = [message async for message in call]
     except grpc.aio.AioRpcError as error:
         assert error.code() is grpc.StatusCode.INTERNAL  # noqa: PT017 what came before it does not matter
     assert not messages, "it ended by an error"
     tokenizer.detokenizer = make
+    assert not any(other.done() for other in others)
+    cluster.decode.step_seconds = 0.0
     for answer in await asyncio.gather(*others):
         assert len(answer.token_ids()) == LONG
         assert answer.summary.metrics.attempts == 1

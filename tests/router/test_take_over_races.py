@@ -14,7 +14,7 @@ from outrider.v1 import router_pb2
 from router.fakes import fake_model_info
 from router.fakes.decode_node import letters
 from router.store.memory import MemoryAnswerStore, MemoryRecords
-from tests.router.conftest import told
+from tests.router.conftest import PATIENCE_SECONDS, told
 
 BATCH_DEPENDENT = "batch-dependent (torch bfloat16)"
 
@@ -44,10 +44,10 @@ class Watched:
         setattr(owner, name, call)
 
     async def until_entered(self):
-        await asyncio.wait_for(self._entered.wait(), 5)
+        await asyncio.wait_for(self._entered.wait(), PATIENCE_SECONDS)
 
     async def until_left(self):
-        await asyncio.wait_for(self._left.wait(), 5)
+        await asyncio.wait_for(self._left.wait(), PATIENCE_SECONDS)
 
     def open(self):
         self._opened.set()
@@ -84,7 +84,7 @@ async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **
 
 async def read_on(call):
     """What a call still says, to its end."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         messages = []
         while (message := await call.read()) is not grpc.aio.EOF:
             messages.append(message)
@@ -112,7 +112,7 @@ async def test_a_reader_is_told_when_the_call_that_began_its_request_leaves_befo
     gate = gated(store, "create")
     call = cluster.stub.Generate(request(cluster, 100))
     await gate.until_entered()
-    resumed = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=10)
+    resumed = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=PATIENCE_SECONDS)
     assert (await resumed.read()).HasField("started")
     call.cancel()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -136,8 +136,8 @@ async def test_the_window_runs_for_a_request_whose_resume_was_cancelled_while_it
     gate.open()
     await pair.second.eventually(lambda: len(running) == 1 and not keeper._claims)
     (taken,) = running._by_id.values()
-    await pair.second.eventually(lambda: taken._expiry is not None, seconds=1, what="a resume window")
-    await asyncio.wait((read,), timeout=5)
+    await pair.second.eventually(lambda: taken._expiry is not None, what="a resume window")
+    await asyncio.wait((read,), timeout=PATIENCE_SECONDS)
 
 
 async def test_a_second_resume_waits_while_the_first_one_restores(pair):
@@ -152,8 +152,8 @@ async def test_a_second_resume_waits_while_the_first_one_restores(pair):
     started = asyncio.ensure_future(second.read())
     await find.until_entered()
     gate.open()
-    assert (await asyncio.wait_for(started, 5)).HasField("started")
-    await asyncio.wait((first,), timeout=5)
+    assert (await asyncio.wait_for(started, PATIENCE_SECONDS)).HasField("started")
+    await asyncio.wait((first,), timeout=PATIENCE_SECONDS)
 
 
 # ---------------------------------------------------------------- take-overs
@@ -171,10 +171,10 @@ async def test_a_request_that_is_taken_over_is_not_refused_by_a_full_queue(pair)
 
     placement.place = no_room
     messages = asyncio.ensure_future(pair.resume())
-    await asyncio.wait_for(asked.wait(), 5)
+    await asyncio.wait_for(asked.wait(), PATIENCE_SECONDS)
     placement.place = place
     pair.first.decode.step_seconds = 0.0
-    assert told(await asyncio.wait_for(messages, 10)) == letters(pair.first.decode.opened[0], 0)
+    assert told(await asyncio.wait_for(messages, PATIENCE_SECONDS)) == letters(pair.first.decode.opened[0], 0)
 
 
 async def test_an_aborted_request_is_resumed_behind_what_the_store_knows(pair):
@@ -207,9 +207,11 @@ async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_h
 
 
 async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_that_has_it(pair):
-    await pair.serve(store_lease_seconds=3.0)
-    pair.first.decode.step_seconds = 0.03
+    await pair.serve()
+    pair.first.decode.step_seconds = 0.1
     await pair.begin(num_deltas=2)
+    renewal = gated(pair.stores[0], "renew")  # by which it would hear
+    await renewal.until_entered()
     resumed = pair.resume_call()
     assert (await resumed.read()).HasField("started")
     assert pair.first.service.desk.running.has("r"), "it has not heard of the take-over"
@@ -240,9 +242,9 @@ async def test_an_id_that_was_taken_meanwhile_does_not_end_the_keeping_of_the_ot
     await call.read()
     store.is_taken = True
     records.remove("r")
-    await cluster.eventually(lambda: store.num_refused >= 2, seconds=2, what="the keeper asks again")
+    await cluster.eventually(lambda: store.num_refused >= 2, what="the keeper asks again")
     store.is_taken = False
-    await cluster.eventually(lambda: records.get("r") is not None, seconds=2, what="the keeper goes on")
+    await cluster.eventually(lambda: records.get("r") is not None, what="the keeper goes on")
     call.cancel()
 
 
@@ -264,7 +266,7 @@ async def test_leases_are_renewed_while_the_store_takes_no_tokens(cluster):
     call = cluster.stub.Generate(request(cluster, 100))
     await call.read()
     lease_until = records.get("r").lease_until
-    await cluster.eventually(lambda: store.num_renewals >= 3, seconds=2, what="renewals")
+    await cluster.eventually(lambda: store.num_renewals >= 3, what="renewals")
     assert records.get("r").lease_until > lease_until
     call.cancel()
 
@@ -279,7 +281,7 @@ async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(clus
     call = cluster.stub.Generate(request(cluster, 60))
     await keep.until_entered()
     gate.open()
-    assert (await asyncio.wait_for(call.read(), 5)).HasField("started")
+    assert (await asyncio.wait_for(call.read(), PATIENCE_SECONDS)).HasField("started")
     assert "r" in keeper._kept
     await cluster.eventually(lambda: len(records.get("r").tokens.token_ids().get(0, ())) > 5)
     call.cancel()

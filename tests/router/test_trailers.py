@@ -9,6 +9,7 @@ import pytest
 
 from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
+from tests.router.conftest import PATIENCE_SECONDS
 
 TOKENS, TTFT, ACCEPTANCE_LENGTH = "outrider-tokens", "outrider-ttft-ms", "outrider-acceptance-length"
 DETAILS = "grpc-status-details-bin"
@@ -18,7 +19,7 @@ async def finish(call):
     """(trailers, messages, error) of a whole call, streamed or not."""
     messages, error = [], None
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             messages = [message async for message in call] if hasattr(call, "read") else [await call]
     except grpc.aio.AioRpcError as caught:
         error = caught
@@ -77,7 +78,7 @@ async def test_the_routers_method_is_that_of_requests_that_name_none(cluster, ca
 
 
 async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
-    cluster.decode.step_seconds = 0.002
+    cluster.decode.step_seconds = 0.02  # it runs until it is disturbed
     await cluster.serve()
     running = asyncio.ensure_future(finish(call(request_id="doomed", sampling=cluster.sampling(max_tokens=400))))
     await cluster.eventually(lambda: any(group.is_ready for group in cluster.decode.groups))
@@ -90,7 +91,7 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
 
 
 async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster, call):
-    cluster.decode.step_seconds = 0.002
+    cluster.decode.step_seconds = 0.02  # it runs until it is disturbed
     await cluster.serve(no_node_timeout_seconds=0.3)
     running = asyncio.ensure_future(finish(call(sampling=cluster.sampling(max_tokens=400))))
     await cluster.eventually(lambda: any(n > 2 for group in cluster.decode.groups for n in group.num_sent.values()))

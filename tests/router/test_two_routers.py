@@ -11,7 +11,7 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.v1 import router_pb2
 from router.fakes.decode_node import letters
-from tests.router.conftest import RouterPair, told
+from tests.router.conftest import PATIENCE_SECONDS, RouterPair, told
 
 NUM_TOKENS = RouterPair.num_tokens
 
@@ -50,7 +50,7 @@ async def test_a_resume_elsewhere_ends_the_stream_of_the_owner(pair):
             pass
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(read_on(), 5)
+        await asyncio.wait_for(read_on(), PATIENCE_SECONDS)
     failure = pair.first.failure_of(caught.value)
     assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
     assert told(await messages) == letters(pair.first.decode.opened[0], 0)
