@@ -190,7 +190,8 @@ class Scheduler:
         """
         draft = _Draft()
         for sequence in tuple(self._running):
-            if sequence.kv is not None:  # else preempted for one before it
+            kv = sequence.kv
+            if kv is not None and not kv.has_reserved(len(sequence.token_ids)):  # None: preempted for one before it
                 self._reserve_known(sequence, draft, reclaim)
         if not draft.preempted and not draft.stalled:
             self._admit(draft)
@@ -295,10 +296,12 @@ class Scheduler:
         singles: list[EngineSequence] = []
         chunks: list[EngineSequence] = []
         num_chunk_rows = 0
+        stalled = draft.stalled
         for sequence in self._running:
-            assert sequence.kv is not None
-            num_uncomputed = len(sequence.token_ids) - sequence.kv.num_tokens
-            if num_uncomputed == 0 or sequence in draft.stalled:
+            kv = sequence.kv
+            assert kv is not None
+            num_uncomputed = len(sequence.token_ids) - kv.num_tokens
+            if num_uncomputed == 0 or (stalled and sequence in stalled):
                 continue
             if num_uncomputed == 1:
                 singles.append(sequence)
@@ -313,9 +316,11 @@ class Scheduler:
         chosen = choose_drafts(DraftRoom(singles, draft_budget, num_rows, len(chunks))) if singles else {}
         assert sum(chosen.values()) <= draft_budget
         for sequence in singles:
-            num_drafts = self._grant_drafts(sequence, chosen.get(sequence.key, 0))
-            budget -= num_drafts
-            yield Scheduled(sequence, 1, num_drafts, reaches_end=True)
+            num_drafts = chosen.get(sequence.key, 0)
+            if num_drafts:
+                num_drafts = self._grant_drafts(sequence, num_drafts)
+                budget -= num_drafts
+            yield Scheduled(sequence, 1, num_drafts, True)
         for sequence in chunks:
             num_rows = min(sequence.num_uncomputed, budget)
             if num_rows == 0:
@@ -331,13 +336,11 @@ class Scheduler:
 
     def _grant_drafts(self, sequence: EngineSequence, num_drafts: int) -> int:
         """As many draft slots as blocks allow, up to `num_drafts`. Never preempts."""
-        if num_drafts <= 0:
-            return 0
         assert sequence.kv is not None
         num_known = len(sequence.token_ids)
-        spare = sequence.kv.capacity - num_known
-        if num_drafts <= spare:
+        if sequence.kv.has_reserved(num_known + num_drafts):
             return num_drafts
+        spare = sequence.kv.capacity - num_known
         num_granted = min(num_drafts, spare + self._pool.num_free_blocks * self._pool.block_size)
         if num_granted > 0:
             copies = sequence.kv.reserve(num_known + num_granted)

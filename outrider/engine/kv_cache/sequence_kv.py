@@ -21,6 +21,7 @@ class SequenceKV:
     __slots__ = (
         "_block_size",
         "_hashes",
+        "_owns_tail",
         "_pool",
         "_table",
         "block_ids",
@@ -33,6 +34,9 @@ class SequenceKV:
         self._pool = pool
         self._block_size = pool.block_size
         self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published (or found published) blocks
+        # Whether the block that the next token goes to is known to be neither shared nor published. Blocks without
+        # valid tokens are neither, so this holds while tokens are added.
+        self._owns_tail = False
         self.block_ids: list[int] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0  # of num_tokens at creation: prefix hits
@@ -55,8 +59,10 @@ class SequenceKV:
         Only what is new since the last call is written: a step's cost must not grow with
         the length of its contexts.
         """
-        self._table.extend(self.block_ids[len(self._table) :])
-        return self._table
+        table, block_ids = self._table, self.block_ids
+        if len(table) < len(block_ids):
+            table.extend(block_ids[len(table) :])
+        return table
 
     def slot(self, place: int) -> int:
         """Where the KV of the row at this place goes, counted from position 0; without trees a place is a position."""
@@ -66,6 +72,10 @@ class SequenceKV:
     def capacity(self) -> int:
         """Tokens for which there are blocks."""
         return len(self.block_ids) * self._block_size
+
+    def has_reserved(self, num_tokens: int) -> bool:
+        """Whether `reserve(num_tokens)` is known to have nothing to do; if not, call it."""
+        return self._owns_tail and num_tokens <= len(self.block_ids) * self._block_size
 
     def num_blocks_needed(self, num_tokens: int) -> int:
         """Blocks that `reserve(num_tokens)` would take from the pool, a copy of a shared block included."""
@@ -81,17 +91,20 @@ class SequenceKV:
         """
         pool = self._pool
         num_new = -(-num_tokens // self._block_size) - len(self.block_ids)
-        index, offset = divmod(self.num_tokens, self._block_size)
-        if offset and num_tokens > self.num_tokens:
-            source = self.block_ids[index]
-            if pool.is_shared(source):
-                taken = pool.allocate(max(num_new, 0) + 1)
-                self.block_ids[index] = taken.pop()
-                del self._table[index:]
-                self.block_ids += taken
-                pool.release((source,))
-                return [(source, self.block_ids[index])]
-            pool.withdraw(source)  # published when it was full, then truncated: its tail is about to change
+        if not self._owns_tail and num_tokens > self.num_tokens:
+            index, offset = divmod(self.num_tokens, self._block_size)
+            if offset:
+                source = self.block_ids[index]
+                if pool.is_shared(source):
+                    taken = pool.allocate(max(num_new, 0) + 1)
+                    self.block_ids[index] = taken.pop()
+                    del self._table[index:]
+                    self.block_ids += taken
+                    pool.release((source,))
+                    self._owns_tail = True
+                    return [(source, self.block_ids[index])]
+                pool.withdraw(source)  # published when it was full, then truncated: its tail is about to change
+            self._owns_tail = True
         if num_new > 0:
             self.block_ids += pool.allocate(num_new)
         return []
@@ -106,11 +119,13 @@ class SequenceKV:
 
         The rollback after a verification: what the last forward wrote beyond is rejected.
         """
-        assert 0 <= num_tokens <= self.capacity
-        self.num_tokens = num_tokens
-        if num_tokens // self._block_size < len(self._hashes):
+        capacity = len(self.block_ids) * self._block_size
+        assert 0 <= num_tokens <= capacity
+        if num_tokens < self.num_tokens:
+            self._owns_tail = False
             self._hashes.truncate(num_tokens // self._block_size)
-        if num_tokens <= self.capacity - self._block_size:
+        self.num_tokens = num_tokens
+        if num_tokens <= capacity - self._block_size:
             self.release_beyond(num_tokens)
 
     def release_beyond(self, num_tokens: int) -> None:
@@ -129,13 +144,15 @@ class SequenceKV:
         """
         if not self._pool.enable_prefix_cache:
             return
+        hashes = self._hashes
         num_full = min(self.num_tokens, len(token_ids)) // self._block_size
-        for index in range(len(self._hashes), num_full):
-            self._pool.register(self.block_ids[index], self._hashes.append(token_ids))
+        for index in range(len(hashes), num_full):
+            self._pool.register(self.block_ids[index], hashes.append(token_ids))
 
     def fork(self) -> SequenceKV:
         """A second table over the same valid tokens. Whoever writes first into a shared partial block copies it."""
         other = SequenceKV(self._pool)
+        self._owns_tail = False
         other._hashes = self._hashes.copy()
         other.block_ids = self.block_ids[: self._pool.num_blocks_for(self.num_tokens)]
         other.num_tokens = self.num_tokens
@@ -146,6 +163,7 @@ class SequenceKV:
     def free(self) -> None:
         """Gives every block back. Idempotent; the table is empty afterwards."""
         self.num_tokens = 0
+        self._owns_tail = False
         self._hashes.truncate(0)
         self.release_beyond(0)
 
