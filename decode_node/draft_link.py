@@ -23,7 +23,7 @@ from outrider.speculation.draft_stream import (
     check_fits,
 )
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.draft import hello_to_proto, proposals_from_proto, step_to_proto, update_to_proto
+from outrider.wire.draft import hello_to_proto, proposals_from_proto, updates_to_proto
 from outrider.wire.node import info_from_proto
 
 FIRST_BACKOFF_SECONDS = 0.1
@@ -175,6 +175,7 @@ class DraftLink:
     async def _write(self, call: DraftCall) -> None:
         """Sends newest state whenever the stream is writable and there is any. Raises: PeerLostError."""
         self._wake.set()
+        next_look_at = 0.0
         while True:
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -182,15 +183,18 @@ class DraftLink:
             except TimeoutError:
                 pass  # a probe or a postponed update may be due
             self._wake.clear()
+            now = asyncio.get_running_loop().time()
             with self._changed:
                 updates = self._book.take_updates(self.index)
-                is_stuck = self._book.is_stuck(self.index)
-                step_microseconds = step_to_proto(self._book.step_seconds)
+                # Goes through all sequences: not at each of the many times a step that this wakes.
+                is_stuck = now >= next_look_at and self._book.is_stuck(self.index)
+                step_seconds = self._book.step_seconds
+            if now >= next_look_at:
+                next_look_at = now + LOOK_SECONDS
             if is_stuck:
                 raise PeerLostError(f"{self.target} does not answer", node=self.target)
             if updates:
-                sequences = [update_to_proto(update) for update in updates]
-                await call.write(draft_pb2.DraftUpdate(sequences=sequences, step_microseconds=step_microseconds))
+                await call.write(updates_to_proto(updates, step_seconds=step_seconds))
 
     async def _read(self, call: DraftCall) -> None:
         """Takes proposals in until the stream ends. Raises: PeerLostError, grpc.RpcError."""

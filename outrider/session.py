@@ -7,6 +7,7 @@ proto mirror is `session.proto`; `outrider.wire.session` converts.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -156,19 +157,20 @@ class SpeculationCounts:
 
     @classmethod
     def total(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
-        """The sum of many, in one pass."""
-        histogram = [0] * max((len(part.acceptance_histogram) for part in parts), default=0)
-        for part in parts:
-            for num_accepted, number in enumerate(part.acceptance_histogram):
-                if number:
-                    histogram[num_accepted] += number
+        """The sum of many. Most verifications of a step share a few values, of which each is looked at once."""
+        values = {id(part): part for part in parts}
+        times = [(values[key], number) for key, number in Counter(map(id, parts)).items()]
+        histogram = [0] * max((len(part.acceptance_histogram) for part, _ in times), default=0)
+        for part, number in times:
+            for num_accepted, count in enumerate(part.acceptance_histogram):
+                histogram[num_accepted] += count * number
         return cls(
-            num_spec_steps=sum([part.num_spec_steps for part in parts]),
-            num_draft_tokens=sum([part.num_draft_tokens for part in parts]),
-            num_accepted_draft_tokens=sum([part.num_accepted_draft_tokens for part in parts]),
+            num_spec_steps=sum([part.num_spec_steps * number for part, number in times]),
+            num_draft_tokens=sum([part.num_draft_tokens * number for part, number in times]),
+            num_accepted_draft_tokens=sum([part.num_accepted_draft_tokens * number for part, number in times]),
             acceptance_histogram=tuple(histogram),
-            num_wanting_steps=sum([part.num_wanting_steps for part in parts]),
-            num_hit_steps=sum([part.num_hit_steps for part in parts]),
+            num_wanting_steps=sum([part.num_wanting_steps * number for part, number in times]),
+            num_hit_steps=sum([part.num_hit_steps * number for part, number in times]),
         )
 
     def __add__(self, other: SpeculationCounts) -> SpeculationCounts:

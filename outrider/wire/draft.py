@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from outrider.protocol_versions import ProtocolVersions
 from outrider.speculation.draft_stream import (
     MAX_BRANCHES_PER_SEQUENCE,
@@ -11,7 +13,7 @@ from outrider.speculation.draft_stream import (
     SequenceStart,
     SequenceUpdate,
 )
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.draft_tree import DraftSource, DraftTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.enums import VERIFICATION_METHODS, EnumTable
@@ -51,18 +53,25 @@ def hello_from_proto(proto: draft_pb2.DraftHello) -> DraftHello:
     )
 
 
-def update_to_proto(update: SequenceUpdate) -> draft_pb2.SequenceUpdate:
-    if update.closed:
-        return draft_pb2.SequenceUpdate(sequence_id=update.sequence_id, closed=True)
-    return draft_pb2.SequenceUpdate(
-        sequence_id=update.sequence_id,
-        start=None if update.start is None else _start_to_proto(update.start),
-        start_length=update.start_length,
-        token_ids=update.token_ids,
-        length=update.length,
-        prefix_hash=update.prefix_hash,
-        num_wanted=update.num_wanted,
-    )
+def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) -> draft_pb2.DraftUpdate:
+    """One message. `step_seconds`: how long a step of the engine takes at present."""
+    message = draft_pb2.DraftUpdate(step_microseconds=step_to_proto(step_seconds))
+    add = message.sequences.add
+    for update in updates:
+        if update.closed:
+            add(sequence_id=update.sequence_id, closed=True)
+            continue
+        added = add(
+            sequence_id=update.sequence_id,
+            start_length=update.start_length,
+            token_ids=update.token_ids,
+            length=update.length,
+            prefix_hash=update.prefix_hash,
+            num_wanted=update.num_wanted,
+        )
+        if update.start is not None:
+            added.start.CopyFrom(_start_to_proto(update.start))
+    return message
 
 
 def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
@@ -121,10 +130,11 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         proto.length,
         proto.prefix_hash,
         tuple(proto.token_ids[:TOO_MANY_TOKENS]),
-        probability=_probability_from(proto.probability),
+        DraftSource.DRAFT_NODE,
+        _probability_from(proto.probability),
         # Most branches are chains, and certain of their tokens.
-        distributions=tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
-        parents=tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
+        tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
+        tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
     )
 
 

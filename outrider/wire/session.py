@@ -124,9 +124,14 @@ def _open_from_proto(opened: session_pb2.OpenSequenceGroup) -> OpenSequenceGroup
 def report_message_to_proto(
     report: NodeReport, events: Iterable[SequenceGroupEvent], *, hello: NodeInfo | None = None
 ) -> session_pb2.SessionReport:
-    message = session_pb2.SessionReport(
-        node=report_to_proto(report), events=[event_to_proto(event) for event in events]
-    )
+    message = session_pb2.SessionReport(node=report_to_proto(report))
+    add = message.events.add
+    counts: dict[int, session_pb2.SpeculationCounts] = {}
+    for event in events:
+        if isinstance(event, SampleTokens):
+            _add_tokens(event, add(sequence_group_id=event.sequence_group_id).tokens, counts)
+        else:
+            add().CopyFrom(event_to_proto(event))
     if hello is not None:
         message.hello.CopyFrom(info_to_proto(hello))
     return message
@@ -143,13 +148,7 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
     proto = session_pb2.SequenceGroupEvent(sequence_group_id=event.sequence_group_id)
     match event:
         case SampleTokens():
-            tokens = proto.tokens
-            tokens.sample = event.sample
-            tokens.start_position = event.start_position
-            tokens.token_ids.extend(event.token_ids)
-            if event.logprobs:
-                tokens.logprobs.extend(map(token_logprobs_to_proto, event.logprobs))
-            _counts_to_proto(event.speculation, tokens.speculation)
+            _add_tokens(event, proto.tokens, {})
         case SampleDone():
             proto.done.CopyFrom(
                 session_pb2.SampleDone(
@@ -249,15 +248,33 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
             raise InvalidRequestError(f"a session event of kind {other!r} is not known", field="event")
 
 
-def _counts_to_proto(counts: SpeculationCounts, proto: session_pb2.SpeculationCounts) -> None:
-    if counts.num_wanting_steps == 0 and counts.num_spec_steps == 0:
-        return
-    proto.num_spec_steps = counts.num_spec_steps
-    proto.num_draft_tokens = counts.num_draft_tokens
-    proto.num_accepted_draft_tokens = counts.num_accepted_draft_tokens
-    proto.acceptance_histogram.extend(counts.acceptance_histogram)
-    proto.num_wanting_steps = counts.num_wanting_steps
-    proto.num_hit_steps = counts.num_hit_steps
+def _add_tokens(
+    event: SampleTokens, proto: session_pb2.SampleTokens, counts: dict[int, session_pb2.SpeculationCounts]
+) -> None:
+    """Fills in `proto`. `counts`: those of the same message by identity, as most verifications go like another one."""
+    if event.sample:
+        proto.sample = event.sample
+    proto.start_position = event.start_position
+    proto.token_ids.extend(event.token_ids)
+    if event.logprobs:
+        proto.logprobs.extend(map(token_logprobs_to_proto, event.logprobs))
+    speculation = event.speculation
+    if speculation.num_wanting_steps or speculation.num_spec_steps:
+        found = counts.get(id(speculation))
+        if found is None:
+            found = counts[id(speculation)] = _counts_to_proto(speculation)
+        proto.speculation.CopyFrom(found)
+
+
+def _counts_to_proto(counts: SpeculationCounts) -> session_pb2.SpeculationCounts:
+    return session_pb2.SpeculationCounts(
+        num_spec_steps=counts.num_spec_steps,
+        num_draft_tokens=counts.num_draft_tokens,
+        num_accepted_draft_tokens=counts.num_accepted_draft_tokens,
+        acceptance_histogram=counts.acceptance_histogram,
+        num_wanting_steps=counts.num_wanting_steps,
+        num_hit_steps=counts.num_hit_steps,
+    )
 
 
 def _counts_from_proto(proto: session_pb2.SpeculationCounts) -> SpeculationCounts:

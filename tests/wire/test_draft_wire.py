@@ -17,7 +17,7 @@ from outrider.wire.draft import (
     step_from_proto,
     step_to_proto,
     update_from_proto,
-    update_to_proto,
+    updates_to_proto,
 )
 
 START = SequenceStart(
@@ -56,8 +56,10 @@ START = SequenceStart(
     ids=["first", "later", "closed"],
 )
 def test_an_update_survives_the_wire(update):
-    data = update_to_proto(update).SerializeToString()
-    assert update_from_proto(draft_pb2.SequenceUpdate.FromString(data)) == update
+    data = updates_to_proto([update], step_seconds=0.5).SerializeToString()
+    message = draft_pb2.DraftUpdate.FromString(data)
+    assert [update_from_proto(each) for each in message.sequences] == [update]
+    assert message.step_microseconds == 500_000
 
 
 @pytest.mark.parametrize(
