@@ -203,18 +203,15 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self._clock() - started, self._time.take()
-        stats = _stats(plan, draft_rows, verdicts, forecast, seconds=seconds, nanoseconds=nanoseconds)
+        stats = _stats(
+            plan, draft_rows, verdicts, forecast, num_rows=num_rows, seconds=seconds, nanoseconds=nanoseconds
+        )
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
                     stats.nanoseconds, kind=_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
                 )
         return stats
-
-    def _planned(self, scheduled: Scheduled, chosen: Mapping[int, DraftTree]) -> _Planned:
-        sequence, num_draft_tokens = scheduled.sequence, scheduled.num_draft_tokens
-        draft = chosen[sequence.key].cut(num_draft_tokens).depth_first() if num_draft_tokens else NO_DRAFT
-        return _Planned(scheduled, self._desk.sample_of(sequence), draft)
 
     def _gather(self) -> StepDrafts:
         # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
@@ -232,10 +229,14 @@ class DecodeLoop:
 
         def choose(room: DraftRoom) -> dict[int, int]:
             chosen.update(self._drafts.choose(drafts, room, num_waiting=num_waiting))
-            return {sequence_id: len(draft) for sequence_id, draft in chosen.items()}
+            return {sequence_id: len(draft.token_ids) for sequence_id, draft in chosen.items()}
 
         plan = self._engine.scheduler.plan(choose, reclaim=self._desk.reclaim_reservation)
-        return plan, [self._planned(item, chosen) for item in plan.scheduled]
+        samples = self._desk.samples_of([item.sequence for item in plan.scheduled])
+        return plan, [
+            _Planned(item, sample, _granted(chosen[item.sequence.key], item) if item.num_draft_tokens else NO_DRAFT)
+            for item, sample in zip(plan.scheduled, samples, strict=True)
+        ]
 
     # --- commands -------------------------------------------------------------------------
 
@@ -300,41 +301,52 @@ class DecodeLoop:
         ]
         if moved:  # before anything is published
             self._engine.kv_cache.move_slots(moved)
-        verdicts: list[Verdict] = []
-        going_on: list[tuple[Sample, tuple[int, ...]]] = []
-        for item, outcome in zip(verifying, verified, strict=True):
-            sample = item.sample
-            verdict = judge(
+        verdicts = [
+            judge(
                 verified=outcome,
-                num_draft_tokens=len(item.draft),
-                stop_token_ids=sample.stop_token_ids,
-                num_tokens_left=sample.num_tokens_left,
+                num_draft_tokens=len(item.draft.token_ids),
+                stop_token_ids=item.sample.stop_token_ids,
+                num_tokens_left=item.sample.max_length - len(item.sample.sequence.token_ids),
             )
-            verdicts.append(verdict)
-            if item.draft:
-                self._drafts.observe_verdict(sample, item.draft, outcome.path or range(outcome.num_accepted))
-            self._apply(sample, verdict, drafts)
-            if verdict.finish_reason is None:
-                going_on.append((sample, verdict.token_ids))
-        self._drafts.announce(going_on)
+            for item, outcome in zip(verifying, verified, strict=True)
+        ]
+        self._drafts.observe_verdicts(
+            [
+                (item.sample, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
+                for item, outcome in zip(verifying, verified, strict=True)
+                if item.draft.token_ids
+            ]
+        )
+        for item, verdict in zip(verifying, verdicts, strict=True):
+            self._apply(item.sample, verdict, drafts)
+        self._drafts.announce(
+            [
+                (item.sample, verdict.token_ids)
+                for item, verdict in zip(verifying, verdicts, strict=True)
+                if verdict.finish_reason is None
+            ]
+        )
         return verdicts
 
     def _apply(self, sample: Sample, verdict: Verdict, drafts: StepDrafts) -> None:
-        sequence, sequence_id, group_id = sample.sequence, sample.sequence_id, sample.group.opened.sequence_group_id
-        assert sequence.kv is not None
-        start_position = len(sequence.token_ids)
-        sequence.token_ids.extend(verdict.token_ids)
+        sequence, group, new_token_ids = sample.sequence, sample.group, verdict.token_ids
+        token_ids, kv, sequence_id = sequence.token_ids, sequence.kv, sequence.key
+        assert kv is not None
+        start_position = len(token_ids)
+        token_ids.extend(new_token_ids)
         # Rejected slots are free again before anybody hears of the step. The newest
         # token has no KV yet: it is the first row of the next step.
-        sequence.kv.truncate(len(sequence.token_ids) - 1)
-        sequence.kv.publish(sequence.token_ids)
-        self._engine.sampler.commit(sample.sampling, verdict.token_ids)
+        kv.truncate(len(token_ids) - 1)
+        kv.publish(token_ids)
+        self._engine.sampler.commit(sample.sampling, new_token_ids)
         counts = verdict.counts(wanting=sequence_id in drafts.wanting, hit=sequence_id in drafts.hits)
-        tokens = SampleTokens(group_id, sample.index, start_position, verdict.token_ids, verdict.logprobs, counts)
-        self._desk.report(sample.group, tokens)
+        group_id = group.opened.sequence_group_id
+        self._desk.report(
+            group, SampleTokens(group_id, sample.index, start_position, new_token_ids, verdict.logprobs, counts)
+        )
         if verdict.finish_reason is not None:
             self._desk.report(
-                sample.group,
+                group,
                 SampleDone(
                     sequence_group_id=group_id,
                     sample=sample.index,
@@ -345,18 +357,25 @@ class DecodeLoop:
             self._desk.finish(sample)
 
 
+def _granted(draft: DraftTree, scheduled: Scheduled) -> DraftTree:
+    """As much of a chosen draft as got rows, in the order of the rows."""
+    if len(draft.token_ids) > scheduled.num_draft_tokens:
+        draft = draft.cut(scheduled.num_draft_tokens)
+    return draft.depth_first() if draft.parents else draft
+
+
 def _rows(item: _Planned) -> SequenceRows:
     """What one sequence feeds: tokens without KV, then its draft tokens."""
-    scheduled, draft = item.scheduled, item.draft
-    sequence = scheduled.sequence
-    assert sequence.kv is not None
-    start = sequence.num_computed
+    sequence, draft, num_rows = item.scheduled.sequence, item.draft, item.scheduled.num_rows
+    kv, known = sequence.kv, sequence.token_ids
+    assert kv is not None
+    start = kv.num_tokens
     return SequenceRows(
-        token_ids=[*sequence.token_ids[start : start + scheduled.num_rows], *draft.token_ids],
-        start_position=start,
-        block_ids=sequence.kv.block_table(),
-        num_logits=1 + len(draft) if scheduled.reaches_end else 0,
-        parents=draft.parents,
+        (*known[start : start + num_rows], *draft.token_ids) if num_rows > 1 else (known[start], *draft.token_ids),
+        start,
+        kv.block_table(),
+        1 + len(draft.token_ids) if item.scheduled.reaches_end else 0,
+        draft.parents,
     )
 
 
@@ -378,20 +397,21 @@ def _stats(
     verdicts: Sequence[Verdict],
     forecast: StepForecast | None,
     *,
+    num_rows: int,
     seconds: float,
     nanoseconds: Mapping[str, int],
 ) -> StepStats:
-    num_tokens = sum(len(verdict.token_ids) for verdict in verdicts)
+    num_tokens = sum([len(verdict.token_ids) for verdict in verdicts])
     return StepStats(
         seconds=seconds,
         nanoseconds=nanoseconds,
-        num_rows=plan.num_rows,
+        num_rows=num_rows,
         num_sequences=len(plan.scheduled),
         num_preempted=len(plan.preempted),
         num_generated_tokens=num_tokens,
-        num_drafts=sum(1 for verdict in verdicts if verdict.num_draft_tokens),
-        num_draft_tokens=sum(verdict.num_draft_tokens for verdict in verdicts),
-        num_accepted_draft_tokens=sum(verdict.num_accepted for verdict in verdicts),
+        num_drafts=sum([verdict.num_draft_tokens > 0 for verdict in verdicts]),
+        num_draft_tokens=sum([verdict.num_draft_tokens for verdict in verdicts]),
+        num_accepted_draft_tokens=sum([verdict.num_accepted for verdict in verdicts]),
         speedup=None if forecast is None else StepSpeedup.of(forecast, num_tokens=num_tokens, seconds=seconds),
-        num_drafts_by_method=Counter(draft.method for draft in drafts if draft.draft_token_ids),
+        num_drafts_by_method=Counter([draft.method for draft in drafts if draft.rows.draft_token_ids]),
     )

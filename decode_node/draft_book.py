@@ -99,15 +99,18 @@ class DraftBook:
         found: dict[int, DraftTree] = {}
         missing: list[DraftWant] = []
         lead_seconds = 0.0
+        sequences = self._sequences
         for want in wants:
-            drafted = self._sequences.get(want.sequence_id)
-            if drafted is None or want.num_wanted <= 0:
+            sequence_id, token_ids, num_wanted, most_tokens = want
+            drafted = sequences.get(sequence_id)
+            if drafted is None or num_wanted <= 0:
                 continue
-            drafted.follow(want.token_ids, num_wanted=want.num_wanted)
-            self._note_news(drafted)
-            kept = drafted.trees.take(drafted.committed, want.num_wanted, most_in_tree=want.most_tokens)
+            if not drafted.is_followed(token_ids):
+                drafted.follow(token_ids, num_wanted=num_wanted)
+                self._note_news(drafted)
+            kept = drafted.trees.take(drafted.committed, num_wanted, most_in_tree=most_tokens)
             if kept is not None:
-                found[want.sequence_id] = kept.tree
+                found[sequence_id] = kept.tree
                 lead_seconds += now - kept.arrived_at
             elif self._may_be_answered(drafted, now, wait_seconds):
                 missing.append(want)

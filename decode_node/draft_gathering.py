@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from decode_node.drafts import DraftClient, DraftWant, NoDrafts
@@ -49,6 +49,7 @@ class DraftGatherer:
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
         self._last_step_seconds = 0.0
+        self._next_wants: dict[int, DraftWant] = {}  # of the sequences that the last step has moved on
         self._unindexed: dict[int, Sequence[int]] = {}  # tokens that the fallback does not know yet, by sequence
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
@@ -120,9 +121,11 @@ class DraftGatherer:
         offered = [(sequence.key, trees[sequence.key]) for sequence in room.sequences if sequence.key in trees]
         return self._controller.choose(offered, room, num_waiting=num_waiting)
 
-    def observe_verdict(self, sample: Sample, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """How a draft went: its accepted tokens, from the root on."""
-        self._controller.observe_verdict(sample.sequence_id, draft, accepted)
+    def observe_verdicts(self, verdicts: Iterable[tuple[Sample, DraftTree, Sequence[int]]]) -> None:
+        """How the drafts of a step went: of each the tokens that were accepted, from the root on."""
+        observe = self._controller.observe_verdict
+        for sample, draft, accepted in verdicts:
+            observe(sample.sequence.key, draft, accepted)
 
     def observe_step(
         self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int
@@ -136,28 +139,34 @@ class DraftGatherer:
 
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Tells the draft nodes what was committed, and how much is wanted next."""
-        updates = [
-            (sample.sequence_id, token_ids, self._num_wanted(sample, DraftSource.DRAFT_NODE))
-            for sample, token_ids in committed
-            if self._maximum(sample.group.opened) > 0
-        ]
+        self._next_wants = {}
+        if self._controller.num_speculative_tokens <= 0:
+            return
+        updates: list[tuple[int, Sequence[int], int]] = []
+        for sample, token_ids in committed:
+            opened = sample.group.opened
+            if opened.num_speculative_tokens == 0:
+                continue
+            want = self._want(sample, DraftSource.DRAFT_NODE)
+            self._next_wants[want.sequence_id] = want
+            updates.append((want.sequence_id, token_ids, want.num_wanted))
         if updates:
             self._client.update(updates)
 
     def _wants(self, samples: Sequence[Sample], source: DraftSource) -> list[DraftWant]:
-        return [
-            DraftWant(sample.sequence_id, sample.sequence.token_ids, num_wanted, most)
-            for sample in samples
-            if (most := self._most_tokens(sample)) > 0
-            and (num_wanted := self._controller.num_wanted(sample.sequence_id, most, source)) > 0
-        ]
+        known = self._next_wants if source is DraftSource.DRAFT_NODE else {}
+        wants = [known.get(sample.sequence.key) or self._want(sample, source) for sample in samples]
+        return [want for want in wants if want.num_wanted > 0]
 
-    def _num_wanted(self, sample: Sample, source: DraftSource) -> int:
-        return self._controller.num_wanted(sample.sequence_id, self._most_tokens(sample), source)
-
-    def _most_tokens(self, sample: Sample) -> int:
+    def _want(self, sample: Sample, source: DraftSource) -> DraftWant:
         """The step's last token needs no draft: a sample with one token left wants none."""
-        return min(self._maximum(sample.group.opened), sample.num_tokens_left - 1)
+        sequence, asked = sample.sequence, sample.group.opened.num_speculative_tokens
+        most = sample.max_length - len(sequence.token_ids) - 1
+        if asked is not None and asked < most:
+            most = asked
+        most = min(most, self._controller.num_speculative_tokens)
+        num_wanted = self._controller.num_wanted(sequence.key, most, source) if most > 0 else 0
+        return DraftWant(sequence.key, sequence.token_ids, num_wanted, most)
 
     def _maximum(self, opened: OpenSequenceGroup) -> int:
         asked = opened.num_speculative_tokens

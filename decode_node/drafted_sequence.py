@@ -105,7 +105,7 @@ class DraftedSequence:
     @property
     def is_answered(self) -> bool:
         """Whether its target has answered the newest state."""
-        return self._service is not None and self._service.answered_length >= len(self.committed)
+        return self._service is not None and self._service.answered_length >= len(self.committed.token_ids)
 
     @property
     def had_nothing(self) -> bool:
@@ -120,17 +120,25 @@ class DraftedSequence:
     # The engine's side.
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        self.committed.extend(token_ids)
+        committed = self.committed
+        committed.extend(token_ids)
         only_keeps_up = num_wanted <= 0 and self.num_wanted <= 0
         self.num_wanted = num_wanted
-        num_sent = 0 if self._service is None else self._service.sent_length
-        if not only_keeps_up or len(self.committed) - num_sent >= KEEP_UP_TOKENS:
-            self.has_news = True
+        if only_keeps_up:
+            num_sent = 0 if self._service is None else self._service.sent_length
+            if len(committed.token_ids) - num_sent < KEEP_UP_TOKENS:
+                return
+        self.has_news = True
+
+    def is_followed(self, token_ids: Sequence[int]) -> bool:
+        """Whether `follow` has nothing to do for a step that wants drafts."""
+        return len(token_ids) == len(self.committed.token_ids) and self.num_wanted > 0
 
     def follow(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
         """Takes over what a step knows and no `commit` has told."""
-        if len(token_ids) > len(self.committed):
-            self.committed.extend(token_ids[len(self.committed) :])
+        num_committed = len(self.committed)
+        if len(token_ids) > num_committed:
+            self.committed.extend(token_ids[num_committed:])
             self.has_news = True
         if self.num_wanted <= 0:
             self.num_wanted = num_wanted
@@ -167,24 +175,26 @@ class DraftedSequence:
         service = self._service
         assert service is not None
         assert service.asked is None, "at most one update is unanswered"
-        committed = self.committed
-        start, num_committed = service.acked_length, len(committed)
-        length = min(num_committed, start + most_tokens)
-        self.has_news = length < num_committed
+        committed, known = self.committed, self.committed.token_ids
+        start, length = service.acked_length, len(known)
+        self.has_news = length > start + most_tokens
+        if self.has_news:
+            length = start + most_tokens
         num_wanted = 0 if self.has_news else self.num_wanted
         service.asked = _Asked(length, num_wanted, now)
         service.sent_length = max(service.sent_length, length)
         # What the update before allowed may still be under way.
-        service.num_ahead_allowed = min(service.num_ahead_allowed, MAX_AHEAD_BRANCHES) + MAX_AHEAD_BRANCHES
+        num_left = service.num_ahead_allowed
+        service.num_ahead_allowed = MAX_AHEAD_BRANCHES + (min(MAX_AHEAD_BRANCHES, num_left))
         service.most_wanted = max(service.most_wanted, num_wanted)
         return SequenceUpdate(
-            sequence_id=self.sequence_id,
-            start=self.start if start == 0 else None,
-            start_length=start,
-            token_ids=tuple(committed.token_ids[start:length]),
-            length=length,
-            prefix_hash=committed.hash_at(length),
-            num_wanted=num_wanted,
+            self.sequence_id,
+            self.start if start == 0 else None,
+            start,
+            tuple(known[start:length]),
+            length,
+            committed.hash_at(length) if self.has_news else committed.hash,
+            num_wanted,
         )
 
     def is_plausible(self, answer: SequenceProposals, *, vocab_size: int) -> bool:
@@ -270,15 +280,16 @@ class DraftedSequence:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             return False
         if tree.distributions and not (
-            len(tree.distributions) == len(tree)
-            and all(map(TokenDistribution.can_have_drawn, tree.distributions, tree.token_ids))
+            len(tree.distributions) == len(token_ids)
+            and all(map(TokenDistribution.can_have_drawn, tree.distributions, token_ids))
         ):
             return False
-        num_committed = len(self.committed)
-        if tree.length > num_committed:
-            return tree.length <= num_committed + MAX_TOKENS_AHEAD
-        return is_assumption or self._is_spent(tree) or tree.prefix_hash == self.committed.hash_at(tree.length)
+        committed = self.committed
+        num_since = len(committed.token_ids) - tree.length
+        if num_since < 0:
+            return -num_since <= MAX_TOKENS_AHEAD
+        return is_assumption or num_since >= len(token_ids) or tree.prefix_hash == committed.hash_at(tree.length)
 
     def _is_spent(self, tree: DraftTree) -> bool:
         """Whether as much has been committed since as it proposes."""
-        return len(self.committed) - tree.length >= len(tree)
+        return len(self.committed.token_ids) - tree.length >= len(tree.token_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from decode_node.admission import Admission
 from decode_node.commands import (
@@ -96,16 +96,17 @@ class GroupDesk:
             return 0
         return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
 
-    def sample_of(self, sequence: EngineSequence) -> Sample:
-        return self._groups.sample_of(sequence)
+    def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
+        """Whose they are, in order."""
+        return self._groups.samples_of(sequences)
 
     def samples_at_decode_row(self) -> list[Sample]:
         """Running samples that have all their KV but the newest token's: the ones that can use drafts."""
-        return [
-            self._groups.sample_of(sequence)
+        return self._groups.samples_of(
+            sequence
             for sequence in self._engine.scheduler.running
-            if sequence.num_computed == len(sequence.token_ids) - 1
-        ]
+            if sequence.kv is not None and sequence.kv.num_tokens == len(sequence.token_ids) - 1
+        )
 
     def report(self, group: SequenceGroup, event: SequenceGroupEvent) -> None:
         self._events[group.session_id].append(event)

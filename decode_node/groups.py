@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -118,8 +118,9 @@ class GroupTable:
         sample.group.samples[sample.index] = sample
         self._samples[sample.sequence_id] = sample
 
-    def sample_of(self, sequence: EngineSequence) -> Sample:
-        return self._samples[sequence.key]
+    def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
+        samples = self._samples
+        return [samples[sequence.key] for sequence in sequences]
 
     def samples(self) -> list[Sample]:
         return list(self._samples.values())

@@ -36,14 +36,21 @@ def judge(
 
     On one token STOP wins over LENGTH.
     """
-    token_ids = verified.token_ids[:num_tokens_left]
+    token_ids = verified.token_ids
+    if len(token_ids) < num_tokens_left and stop_token_ids.isdisjoint(token_ids):
+        return Verdict(token_ids, _asked_for(verified.logprobs), None, None, num_draft_tokens, len(token_ids) - 1)
+    token_ids = token_ids[:num_tokens_left]
     reason = FinishReason.LENGTH if len(token_ids) == num_tokens_left else None
     stop_token_id = None
     if not stop_token_ids.isdisjoint(token_ids):
         end = next(index for index, token_id in enumerate(token_ids) if token_id in stop_token_ids)
         token_ids, reason, stop_token_id = token_ids[: end + 1], FinishReason.STOP, token_ids[end]
-    logprobs = tuple([value for value in verified.logprobs[: len(token_ids)] if value is not None])
+    logprobs = _asked_for(verified.logprobs[: len(token_ids)])
     return Verdict(token_ids, logprobs, reason, stop_token_id, num_draft_tokens, verified.num_accepted)
+
+
+def _asked_for(logprobs: tuple[TokenLogprobs | None, ...]) -> tuple[TokenLogprobs, ...]:
+    return tuple([value for value in logprobs if value is not None]) if logprobs else ()
 
 
 @lru_cache(maxsize=4096)

@@ -271,6 +271,7 @@ class ScriptedSampling:
     sample: int
     stop_token_ids: tuple[int, ...]
     generated_token_ids: list[int]
+    logprobs: LogprobsRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,7 @@ class ScriptedSampler:
         stop_token_ids: Sequence[int] = (),
         logprobs: LogprobsRequest | None = None,
     ) -> ScriptedSampling:
-        return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids))
+        return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids), logprobs)
 
     def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
         state.generated_token_ids.extend(token_ids)

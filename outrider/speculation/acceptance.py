@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outrider.speculation.draft_tree import ROOT
 
 
-def accept(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> tuple[int, ...]:
+def accept(draft_token_ids: tuple[int, ...], target_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that one verification commits: the agreeing prefix, plus one.
 
     `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided
@@ -18,12 +18,14 @@ def accept(draft_token_ids: Sequence[int], target_token_ids: Sequence[int]) -> t
     decision of its position, wherever it came from.
     """
     assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
+    if target_token_ids[:-1] == draft_token_ids:
+        return target_token_ids
     num_accepted = 0
     for draft, decided in zip(draft_token_ids, target_token_ids, strict=False):
         if draft != decided:
             break
         num_accepted += 1
-    return tuple(target_token_ids[: num_accepted + 1])
+    return target_token_ids[: num_accepted + 1]
 
 
 def accept_path(

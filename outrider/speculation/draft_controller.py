@@ -135,7 +135,7 @@ class DraftController:
         trees: list[DraftTree] = []
         probabilities: list[Sequence[float]] = []
         for sequence_id, draft in drafts:
-            record = self._record(sequence_id, draft.source)
+            record = self._records[draft.source].get(sequence_id) or self._start(sequence_id, draft.source)
             tree, found = record.ranked(draft)
             records.append(record)
             trees.append(tree)
@@ -170,7 +170,7 @@ class DraftController:
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on."""
-        record = self._record(sequence_id, draft.source)
+        record = self._records[draft.source].get(sequence_id) or self._start(sequence_id, draft.source)
         if self._step - record.last_step >= PROBE_STEPS:
             record.begin_anew()
         record.last_step = self._step
@@ -240,9 +240,6 @@ class DraftController:
             num_rows[place] = 1
             total += 1
         return num_rows
-
-    def _record(self, sequence_id: int, source: DraftSource) -> AcceptanceRecord:
-        return self._records[source].get(sequence_id) or self._start(sequence_id, source)
 
     def _start(self, sequence_id: int, source: DraftSource) -> AcceptanceRecord:
         """A new sequence is due for a trial at once, should its proposer be thought little of."""

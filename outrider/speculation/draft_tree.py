@@ -12,6 +12,8 @@ from outrider.speculation.token_distribution import TokenDistribution
 class DraftSource(enum.Enum):
     """Who has made a draft, as far as its acceptance is counted apart."""
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, at each look-up
+
     DRAFT_NODE = "draft_node"
     FALLBACK = "fallback"  # the decode node's own proposer
 
@@ -20,13 +22,16 @@ ROOT = -1
 """The parent of a token that follows the prefix itself."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftTree:
     """Tokens proposed after the first `length` tokens of a text.
 
     Most are chains: each token follows the one before it. Otherwise `parents` says what each token follows. Tokens are
     in the order of their worth, parents before their children, so the first n of them are a tree as well, and of two
     siblings the first is the likelier one.
+
+    A value: never changed once it is made. Not declared frozen, as one is made for every sequence and step and that
+    would make its construction take three times as long.
     """
 
     length: int

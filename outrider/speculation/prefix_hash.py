@@ -32,43 +32,33 @@ def prefix_hash(token_ids: Iterable[int]) -> int:
 class HashedTokens:
     """A growing list of tokens that knows the hash of its recent prefixes.
 
-    Keeps the hashes of the last `history` lengths; each new token costs one small update
-    of the running hash. Not thread-safe: confined to its owner.
+    The hash of all tokens is kept up to date. Those of the last `history` lengths are computed when one of them
+    is asked for: most texts grow by several tokens at once, and nobody asks for the lengths between. Not
+    thread-safe: confined to its owner.
     """
 
-    __slots__ = ("_hasher", "_hashes", "_token_ids")
+    __slots__ = ("_behind", "_hasher", "_hashes", "_history", "_num_behind", "hash", "token_ids")
 
     def __init__(self, token_ids: Sequence[int] = (), *, history: int = HISTORY) -> None:
-        self._token_ids: list[int] = []
+        self.token_ids: list[int] = []
+        """The tokens themselves; not to be changed by the reader."""
+        self._history = history
         self._hasher = xxhash.xxh3_64()
-        self._hashes: deque[int] = deque((self._hasher.intdigest(),), maxlen=history)
+        self.hash = self._hasher.intdigest()
+        """Hash of all tokens."""
+        self._behind = xxhash.xxh3_64()  # of the first `_num_behind` tokens; the lengths up to there have their hashes
+        self._num_behind = 0
+        self._hashes: deque[int] = deque((self.hash,), maxlen=history)
         self.extend(token_ids)
 
     def __len__(self) -> int:
-        return len(self._token_ids)
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens themselves; not to be changed by the reader."""
-        return self._token_ids
-
-    @property
-    def hash(self) -> int:
-        """Hash of all tokens."""
-        return self._hashes[-1]
+        return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends. Raises OverflowError for an id outside uint32, and changes nothing then."""
-        payload = token_bytes(token_ids)
-        history = self._hashes.maxlen or HISTORY
-        in_bulk = max(0, len(token_ids) - history)
-        if in_bulk:
-            self._hasher.update(payload[: 4 * in_bulk])
-        update, digest, note = self._hasher.update, self._hasher.intdigest, self._hashes.append
-        for start in range(4 * in_bulk, len(payload), 4):
-            update(payload[start : start + 4])
-            note(digest())
-        self._token_ids.extend(token_ids)
+        self._hasher.update(token_bytes(token_ids))
+        self.hash = self._hasher.intdigest()
+        self.token_ids.extend(token_ids)
 
     def hash_after(self, token_ids: Sequence[int]) -> int:
         """Hash of all tokens and these after them. Raises OverflowError for an id outside uint32."""
@@ -81,11 +71,25 @@ class HashedTokens:
 
         Raises ValueError when there are fewer tokens than that.
         """
-        age = len(self._token_ids) - length
+        age = len(self.token_ids) - length
         if age == 0:
-            return self._hashes[-1]
+            return self.hash
         if age < 0 or length < 0:
-            raise ValueError(f"no prefix of {length} among {len(self._token_ids)} tokens")
-        if age < len(self._hashes):
-            return self._hashes[-1 - age]
-        return prefix_hash(self._token_ids[:length])
+            raise ValueError(f"no prefix of {length} among {len(self.token_ids)} tokens")
+        if age >= self._history:
+            return prefix_hash(self.token_ids[:length])
+        if length > self._num_behind:
+            self._catch_up()
+        return self._hashes[length - self._num_behind - 1]
+
+    def _catch_up(self) -> None:
+        """Hashes of the lengths since the last time; each token is hashed here once at most."""
+        payload = token_bytes(self.token_ids[self._num_behind :])
+        in_bulk = max(0, len(payload) - 4 * self._history)
+        if in_bulk:
+            self._behind.update(payload[:in_bulk])
+        update, digest, note = self._behind.update, self._behind.intdigest, self._hashes.append
+        for start in range(in_bulk, len(payload), 4):
+            update(payload[start : start + 4])
+            note(digest())
+        self._num_behind = len(self.token_ids)

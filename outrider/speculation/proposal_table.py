@@ -36,16 +36,16 @@ class ProposalTable:
 
     def add(self, tree: DraftTree, committed: HashedTokens, *, now: float) -> None:
         """Keeps a draft that came with its prefix hash; a newer one of the same prefix replaces it."""
-        if not tree:
+        if not tree.token_ids:
             return
-        key = (tree.length, tree.prefix_hash)
-        before = self._kept.pop(key, None)
+        kept, key = self._kept, (tree.length, tree.prefix_hash)
+        before = kept.pop(key, None)
         is_known = before is not None and before.tree.token_ids == tree.token_ids
-        self._kept[key] = KeptDraft(tree, before.arrived_at if before is not None and is_known else now)
-        if len(self._kept) > self._max_trees:
+        kept[key] = KeptDraft(tree, before.arrived_at if before is not None and is_known else now)
+        if len(kept) > self._max_trees:
             self._drop_stale(committed)
-        while len(self._kept) > self._max_trees:
-            del self._kept[min(self._kept, key=lambda key: self._kept[key].tree.probability)]
+            while len(kept) > self._max_trees:
+                del kept[min(kept, key=lambda key: kept[key].tree.probability)]
 
     def take(self, committed: HashedTokens, num_wanted: int, *, most_in_tree: int = 0) -> KeptDraft | None:
         """At most `num_wanted` tokens proposed after `committed`; None when there are none.
@@ -55,9 +55,11 @@ class ProposalTable:
         Of several drafts that fit, the one made from the longest prefix wins, since it
         saw most. It stays, because what is left of it may fit the next commit as well.
         """
-        num_committed = len(committed)
+        num_committed = len(committed.token_ids)
         newest = self._kept.get((num_committed, committed.hash))
         if newest is not None:
+            if len(newest.tree.token_ids) <= num_wanted:
+                return newest
             return KeptDraft(_cut(newest.tree, num_wanted, most_in_tree), newest.arrived_at)
         lengths = [length for length, _ in self._kept if num_committed - MAX_BRANCH_TOKENS < length < num_committed]
         for length in sorted(lengths, reverse=True):

@@ -31,7 +31,7 @@ class Verified(NamedTuple):
     """What is committed for one sequence: the accepted draft tokens, then a recovered or a bonus token."""
 
     token_ids: tuple[int, ...]  # at least one
-    logprobs: tuple[TokenLogprobs | None, ...]  # of each; None: not asked for
+    logprobs: tuple[TokenLogprobs | None, ...]  # of each; empty, or None: not asked for
     path: tuple[int, ...] = ()  # of a tree: the accepted draft tokens, by index
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.engine.sampler import Sampler
+from outrider.engine.sampler import Sampler, SampleRows
 from outrider.request import TokenLogprobs
 from outrider.speculation.acceptance import accept, accept_path
 from outrider.speculation.verify.base import DraftRows, Verified
@@ -27,17 +27,26 @@ class CoupledVerifier:
         self._sampler = sampler
 
     def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
-        rows = [rows for draft in drafts for rows in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
+        rows: list[SampleRows] = []
+        for draft in drafts:
+            if draft.parents:
+                rows += runs_of_tree(draft)
+            else:
+                rows.append(draft.rows)
         sampled = self._sampler.sample(logits, rows)
+        decided = tuple(sampled.token_ids)
         verified: list[Verified] = []
         start = 0
         for draft in drafts:
-            end = start + draft.rows.num_rows
+            draft_token_ids = draft.rows.draft_token_ids
+            end = start + len(draft_token_ids) + 1
             if draft.parents:
-                verified.append(_of_tree(draft, sampled.token_ids[start:end], sampled.logprobs[start:end]))
+                verified.append(_of_tree(draft, decided[start:end], sampled.logprobs[start:end]))
             else:
-                token_ids = accept(draft.draft_token_ids, sampled.token_ids[start:end])
-                verified.append(Verified(token_ids, tuple(sampled.logprobs[start : start + len(token_ids)])))
+                token_ids = accept(draft_token_ids, decided[start:end])
+                has_logprobs = draft.rows.state.logprobs is not None
+                logprobs = tuple(sampled.logprobs[start : start + len(token_ids)]) if has_logprobs else ()
+                verified.append(Verified(token_ids, logprobs))
             start = end
         return verified
 
