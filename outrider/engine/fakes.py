@@ -16,6 +16,7 @@ import numpy as np
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.pending import Pending
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
 from outrider.errors import InternalError
@@ -299,6 +300,10 @@ class ScriptedSampler:
 
     def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
         state.generated_token_ids.extend(token_ids)
+
+    def queue(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> Pending[ScriptedSampledRows]:
+        """As `sample`; on no device."""
+        return Pending((), lambda _: self.sample(logits, rows))
 
     def sample(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> ScriptedSampledRows:
         """`rows` are SampleRows (or alike) over states of this sampler."""

@@ -1,4 +1,8 @@
-"""Small arrays on their way to the logits' device and back."""
+"""Small arrays on their way to the logits' device and back.
+
+Results come back together: what is asked of a device is queued first, as `Pending`, and `read` waits for
+all of it once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from outrider.engine.pending import Pending
+
+Arrays = list[npt.NDArray[Any]]
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -35,7 +43,25 @@ def upload_ids(values: Sequence[int], device: torch.device) -> Tensor:
     return upload(np.asarray(values, dtype=np.int64), device)
 
 
-def download(rows: Tensor) -> list[list[Any]]:
-    """The numbers of a tensor [n, m]. The host waits for all work that is queued on the tensor's device."""
-    numbers: list[list[Any]] = rows.tolist()
-    return numbers
+def read(*pending: Pending[Any]) -> list[Any]:
+    """The results, in order. From a GPU their numbers come in one transfer."""
+    arrays = iter(_numbers_of([tensor for each in pending for tensor in each.tensors]))
+    return [each.finish([next(arrays) for _ in each.tensors]) for each in pending]
+
+
+def _numbers_of(tensors: Sequence[Tensor]) -> Arrays:
+    if not tensors or tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    numbers = download(torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]))
+    arrays, start = [], 0
+    for tensor in tensors:
+        own = numbers[start : start + tensor.numel()]
+        arrays.append(own.view(np.float64 if tensor.dtype is torch.float64 else np.int64).reshape(tensor.shape))
+        start += tensor.numel()
+    return arrays
+
+
+def download(numbers: Tensor) -> npt.NDArray[np.int64]:
+    """The numbers of a tensor [n] int64. The one place where the host waits for a GPU: for all work queued there."""
+    array: npt.NDArray[np.int64] = numbers.cpu().numpy()
+    return array

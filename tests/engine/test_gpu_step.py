@@ -5,14 +5,17 @@ Everything runs under torch's FakeTensorMode with a model, a cache and logits on
 
 from __future__ import annotations
 
+import itertools
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.engine import transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -20,9 +23,11 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.sampler import Sampler, SampleRows, torch_decider
+from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs
-from outrider.request import SamplingParams
+from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
+from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
@@ -74,7 +79,7 @@ def gpu(sampler, monkeypatch):
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, block_table, **_options):
     """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
-    assert (max_seqlen_q, max_seqlen_k) in {(30, 46), (64, 64)}  # the chunk's, or the rehearsal's
+    assert (max_seqlen_q, max_seqlen_k) in {(30, 46), (64, 64), (1, 41)}  # the chunk, the rehearsal, drafting
     assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)} == {GPU}
     assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k, block_table)} == {torch.int32}
     return torch.empty_like(q)
@@ -128,21 +133,25 @@ def node(backend, sampler, gpu, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Shapes of what the host has read."""
-    shapes = []
+    """How many numbers the host has read, each time."""
+    sizes = []
 
-    def download(rows):
-        shapes.append(tuple(rows.shape))
-        return [[1] * rows.shape[1], [0] * rows.shape[1]]
+    def download(numbers):
+        sizes.append(numbers.numel())
+        return np.ones(numbers.numel(), dtype=np.float64).view(np.int64)
 
-    monkeypatch.setattr(torch_decider, "download", download)
-    return shapes
+    monkeypatch.setattr(transfer, "download", download)
+    return sizes
 
 
-def drafts(sampler):
-    for settings, draft, position in zip(SETTINGS, [(6, 7, 8, 9), ()], [45, 8], strict=True):
-        state = sampler.start(SamplingParams(seed=1, max_tokens=99, **settings), sample=0, prompt_token_ids=[1, 2])
-        yield DraftRows(SampleRows(state, position, draft))
+def drafts(sampler, methods=(VerificationMethod.COUPLED,), logprobs=(None,)):
+    """Of the sequences of BATCH that want logits, once for each method and kind of logprobs."""
+    for method, wanted in itertools.product(methods, logprobs):
+        for settings, draft, position in zip(SETTINGS, [(6, 7, 8, 9), ()], [45, 8], strict=True):
+            state = sampler.start(
+                SamplingParams(seed=1, max_tokens=99, **settings), sample=0, prompt_token_ids=[1, 2], logprobs=wanted
+            )
+            yield DraftRows(SampleRows(state, position, draft), method=method)
 
 
 def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
@@ -153,8 +162,37 @@ def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
         assert logits.shape == (6, VOCAB_SIZE)
         assert reads == []
         verified = node.verifier.verify(logits, rows)
-    assert reads == [(2, 6)]
+    assert reads == [6]
     assert len(verified) == 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "has_logprobs"),
+    [([VerificationMethod.REJECTION], False), ([VerificationMethod.TYPICAL], False), (list(VerificationMethod), True)],
+    ids=["rejection", "typical", "all and logprobs"],
+)
+def test_every_method_waits_once_for_its_tokens_and_their_logprobs(node, reads, methods, has_logprobs):
+    logprobs = [LogprobsRequest(num_top=2, mode=mode) for mode in LogprobsMode] if has_logprobs else [None]
+    rows = list(drafts(node.sampler, methods, logprobs))
+    with OneDevice():
+        verified = node.verifier.verify(torch.empty(3 * len(rows), VOCAB_SIZE, device=GPU), rows)
+    assert len(reads) == 1
+    assert len(verified) == len(rows)
+    assert all(any(each.logprobs) for each in verified) is has_logprobs
+
+
+def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(node, reads):
+    sampling = node.sampler.start(SamplingParams(seed=1, max_tokens=99), sample=0, prompt_token_ids=[1, 2])
+    pool = SimpleNamespace(block_size=16)
+    forward = ModelForward(pool, node.cache, node.runner, node.sampler, 2048, VOCAB_SIZE)
+    paths = [
+        PathRows([5], 40, range(8), sampling, (), num_decisions, wants_distribution)
+        for num_decisions, wants_distribution in ((1, True), (3, True), (2, False), (0, False))
+    ]
+    with OneDevice():
+        decided = forward.decide(paths, [(0, 23)])
+    assert reads == [6 + 2 * 2 * 32]
+    assert [len(each.token_ids) for each in decided] == [1, 3, 2, 0]
 
 
 def test_the_pool_leaves_free_what_the_largest_step_takes(node, monkeypatch):

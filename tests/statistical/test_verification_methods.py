@@ -167,13 +167,12 @@ def rejection_z(logits, drafter=None, **options):
 def test_recovering_from_the_whole_target_is_noticed(monkeypatch):
     """Mistake: after a rejection a token is drawn from p instead of max(p - q, 0)."""
     recover = rejection._recover
-    nothing = TokenDistribution((0,), (1e-30,))
 
-    def recover_from_target(masses, rejected):
-        return recover(masses, [replace(each, distribution=replace(nothing)) for each in rejected])
+    def recover_from_target(target, drafted, luck):
+        ids, weights, totals = drafted
+        return recover(target, (ids, torch.zeros_like(weights), totals), luck)
 
     monkeypatch.setattr(rejection, "_recover", recover_from_target)
-    monkeypatch.setattr(TokenDistribution, "total", property(lambda self: max(sum(self.probabilities), 1.0)))
     assert rejection_z(small_logits()) > PASS
 
 
@@ -182,18 +181,25 @@ def test_shared_luck_for_draft_and_recovered_token_is_noticed(monkeypatch):
     logits = small_logits()
     sampler = sampler_of(logits)
 
-    def recover_by_race(masses, rejected):
-        if not rejected:
-            return []
-        left = masses[[each.row for each in rejected]].to(torch.float64)
-        for row, each in zip(left, rejected, strict=True):
-            ids = list(each.distribution.token_ids)
-            row[ids] -= torch.tensor(each.distribution.probabilities, dtype=torch.float64) * row.sum()
-        values = left.clamp(min=0.0).log().to(torch.float32)
-        rows = [SampleRows(each.decision.state, each.decision.position) for each in rejected]
-        return sampler.sample(values, rows).token_ids
+    accept = rejection._accept
 
-    monkeypatch.setattr(rejection, "_recover", recover_by_race)
+    def recover_by_race(masses, drafts, num_drafts):
+        num_accepted, recovered = accept(masses, drafts, num_drafts)
+        firsts = np.cumsum([0, *num_drafts[:-1]])
+        rejected = [place for place, num in enumerate(num_accepted.tolist()) if num < num_drafts[place]]
+        if not rejected:
+            return num_accepted, recovered
+        left = masses[[firsts[place] + num_accepted[place] for place in rejected]].to(torch.float64)
+        rows = []
+        for row, place in zip(left, rejected, strict=True):
+            draft, index = drafts[place], int(num_accepted[place])
+            q = draft.distributions[index]
+            row[list(q.token_ids)] -= torch.tensor(q.probabilities, dtype=torch.float64) * row.sum()
+            rows.append(SampleRows(draft.rows.state, draft.rows.position + index))
+        recovered[rejected] = sampler.decide(left.clamp(min=0.0).log().to(torch.float32), rows)
+        return num_accepted, recovered
+
+    monkeypatch.setattr(rejection, "_accept", recover_by_race)
     assert rejection_z(logits) > PASS
 
 

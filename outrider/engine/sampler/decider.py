@@ -45,8 +45,8 @@ class Decider(Protocol):
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> object:
         """What is kept for one sample; it comes back as `state.prepared` of its rows."""
 
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> list[int]:
-        """A token for each row.
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+        """A token for each row: [num_rows] int64, on the logits' device. Does not wait for a GPU.
 
         Args:
             logits: [num_rows, vocab_size] float32, contiguous, without grad, not changed; at least one row.

@@ -1,13 +1,14 @@
 """A round of decisions: rows of one step that are decided alike, after step 4 of the contract's SamplingParams.
 
-`run` finds a token for each row without waiting for the device. Its outcome says of each whether it
-stands; rows whose token does not go `again`.
+`run` finds a token for each row without waiting for the device, and a verdict on each where only some blocks were
+looked into: rows whose token does not stand go `again`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,13 @@ _RACE_OPEN, _FILTERS_OPEN, _FILTERED_OUT = 1, 2, 4
 top_p leaves it out. 0: it stands."""
 
 
+class Outcome(NamedTuple):
+    """What a round has found."""
+
+    token_ids: Tensor  # [num_rows] int64
+    verdicts: Tensor | None = None  # [num_rows] int64; None: all stand
+
+
 @dataclass(frozen=True, slots=True)
 class Greedy:
     """Rows that take their largest value, in one round."""
@@ -37,10 +45,9 @@ class Greedy:
     rows: Sequence[int]  # of the step
     values: Tensor  # [num_rows, num_ids] float32
 
-    def run(self) -> tuple[Tensor, Greedy]:
-        """Tokens and verdicts, as of a Draw: [2, num_rows] int64."""
-        token_ids = first_of_largest(self.values)
-        return torch.stack([token_ids, torch.zeros_like(token_ids)]), self
+    def run(self) -> tuple[Outcome, Greedy]:
+        """Tokens, which stand."""
+        return Outcome(first_of_largest(self.values)), self
 
     def again(self, verdicts: Sequence[int]) -> Greedy:
         """Never: all tokens stand."""
@@ -57,9 +64,18 @@ class Draw:
     race: Race
     filters: Filters | None  # None: no row has any
     num_candidates: int  # blocks that are looked into
+    is_whole: bool = False  # all blocks, and the limits are those of all filters: every token stands
 
     @classmethod
-    def of(cls, rows: Sequence[int], decisions: Sequence[Decision], values: Tensor, make_race: MakeRace) -> Draw:
+    def of(
+        cls,
+        rows: Sequence[int],
+        decisions: Sequence[Decision],
+        values: Tensor,
+        make_race: MakeRace,
+        *,
+        is_whole: bool = False,
+    ) -> Draw:
         """The first round.
 
         Args:
@@ -67,31 +83,39 @@ class Draw:
             decisions: one for each.
             values: [num_rows, num_ids] float32, after step 4.
             make_race: how winners are found.
+            is_whole: whether it is to be the only round, at the price of looking into all tokens.
         """
         device = values.device
         params = [decision.params for decision in decisions]
         keys = RaceKeys.of([decision.key for decision in decisions], device)
         blocks = LogitBlocks.of(divide_by_temperatures(values, params))
+        num_candidates = blocks.num_blocks if is_whole else _USUAL_CANDIDATES
+        filters = _filters_of(params, blocks, num_candidates)
+        if is_whole and filters is not None:
+            filters = replace(filters, limits=filters.limits_with_top_p(), top_p=None)
         return cls(
             rows=rows,
             params=params,
             blocks=blocks,
             race=make_race(keys, blocks.num_blocks),
-            filters=_filters_of(params, blocks, _USUAL_CANDIDATES),
-            num_candidates=_USUAL_CANDIDATES,
+            filters=filters,
+            num_candidates=num_candidates,
+            is_whole=is_whole,
         )
 
-    def run(self) -> tuple[Tensor, Draw]:
-        """Winners and verdicts on them: [2, num_rows] int64. And the draw with what top_p leaves out by now."""
+    def run(self) -> tuple[Outcome, Draw]:
+        """Winners and verdicts on them. And the draw with what top_p leaves out by now."""
         limits = None if self.filters is None else self.filters.limits
         winners, is_open = self.race.run(self.blocks, num_candidates=self.num_candidates, limits=limits)
+        if self.is_whole:
+            return Outcome(winners), self
         verdicts = is_open * _RACE_OPEN
         if self.filters is None:
-            return torch.stack([winners, verdicts]), self
+            return Outcome(winners, verdicts), self
         winner_keys = order_keys(self.blocks.token_values(winners), winners).unsqueeze(1)
         is_out, is_open, filters = self.filters.check(winner_keys)
         verdicts += (is_open * _FILTERS_OPEN + is_out * _FILTERED_OUT).squeeze(1)
-        return torch.stack([winners, verdicts]), replace(self, filters=filters)
+        return Outcome(winners, verdicts), replace(self, filters=filters)
 
     def again(self, verdicts: Sequence[int]) -> Draw:
         """The next round, of the rows whose winner does not stand: at least one."""

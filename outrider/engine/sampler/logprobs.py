@@ -11,28 +11,30 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from outrider.engine.pending import Pending
 from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import log_of_mass, masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.transfer import download, upload_ids
+from outrider.engine.transfer import Arrays, upload_ids
 from outrider.request import LogprobsMode, TokenLogprobs
 
 
 @torch.inference_mode()
-def logprobs_of(
-    logits: Tensor, decisions: Sequence[Decision], token_ids: Sequence[int], editor: LogitEditor
-) -> list[TokenLogprobs | None]:
-    """Of the rows whose samples asked for them, each by its mode; None for the others.
+def pending_logprobs(
+    logits: Tensor, decisions: Sequence[Decision], token_ids: Tensor, editor: LogitEditor
+) -> Pending[list[TokenLogprobs | None]]:
+    """Of the rows whose samples asked for them, each by its mode; None for the others. Does not wait for the device.
 
     Args:
         logits: [num_rows, vocab_size] float32, not changed.
         decisions: one for each row.
-        token_ids: the chosen tokens.
+        token_ids: [num_rows] int64, the chosen tokens, where the logits are.
         editor: steps 1 to 4, for LOGPROBS_MODE_SAMPLED.
     """
-    answers: list[TokenLogprobs | None] = [None] * len(decisions)
+    asked: list[tuple[list[int], list[int]]] = []  # rows of each mode and how many alternatives each wants
+    tables: list[Tensor] = []
     for mode in LogprobsMode:
         rows = [
             row
@@ -42,35 +44,48 @@ def logprobs_of(
         if not rows:
             continue
         asking = [decisions[row] for row in rows]
-        values = logits.index_select(0, upload_ids(rows, logits.device))
+        places = upload_ids(rows, logits.device)
+        values = logits.index_select(0, places)
         if mode is LogprobsMode.SAMPLED:
             values = drawn_from(editor.edit(values, asking), asking)
-        chosen = [token_ids[row] for row in rows]
-        for row, answer in zip(rows, _logprobs_of_values(values, asking, chosen), strict=True):
-            answers[row] = answer
-    return answers
+        nums_top = [decision.state.logprobs.num_top for decision in asking if decision.state.logprobs is not None]
+        asked.append((rows, nums_top))
+        tables.append(_table(values, token_ids.index_select(0, places), min(max(nums_top), values.shape[1])))
+
+    def finish(arrays: Arrays) -> list[TokenLogprobs | None]:
+        answers: list[TokenLogprobs | None] = [None] * len(decisions)
+        for (rows, nums_top), table in zip(asked, arrays, strict=True):
+            for row, answer in zip(rows, _logprobs_of_table(table.tolist(), nums_top), strict=True):
+                answers[row] = answer
+        return answers
+
+    return Pending(tuple(tables), finish)
 
 
-def _logprobs_of_values(
-    values: Tensor, decisions: Sequence[Decision], token_ids: Sequence[int]
-) -> Iterator[TokenLogprobs]:
-    """Of values [num_rows, n] float32 that a softmax makes a distribution."""
-    nums_top = [decision.state.logprobs.num_top for decision in decisions if decision.state.logprobs is not None]
-    num_top = min(max(nums_top), values.shape[1])
-    chosen = values.gather(1, upload_ids(token_ids, values.device).unsqueeze(1))
+def _table(values: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """Of values [num_rows, n] float32 that a softmax makes a distribution: [num_rows, 5 + 2 * num_top] float64.
+
+    Columns: the token of `token_ids` [num_rows], its value, the largest value, the mass of all, the token's rank, then
+    the ids of the first tokens and their values.
+    """
+    chosen = values.gather(1, token_ids.unsqueeze(1))
     largest = values.amax(dim=1, keepdim=True)
     masses = masses_of(values, largest).sum(dim=1, keepdim=True)
     ranks = (values > chosen).sum(dim=1, keepdim=True) + 1
     ids = torch.arange(values.shape[1], device=values.device)
     top_ids = ids_of_keys(order_keys(values, ids).topk(num_top, dim=1).values)
-    columns = (chosen, largest, masses, ranks, top_ids, values.gather(1, top_ids))
+    columns = (token_ids.unsqueeze(1), chosen, largest, masses, ranks, top_ids, values.gather(1, top_ids))
     # float64 holds ids, ranks and values as they are, and rounds a sum of masses like any other integer.
-    read = download(torch.cat([column.to(torch.float64) for column in columns], dim=1))
-    for token_id, wanted, (value, most, mass, rank, *top) in zip(token_ids, nums_top, read, strict=True):
+    return torch.cat([column.to(torch.float64) for column in columns], dim=1)
+
+
+def _logprobs_of_table(table: Sequence[Sequence[float]], nums_top: Sequence[int]) -> Iterator[TokenLogprobs]:
+    for wanted, (token_id, value, most, mass, rank, *top) in zip(nums_top, table, strict=True):
+        num_top = len(top) // 2
         log_total = log_of_mass(mass, most)
         alternatives = zip(top[:wanted], top[num_top : num_top + wanted], strict=True)
         yield TokenLogprobs(
-            token_id=token_id,
+            token_id=int(token_id),
             logprob=_logprob(value, log_total),
             rank=int(rank),
             top=tuple(

@@ -86,19 +86,17 @@ class NativeDecider:
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
         self._rows = (SampleRowsStruct * 1)()  # grown to the largest step so far
-        self._token_ids = (ctypes.c_int64 * 1)()
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> _Prepared:
         return _Prepared(params, sample, penalties)
 
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> list[int]:
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         assert logits.dtype is torch.float32
         assert logits.is_contiguous()
         num_rows, vocab_size = logits.shape
         if len(rows) > len(self._rows):
             self._rows = (SampleRowsStruct * len(rows))()
-        if num_rows > len(self._token_ids):
-            self._token_ids = (ctypes.c_int64 * num_rows)()
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
         assumed = array("q")
         weight = 0
         for native, part in zip(self._rows, rows, strict=False):
@@ -122,9 +120,9 @@ class NativeDecider:
             ctypes.addressof(self._rows),
             len(rows),
             assumed.buffer_info()[0],
-            ctypes.addressof(self._token_ids),
+            token_ids.data_ptr(),
         )
-        return self._token_ids[:num_rows]
+        return token_ids
 
     def __del__(self) -> None:
         if sampler := getattr(self, "_sampler", None):

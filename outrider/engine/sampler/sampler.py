@@ -14,17 +14,19 @@ from torch import Tensor
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
+from outrider.engine.pending import Pending
 from outrider.engine.sampler.decider import Decider, Vocabulary
 from outrider.engine.sampler.distribution import drawn_from
 from outrider.engine.sampler.edits import LogitEditor
-from outrider.engine.sampler.logprobs import logprobs_of
+from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.race import CandidateRace, MakeRace
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.engine.sampler.torch_decider import TorchDecider
+from outrider.engine.transfer import Arrays, read
 from outrider.errors import InternalError
-from outrider.request import LogprobsRequest, SamplingParams, TokenLogprobs
+from outrider.request import LogprobsRequest, SamplingParams
 
 
 class Sampler:
@@ -57,7 +59,8 @@ class Sampler:
         self._editor = LogitEditor(vocabulary, torch.device(device))
         self._decider: Decider
         if kernels is None:
-            self._decider = TorchDecider(self._editor, _make_race_on(torch.device(device)))
+            device = torch.device(device)
+            self._decider = TorchDecider(self._editor, _make_race_on(device), in_one_round=device.type != "cpu")
         else:
             self._decider = NativeDecider(kernels, vocabulary)
 
@@ -106,11 +109,30 @@ class Sampler:
         Returns:
             A token for each row, and logprobs for those of samples that asked for them.
         """
-        logits = self._checked(logits, rows)
-        if len(logits) == 0:
-            return SampledRows()
-        token_ids = self._decider.decide(logits, rows)
-        return SampledRows(token_ids, self.logprobs(logits, rows, token_ids))
+        return read(self.queue(logits, rows))[0]
+
+    def queue(self, logits: Tensor, rows: Sequence[SampleRows]) -> Pending[SampledRows]:
+        """As `sample`, without waiting for the device."""
+        if not rows:
+            return Pending((), lambda _: SampledRows())
+        return self.with_logprobs(logits, rows, self.decide(logits, rows))
+
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+        """A token for each row: [num_rows] int64, where the logits are. At least one row."""
+        return self._decider.decide(self._checked(logits, rows), rows)
+
+    @torch.inference_mode()
+    def with_logprobs(self, logits: Tensor, rows: Sequence[SampleRows], token_ids: Tensor) -> Pending[SampledRows]:
+        """These tokens [num_rows] int64, with the logprobs that were asked for. Arguments as for `sample`."""
+        if all(part.state.logprobs is None for part in rows):
+            return Pending((token_ids,), lambda arrays: SampledRows(arrays[0].tolist(), [None] * len(arrays[0])))
+        decisions = [decision for part in rows for decision in part.decisions()]
+        logprobs = pending_logprobs(self._checked(logits, rows), decisions, token_ids, self._editor)
+
+        def finish(arrays: Arrays) -> SampledRows:
+            return SampledRows(arrays[0].tolist(), logprobs.finish(arrays[1:]))
+
+        return Pending((token_ids, *logprobs.tensors), finish)
 
     def distribution(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         """What each row's token is drawn from.
@@ -125,15 +147,6 @@ class Sampler:
         decisions = [decision for part in rows for decision in part.decisions()]
         with torch.inference_mode():
             return drawn_from(self._editor.edit(self._checked(logits, rows), decisions), decisions)
-
-    def logprobs(
-        self, logits: Tensor, rows: Sequence[SampleRows], token_ids: Sequence[int]
-    ) -> list[TokenLogprobs | None]:
-        """Of a token for each row, None where the sample did not ask for them. Arguments as for `sample`."""
-        if all(part.state.logprobs is None for part in rows):
-            return [None] * len(token_ids)
-        decisions = [decision for part in rows for decision in part.decisions()]
-        return logprobs_of(self._checked(logits, rows), decisions, token_ids, self._editor)
 
     def _checked(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         """Float32 and contiguous. Raises: InternalError where they do not fit the rows."""

@@ -1,14 +1,13 @@
 """Decisions in torch operations, on the device where the logits are.
 
 The same operations as the native kernels', in the same order and each rounded, so the same
-tokens (see docs/adr/0019). Nothing here waits for a GPU but `download`: once in a step, and once
-for each further round that some of its rows need.
+tokens (see docs/adr/0019). On a CPU only blocks that can win are looked into at first, and rows that this
+leaves open are decided in further rounds. On a GPU the question would be a wait: all of a row is looked into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.race import CandidateRace, MakeRace
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
-from outrider.engine.transfer import download, upload_ids
+from outrider.engine.transfer import upload_ids
 from outrider.request import SamplingParams
 
 _MOST_VALUES = 1 << 22
@@ -29,27 +28,29 @@ _MOST_VALUES = 1 << 22
 class TorchDecider:
     """All arithmetic is row by row, and no sum is of floats: its order would be the device's choice."""
 
-    def __init__(self, editor: LogitEditor, make_race: MakeRace = CandidateRace.of) -> None:
+    def __init__(
+        self, editor: LogitEditor, make_race: MakeRace = CandidateRace.of, *, in_one_round: bool = False
+    ) -> None:
+        """`in_one_round`: all of a row is looked into, so that nothing is asked of the device."""
         self._editor = editor
         self._make_race = make_race
+        self._in_one_round = in_one_round
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
         """Nothing: rows bring what is needed."""
 
     @torch.inference_mode()
-    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> list[int]:
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
         decisions = [decision for part in rows for decision in part.decisions()]
-        token_ids = [0] * len(decisions)
+        token_ids = torch.empty(len(decisions), dtype=torch.int64, device=logits.device)
         rounds = list(self.first_rounds(logits, decisions))
         while rounds:
             outcomes = [each.run() for each in rounds]
-            results = _read([outcome for outcome, _ in outcomes])
             rounds = []
-            for (_, after), (winners, verdicts) in zip(outcomes, results, strict=True):
-                for row, winner in zip(after.rows, winners, strict=True):
-                    token_ids[row] = winner
-                if any(verdicts):
-                    rounds.append(after.again(verdicts))
+            for (winners, verdicts), after in outcomes:
+                token_ids.index_copy_(0, upload_ids(after.rows, logits.device), winners)
+                if verdicts is not None and verdicts.any():
+                    rounds.append(after.again(verdicts.tolist()))
         return token_ids
 
     def first_rounds(self, logits: Tensor, decisions: Sequence[Decision]) -> Iterator[Draw | Greedy]:
@@ -67,16 +68,15 @@ class TorchDecider:
             most = max(1, _MOST_VALUES // values.shape[1])
             for start in range(0, len(drawn), most):
                 rows = drawn[start : start + most]
-                yield Draw.of(rows, [decisions[row] for row in rows], _rows_of(values, rows), self._make_race)
+                yield Draw.of(
+                    rows,
+                    [decisions[row] for row in rows],
+                    _rows_of(values, rows),
+                    self._make_race,
+                    is_whole=self._in_one_round,
+                )
 
 
 def _rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
     """Some rows of values [num_rows, num_ids], rising; no copy where they are all."""
     return values if len(rows) == len(values) else values.index_select(0, upload_ids(rows, values.device))
-
-
-def _read(outcomes: Sequence[Tensor]) -> list[tuple[list[int], list[int]]]:
-    """Winners and verdicts of each round [2, n] int64, in one transfer."""
-    winners, verdicts = download(torch.cat(list(outcomes), dim=1))
-    ends = accumulate((outcome.shape[1] for outcome in outcomes), initial=0)
-    return [(winners[start:end], verdicts[start:end]) for start, end in pairwise(ends)]

@@ -14,8 +14,9 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
-from outrider.engine.transfer import download, upload_ids
+from outrider.engine.transfer import Arrays, read, upload_ids
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
@@ -82,37 +83,45 @@ class ModelForward:
             SequenceRows(row.token_ids, row.start_position, row.block_ids, min(row.num_decisions, 1)) for row in rows
         ]
         logits = self.runner.forward(build_input_batch(fed, self.pool.block_size))
-        decided: list[list[int]] = [[] for _ in rows]
         deciding = [index for index, row in enumerate(rows) if row.num_decisions]
         distributions = self._distributions(logits, rows, deciding)
+        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # of each the rows, and what was decided after them
         while deciding:
-            sampled = self.sampler.sample(logits, [_sample_rows(rows[index]) for index in deciding]).token_ids
-            for index, token_id in zip(deciding, sampled, strict=True):
-                decided[index].append(token_id)
-            again = [place for place, index in enumerate(deciding) if rows[index].num_decisions > len(decided[index])]
+            sampled = self.sampler.decide(logits, [_sample_rows(rows[index]) for index in deciding])
+            rounds.append((deciding, Pending((sampled,), lambda arrays: arrays[0].tolist())))
+            again = [place for place, index in enumerate(deciding) if rows[index].num_decisions > len(rounds)]
             if again:
-                logits = _without(logits, again, [sampled[place] for place in again])
+                logits = _without(logits, again, sampled)
             deciding = [deciding[place] for place in again]
-        return [Decided(tuple(token_ids), distributions.get(index)) for index, token_ids in enumerate(decided)]
+        found, *winners = read(distributions, *(pending for _, pending in rounds))
+        decided: list[list[int]] = [[] for _ in rows]
+        for (indices, _), token_ids in zip(rounds, winners, strict=True):
+            for index, token_id in zip(indices, token_ids, strict=True):
+                decided[index].append(token_id)
+        return [Decided(tuple(token_ids), found.get(index)) for index, token_ids in enumerate(decided)]
 
     def _distributions(
         self, logits: Tensor, rows: Sequence[PathRows], deciding: Sequence[int]
-    ) -> dict[int, TokenDistribution]:
+    ) -> Pending[dict[int, TokenDistribution]]:
         """What the next token of some rows is drawn from, by row. `logits`: [len(deciding), vocab_size]."""
         places = [place for place, index in enumerate(deciding) if rows[index].wants_distribution]
         if not places:
-            return {}
+            return Pending((), lambda _: {})
         asking = [deciding[place] for place in places]
         values = self.sampler.distribution(
             logits.index_select(0, upload_ids(places, logits.device)), [_sample_rows(rows[index]) for index in asking]
         )
         likely = values.topk(min(MAX_DISTRIBUTION_IDS, values.shape[1]), dim=1)
         probs = likely.values.softmax(dim=1)  # [len(places), 32] float32
-        found = {}
-        for index, ids, weights in zip(asking, download(likely.indices), download(probs), strict=True):
-            kept = [(token_id, weight) for token_id, weight in zip(ids, weights, strict=True) if weight > 0.0]
-            found[index] = TokenDistribution(tuple(token_id for token_id, _ in kept), tuple(w for _, w in kept))
-        return found
+
+        def finish(arrays: Arrays) -> dict[int, TokenDistribution]:
+            found = {}
+            for index, ids, weights in zip(asking, arrays[0].tolist(), arrays[1].tolist(), strict=True):
+                kept = [(token_id, weight) for token_id, weight in zip(ids, weights, strict=True) if weight > 0.0]
+                found[index] = TokenDistribution(tuple(token_id for token_id, _ in kept), tuple(w for _, w in kept))
+            return found
+
+        return Pending((likely.indices, probs.to(torch.float64)), finish)
 
 
 def _sample_rows(row: PathRows) -> SampleRows:
@@ -121,10 +130,12 @@ def _sample_rows(row: PathRows) -> SampleRows:
     return SampleRows(row.sampling, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
 
 
-def _without(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+def _without(logits: Tensor, rows: Sequence[int], token_ids: Tensor) -> Tensor:
     """These rows, each without the token that has won: [num_rows, vocab_size] -> [len(rows), vocab_size].
 
-    Changes `logits` where they are all of them: nobody reads them again.
+    `token_ids`: [num_rows] int64, of all rows. Changes `logits` where they are all of them: nobody reads them again.
     """
-    left = logits if len(rows) == len(logits) else logits.index_select(0, upload_ids(rows, logits.device))
-    return left.scatter_(1, upload_ids(token_ids, logits.device).unsqueeze(1), -torch.inf)
+    if len(rows) < len(logits):
+        places = upload_ids(rows, logits.device)
+        logits, token_ids = logits.index_select(0, places), token_ids.index_select(0, places)
+    return logits.scatter_(1, token_ids.unsqueeze(1), -torch.inf)

@@ -11,6 +11,7 @@ from outrider.speculation.token_distribution import TokenDistribution
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outrider.engine.pending import Pending
     from outrider.engine.sampler import SampleRows
 
 
@@ -50,8 +51,8 @@ class Verifier(Protocol):
     def is_exact(self) -> bool:
         """Whether committed tokens have the target model's distribution, whatever the drafter."""
 
-    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
-        """The outcome for each draft, in order.
+    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+        """The outcome for each draft, in order. Does not wait for the logits' device.
 
         Args:
             logits: [num_rows, vocab_size] float32, the rows of all drafts in order; not changed.

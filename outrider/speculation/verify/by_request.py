@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
-from outrider.engine.transfer import upload_ids
+from outrider.engine.transfer import read, upload_ids
 from outrider.request import VerificationMethod
 from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier
@@ -27,23 +28,29 @@ class RequestVerifier:
         }
 
     def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
-        """The outcome for each draft, in order. Arguments as for `Verifier.verify`; drafts may be empty."""
+        """The outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
+
+        Waits for the device once, whatever the methods.
+        """
         if {draft.method for draft in drafts} == {VerificationMethod.COUPLED}:
-            return self.verifiers[VerificationMethod.COUPLED].verify(logits, drafts)
+            (verified,) = read(self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts))
+            return list(verified)
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
             method = _method_of(draft)
             assert not draft.parents or method is VerificationMethod.COUPLED, "of other methods' drafts, the chain"
             by_method.setdefault(method, []).append(place)
-        if len(by_method) == 1:
-            return self.verifiers[next(iter(by_method))].verify(logits, drafts)
         starts = row_starts(drafts)
-        found: dict[int, Verified] = {}
+        queued: list[Pending[list[Verified]]] = []
         for method, places in by_method.items():
-            some = [drafts[place] for place in places]
-            rows = [starts[place] + row for place in places for row in range(drafts[place].rows.num_rows)]
-            part = logits.index_select(0, upload_ids(rows, logits.device))
-            found.update(zip(places, self.verifiers[method].verify(part, some), strict=True))
+            part = logits
+            if len(by_method) > 1:
+                rows = [starts[place] + row for place in places for row in range(drafts[place].rows.num_rows)]
+                part = logits.index_select(0, upload_ids(rows, logits.device))
+            queued.append(self.verifiers[method].queue(part, [drafts[place] for place in places]))
+        found: dict[int, Verified] = {}
+        for places, verified in zip(by_method.values(), read(*queued), strict=True):
+            found.update(zip(places, verified, strict=True))
         return [found[place] for place in range(len(drafts))]
 
 

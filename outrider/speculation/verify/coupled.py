@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.pending import Pending
+from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.request import TokenLogprobs
 from outrider.speculation.acceptance import accept, accept_path
 from outrider.speculation.verify.base import DraftRows, Verified
@@ -26,29 +27,34 @@ class CoupledVerifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
+    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         rows: list[SampleRows] = []
         for draft in drafts:
             if draft.parents:
                 rows += runs_of_tree(draft)
             else:
                 rows.append(draft.rows)
-        sampled = self._sampler.sample(logits, rows)
-        decided = tuple(sampled.token_ids)
-        verified: list[Verified] = []
-        start = 0
-        for draft in drafts:
-            draft_token_ids = draft.rows.draft_token_ids
-            end = start + len(draft_token_ids) + 1
-            if draft.parents:
-                verified.append(_of_tree(draft, decided[start:end], sampled.logprobs[start:end]))
-            else:
-                token_ids = accept(draft_token_ids, decided[start:end])
-                has_logprobs = draft.rows.state.logprobs is not None
-                logprobs = tuple(sampled.logprobs[start : start + len(token_ids)]) if has_logprobs else ()
-                verified.append(Verified(token_ids, logprobs))
-            start = end
-        return verified
+        sampled = self._sampler.queue(logits, rows)
+        return Pending(sampled.tensors, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
+
+
+def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Verified]:
+    """Draft tokens stand as far as they are what was decided for their rows."""
+    decided = tuple(sampled.token_ids)
+    verified: list[Verified] = []
+    start = 0
+    for draft in drafts:
+        draft_token_ids = draft.rows.draft_token_ids
+        end = start + len(draft_token_ids) + 1
+        if draft.parents:
+            verified.append(_of_tree(draft, decided[start:end], sampled.logprobs[start:end]))
+        else:
+            token_ids = accept(draft_token_ids, decided[start:end])
+            has_logprobs = draft.rows.state.logprobs is not None
+            logprobs = tuple(sampled.logprobs[start : start + len(token_ids)]) if has_logprobs else ()
+            verified.append(Verified(token_ids, logprobs))
+        start = end
+    return verified
 
 
 def _of_tree(draft: DraftRows, decided: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Verified:

@@ -10,36 +10,29 @@ Luck: purpose 2 of the decision's generator, words 0 and 1 for acceptance, 2 and
 arrivals (purposes 0 and 1) decide bonus tokens here and drafts in the drafter: never both for one position, because
 a position whose draft token is looked at is decided by purpose 2 alone.
 
-Probabilities of p are integer masses (see `elementary`), so a decision does not depend on the device, nor on the batch.
+Probabilities of p are integer masses (see `elementary`), and what is done with them is rounded by IEEE 754's float64,
+so a decision does not depend on the device, nor on the batch. All of it is queued on the logits' device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.sequence_sampling import Decision
-from outrider.engine.transfer import download, upload_ids
+from outrider.engine.transfer import Arrays, upload, upload_ids
 from outrider.speculation.token_distribution import TokenDistribution, certain
 from outrider.speculation.verify.base import DraftRows, Verified
-from outrider.speculation.verify.rows import draft_token_masses, row_starts, with_logprobs
+from outrider.speculation.verify.rows import draft_token_masses, row_starts
 
 PURPOSE = 2
 _UNIFORM_BITS = 53
-
-
-@dataclass(frozen=True, slots=True)
-class _Rejected:
-    """A position whose token is still to be drawn."""
-
-    place: int  # of the draft among the verified
-    row: int  # among the draft rows
-    decision: Decision
-    distribution: TokenDistribution
+_WORD = 0xFFFFFFFF
 
 
 class RejectionVerifier:
@@ -51,57 +44,90 @@ class RejectionVerifier:
         self._sampler = sampler
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
+    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+        device = logits.device
         starts = row_starts(drafts)
-        has_drafts = any(draft.draft_token_ids for draft in drafts)
-        masses = draft_token_masses(self._sampler, logits, drafts) if has_drafts else logits.new_zeros((0, 1))
-        accepted, rejected = self._accept(masses, drafts)
-        recovered = dict(zip((each.place for each in rejected), _recover(masses, rejected), strict=True))
-        bonus = self._bonus(logits, drafts, starts, [i for i in range(len(drafts)) if i not in recovered])
-        token_ids = [
-            (*draft.draft_token_ids[:num_accepted], recovered[place] if place in recovered else bonus[place])
-            for place, (draft, num_accepted) in enumerate(zip(drafts, accepted, strict=True))
-        ]
-        return with_logprobs(self._sampler, logits, drafts, token_ids)
+        num_drafts = [len(draft.draft_token_ids) for draft in drafts]
+        last_rows = upload_ids([start + num for start, num in zip(starts, num_drafts, strict=True)], device)
+        # The token after a draft that stands: the position's race decides it, as without a draft.
+        following = self._sampler.decide(
+            logits.index_select(0, last_rows), [_after_draft(draft.rows) for draft in drafts]
+        )
+        num_accepted = torch.zeros_like(last_rows)
+        if any(num_drafts):
+            masses = draft_token_masses(self._sampler, logits, drafts)
+            num_accepted, recovered = _accept(masses, drafts, num_drafts)
+            following = torch.where(num_accepted == upload_ids(num_drafts, device), following, recovered)
+        rows = np.asarray(
+            [
+                (sequence, index, token_id)
+                for sequence, draft in enumerate(drafts)
+                for index, token_id in enumerate((*draft.draft_token_ids, 0))
+            ],
+            dtype=np.int64,
+        )
+        sequences, indices, token_ids = upload(rows.T, device).unbind(0)  # each [num_rows]
+        stands = indices < num_accepted.index_select(0, sequences)
+        token_ids = torch.where(stands, token_ids, following.index_select(0, sequences))
+        sampled = self._sampler.with_logprobs(logits, [draft.rows for draft in drafts], token_ids)
 
-    def _accept(self, masses: Tensor, drafts: Sequence[DraftRows]) -> tuple[list[int], list[_Rejected]]:
-        """How many draft tokens of each stand, and the positions at which one does not."""
-        token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
-        targets: list[list[int]] = []  # of each draft token: its mass, and that of all
-        if token_ids:
-            # An id beyond the vocabulary has no mass.
-            within = upload_ids([min(token_id, masses.shape[1] - 1) for token_id in token_ids], masses.device)
-            own = masses.gather(1, within.unsqueeze(1))
-            targets = download(torch.cat([own, masses.sum(dim=1, keepdim=True)], dim=1))
-        accepted: list[int] = []
-        rejected: list[_Rejected] = []
-        row = 0
-        for place, draft in enumerate(drafts):
-            num_accepted = 0
-            for index, (token_id, decision) in enumerate(
-                zip(draft.draft_token_ids, draft.rows.decisions(), strict=False)
-            ):
-                distribution = draft.distributions[index] if draft.distributions else certain(token_id)
-                mass, total = targets[row + index]
-                target_prob = mass / total if token_id < masses.shape[1] else 0.0
-                if not _uniform(decision) * distribution.probability_of(token_id) < target_prob:
-                    rejected.append(_Rejected(place, row + index, decision, distribution))
-                    break
-                num_accepted += 1
-            accepted.append(num_accepted)
-            row += len(draft.draft_token_ids)
-        return accepted, rejected
+        def finish(arrays: Arrays) -> list[Verified]:
+            found = sampled.finish(arrays[1:])
+            verified: list[Verified] = []
+            for draft, start, accepted in zip(drafts, starts, arrays[0].tolist(), strict=True):
+                end = start + accepted + 1
+                has_logprobs = draft.rows.state.logprobs is not None
+                logprobs = tuple(found.logprobs[start:end]) if has_logprobs else ()
+                verified.append(Verified(tuple(found.token_ids[start:end]), logprobs))
+            return verified
 
-    def _bonus(
-        self, logits: Tensor, drafts: Sequence[DraftRows], starts: Sequence[int], places: Sequence[int]
-    ) -> dict[int, int]:
-        """The token after a draft that stands: the position's race decides it, as without a draft."""
-        if not places:
-            return {}
-        last = [starts[place] + len(drafts[place].draft_token_ids) for place in places]
-        rows = [_after_draft(drafts[place].rows) for place in places]
-        sampled = self._sampler.sample(logits.index_select(0, upload_ids(last, logits.device)), rows)
-        return dict(zip(places, sampled.token_ids, strict=True))
+        return Pending((num_accepted, *sampled.tensors), finish)
+
+
+def _accept(masses: Tensor, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """How many tokens of each draft stand, and what takes the place of the first that does not: each [num_seqs] int64.
+
+    `masses`: [num draft tokens, num_ids] int64, of p. Where a whole draft stands, the second means nothing.
+    """
+    device = masses.device
+    token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
+    distributions = [
+        draft.distributions[index] if draft.distributions else certain(token_id)
+        for draft in drafts
+        for index, token_id in enumerate(draft.draft_token_ids)
+    ]
+    words = [
+        decision.key.words(PURPOSE)
+        for draft in drafts
+        for _, decision in zip(draft.draft_token_ids, draft.rows.decisions(), strict=False)
+    ]
+    bounds = [
+        _uniform(*luck[:2]) * distribution.probability_of(token_id)
+        for luck, distribution, token_id in zip(words, distributions, token_ids, strict=True)
+    ]
+    ids = upload_ids(token_ids, device)
+    within = ids.clamp(max=masses.shape[1] - 1)
+    own = masses.gather(1, within.unsqueeze(1)).squeeze(1)
+    probs = own.to(torch.float64) / masses.sum(dim=1).to(torch.float64)
+    # An id beyond the vocabulary has no mass.
+    is_accepted = (upload(np.asarray(bounds, dtype=np.float64), device) < probs) & (ids == within)
+
+    firsts = list(accumulate(num_drafts[:-1], initial=0))  # draft token of each draft
+    most = max(num_drafts)
+    table = [
+        [first + index if index < num else len(token_ids) for index in range(most)]
+        for first, num in zip(firsts, num_drafts, strict=True)
+    ]
+    places = upload(np.asarray(table, dtype=np.int64), device)  # [num_seqs, most], of draft tokens; behind them: none
+    stands = torch.cat([is_accepted.to(torch.int64), is_accepted.new_zeros(1, dtype=torch.int64)])
+    num_accepted = stands.index_select(0, places.flatten()).view(places.shape).cumprod(dim=1).sum(dim=1)
+    first_rejected = (upload_ids(firsts, device) + num_accepted).clamp(max=len(token_ids) - 1)
+    luck = upload(np.asarray([each[2:] for each in words], dtype=np.int64), device).index_select(0, first_rejected)
+    weights = _weights(distributions, masses.shape[1], device)
+    recovered = _recover(
+        masses.index_select(0, first_rejected), [each.index_select(0, first_rejected) for each in weights], luck
+    )
+    return num_accepted, recovered
 
 
 def _after_draft(rows: SampleRows) -> SampleRows:
@@ -113,36 +139,56 @@ def _after_draft(rows: SampleRows) -> SampleRows:
     )
 
 
-def _uniform(decision: Decision) -> float:
+def _uniform(high: int, low: int) -> float:
     """In [0, 1), for acceptance."""
-    high, low, _, _ = decision.key.words(PURPOSE)
     return ((high << 32 | low) >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
 
 
-def _recover(masses: Tensor, rejected: Sequence[_Rejected]) -> list[int]:
-    """A token from max(p - q, 0) for each, by inversion: [num draft tokens, num_ids] int64 masses of p."""
-    if not rejected:
-        return []
-    target = masses.index_select(0, upload_ids([each.row for each in rejected], masses.device))
-    totals = [total for (total,) in download(target.sum(dim=1, keepdim=True))]
-    num_ids = masses.shape[1]
-    left = target.clone()
-    for row, (each, total) in enumerate(zip(rejected, totals, strict=True)):
-        known = [(i, w) for i, w in zip(each.distribution.token_ids, each.distribution.probabilities, strict=True)]
-        scale = total / each.distribution.total
-        ids = upload_ids([token_id for token_id, _ in known if token_id < num_ids], masses.device)
-        drafted = upload_ids([round(weight * scale) for token_id, weight in known if token_id < num_ids], masses.device)
-        left[row, ids] = (left[row, ids] - drafted).clamp_(min=0)
+def _weights(
+    distributions: Sequence[TokenDistribution], num_ids: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and weights of each q, [n, most] int64 and float64, and the sum of its weights [n].
+
+    An id beyond the vocabulary has weight 0.
+    """
+    most = max(len(each.token_ids) for each in distributions)
+    ids = np.zeros((len(distributions), most), dtype=np.int64)
+    weights = np.zeros((len(distributions), most))
+    for row, each in enumerate(distributions):
+        ids[row, : len(each.token_ids)] = each.token_ids
+        weights[row, : len(each.token_ids)] = each.probabilities
+    weights[ids >= num_ids] = 0.0
+    ids[ids >= num_ids] = 0
+    totals = np.asarray([each.total for each in distributions])
+    return upload(ids, device), upload(weights, device), upload(totals, device)
+
+
+def _recover(target: Tensor, drafted: Sequence[Tensor], luck: Tensor) -> Tensor:
+    """A token from max(p - q, 0) for each row, by inversion: [num_rows] int64.
+
+    Args:
+        target: [num_rows, num_ids] int64, masses of p.
+        drafted: of q, as of `_weights`.
+        luck: [num_rows, 2] int64, two words.
+    """
+    ids, weights, totals = drafted
+    scales = target.sum(dim=1).to(torch.float64) / totals
+    left = target.scatter_add(1, ids, -(weights * scales.unsqueeze(1)).round().to(torch.int64)).clamp_(min=0)
     # p and q may be equal but for rounding, which leaves nothing.
     left = torch.where(left.sum(dim=1, keepdim=True) > 0, left, target)
     cumulative = left.cumsum(dim=1)
-    sums = [total for (total,) in download(cumulative[:, -1:])]
-    places = [_place(each.decision, total) for each, total in zip(rejected, sums, strict=True)]
-    found = torch.searchsorted(cumulative, upload_ids(places, masses.device).unsqueeze(1), right=True)
-    return [token_id for (token_id,) in download(found)]
+    places = _share(luck, cumulative.select(1, -1))
+    return torch.searchsorted(cumulative, places.unsqueeze(1), right=True).squeeze(1)
 
 
-def _place(decision: Decision, total: int) -> int:
-    """A whole number in [0, total)."""
-    _, _, high, low = decision.key.words(PURPOSE)
-    return ((high << 32 | low) * total) >> 64
+def _share(luck: Tensor, totals: Tensor) -> Tensor:
+    """A whole number in [0, total) for each: the high half of the product of 64 bits of luck and the total.
+
+    luck: [n, 2] int64, two words; totals: [n] int64, positive.
+    """
+    high, low = luck.unbind(1)
+    total_high, total_low = totals >> 32, totals & _WORD
+    # A product of two words may wrap to a negative number, whose bits are the product's.
+    middle, other = high * total_low, low * total_high
+    carry = (((low * total_low) >> 32) & _WORD) + (middle & _WORD) + (other & _WORD)
+    return high * total_high + ((middle >> 32) & _WORD) + ((other >> 32) & _WORD) + (carry >> 32)

@@ -1,22 +1,33 @@
-"""Rows of a step, as verification methods need them: where each draft's begin, what they are drawn from, logprobs."""
+"""Rows of a step, as verification methods need them: where each draft's begin, and what they are drawn from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler.draw import first_of_largest
 from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.transfer import upload_ids
 from outrider.speculation.draft_tree import ROOT
-from outrider.speculation.verify.base import DraftRows, Verified
+from outrider.speculation.verify.base import DraftRows
 
 
 def row_starts(drafts: Sequence[DraftRows]) -> list[int]:
     """The first row of each draft."""
     return list(accumulate((draft.rows.num_rows for draft in drafts[:-1]), initial=0))
+
+
+def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
+    """The rows that decide the positions of draft tokens, in order."""
+    return [
+        start + index
+        for start, draft in zip(row_starts(drafts), drafts, strict=True)
+        for index in range(len(draft.draft_token_ids))
+    ]
 
 
 def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
@@ -55,11 +66,7 @@ def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftR
     Returns:
         [num draft tokens, num_ids] int64, a row's probabilities but for a factor.
     """
-    rows = [
-        start + index
-        for start, draft in zip(row_starts(drafts), drafts, strict=True)
-        for index in range(len(draft.draft_token_ids))
-    ]
+    rows = draft_token_rows(drafts)
     parts = [
         draft.rows._replace(draft_token_ids=draft.draft_token_ids[:-1]) for draft in drafts if draft.draft_token_ids
     ]
@@ -69,30 +76,7 @@ def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftR
 def _masses(sampler: Sampler, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
     values = sampler.distribution(logits, rows)
     largest = values.amax(dim=1, keepdim=True)
-    masses = masses_of(values, largest)
-    broken = largest.isfinite().logical_not().squeeze(1)
-    if broken.any():  # no distribution: NaN, nothing left, or a bias beyond float32. The race still decides.
-        token_ids = upload_ids(sampler.sample(logits, rows).token_ids, logits.device)
-        masses[broken] = 0
-        masses[broken, token_ids[broken]] = 1
-    return masses
-
-
-def with_logprobs(
-    sampler: Sampler, logits: Tensor, drafts: Sequence[DraftRows], token_ids: Sequence[tuple[int, ...]]
-) -> list[Verified]:
-    """The outcome that these tokens are, with the logprobs that were asked for. `logits` are those of all rows."""
-    if all(draft.rows.state.logprobs is None for draft in drafts):
-        return [Verified(tokens, (None,) * len(tokens)) for tokens in token_ids]
-    rows = [
-        start + index
-        for start, tokens in zip(row_starts(drafts), token_ids, strict=True)
-        for index in range(len(tokens))
-    ]
-    parts = [
-        draft.rows._replace(draft_token_ids=draft.draft_token_ids[: len(tokens) - 1])
-        for draft, tokens in zip(drafts, token_ids, strict=True)
-    ]
-    flat = [token_id for tokens in token_ids for token_id in tokens]
-    found = iter(sampler.logprobs(logits.index_select(0, upload_ids(rows, logits.device)), parts, flat))
-    return [Verified(tokens, tuple(next(found) for _ in tokens)) for tokens in token_ids]
+    # No distribution: NaN, nothing left, or a bias beyond float32. The race takes the first of the largest then.
+    is_broken = largest.isfinite().logical_not()
+    masses = masses_of(values, largest).masked_fill_(is_broken, 0)
+    return masses.scatter_add_(1, first_of_largest(values).unsqueeze(1), is_broken.to(torch.int64))

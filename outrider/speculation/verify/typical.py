@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
-from outrider.engine.transfer import download, upload_ids
+from outrider.engine.transfer import upload_ids
 from outrider.speculation.verify.base import DraftRows, Verified
-from outrider.speculation.verify.rows import draft_token_masses, row_starts, with_logprobs
+from outrider.speculation.verify.coupled import accept_drafts
+from outrider.speculation.verify.rows import draft_token_masses, draft_token_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +45,22 @@ class TypicalVerifier:
         self._thresholds = thresholds or TypicalThresholds()
 
     @torch.inference_mode()
-    def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
-        decided = self._sampler.sample(logits, [draft.rows for draft in drafts]).token_ids
-        is_typical = self._find_typical(logits, drafts)
-        token_ids: list[tuple[int, ...]] = []
-        for draft, start in zip(drafts, row_starts(drafts), strict=True):
-            tokens: list[int] = []
-            for index, token_id in enumerate(draft.draft_token_ids):
-                if token_id != decided[start + index] and start + index not in is_typical:
-                    break
-                tokens.append(token_id)
-            token_ids.append((*tokens, decided[start + len(tokens)]))
-        return with_logprobs(self._sampler, logits, drafts, token_ids)
+    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
+        rows = [draft.rows for draft in drafts]
+        token_ids = self._sampler.decide(logits, rows)
+        if any(draft.draft_token_ids for draft in drafts):
+            token_ids = self._with_typical(token_ids, logits, drafts)
+        sampled = self._sampler.with_logprobs(logits, rows, token_ids)
+        return Pending(sampled.tensors, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
-    def _find_typical(self, logits: Tensor, drafts: Sequence[DraftRows]) -> frozenset[int]:
-        """The rows whose draft token is likely enough."""
-        rows = [
-            start + index
-            for start, draft in zip(row_starts(drafts), drafts, strict=True)
-            for index in range(len(draft.draft_token_ids))
-        ]
-        if not rows:
-            return frozenset()
+    def _with_typical(self, decided: Tensor, logits: Tensor, drafts: Sequence[DraftRows]) -> Tensor:
+        """What was decided [num_rows] int64, and in its place draft tokens that are likely enough."""
         masses = draft_token_masses(self._sampler, logits, drafts)
-        token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
+        token_ids = upload_ids([token_id for draft in drafts for token_id in draft.draft_token_ids], logits.device)
         probs = masses.to(torch.float64) / masses.sum(dim=1, keepdim=True)  # [num draft tokens, num_ids]
         entropy = -torch.xlogy(probs, probs).sum(dim=1, keepdim=True)
         bounds = (self._thresholds.alpha * torch.exp(-entropy)).clamp(max=self._thresholds.threshold)
-        within = upload_ids([min(token_id, probs.shape[1] - 1) for token_id in token_ids], probs.device).unsqueeze(1)
-        likely = download((probs.gather(1, within) > bounds) & (within == upload_ids(token_ids, probs.device)[:, None]))
-        return frozenset(row for row, (is_likely,) in zip(rows, likely, strict=True) if is_likely)
+        within = token_ids.clamp(max=probs.shape[1] - 1)
+        is_likely = (probs.gather(1, within.unsqueeze(1)) > bounds).squeeze(1) & (within == token_ids)
+        rows = upload_ids(draft_token_rows(drafts), logits.device)
+        return decided.index_copy(0, rows, torch.where(is_likely, token_ids, decided.index_select(0, rows)))

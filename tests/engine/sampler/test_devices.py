@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from outrider.engine.sampler import Sampler, logprobs
+from outrider.engine import transfer
+from outrider.engine.sampler import Sampler
 from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.edits import LogitEditor
+from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.sequence_sampling import SampleRows
 from outrider.engine.sampler.torch_decider import TorchDecider
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
@@ -58,20 +61,15 @@ def decisions_of(known, **options):
     return [decision for state in states for decision in SampleRows(state, 9, (1, 2, 3)).decisions()]
 
 
-def test_no_round_leaves_the_gpu_or_waits_for_it(known, on_gpu):
+def test_there_is_one_round_which_does_not_wait(known, on_gpu):
     vocabulary, decisions = Vocabulary.of(known), decisions_of(known)
 
     def decide(logits):
-        decider = TorchDecider(LogitEditor(vocabulary, GPU))
+        decider = TorchDecider(LogitEditor(vocabulary, GPU), in_one_round=True)
         for each in decider.first_rounds(logits, decisions):
-            outcome, after = each.run()
-            assert outcome.shape == (2, len(each.rows))
-            assert outcome.device.type == "cuda"
-            if decisions[each.rows[0]].params.is_greedy:
-                continue
-            for verdict in (1, 2, 3, 4, 7):
-                later, _ = after.again([verdict] * len(each.rows)).run()
-                assert later.device.type == "cuda"
+            (token_ids, verdicts), _ = each.run()
+            assert (token_ids.shape, token_ids.device.type) == ((len(each.rows),), "cuda")
+            assert verdicts is None
 
     on_gpu(decide)
 
@@ -81,15 +79,16 @@ def test_logprobs_are_read_in_one_transfer(known, on_gpu, mode, monkeypatch):
     vocabulary = Vocabulary.of(known)
     decisions = decisions_of(known, logprobs=LogprobsRequest(num_top=3, mode=mode))
     read = []
-    monkeypatch.setattr(
-        logprobs, "download", lambda rows: read.append(rows) or [[0.0, 1.0, 1.0, 1, 2, 3, 4, 0.0, 0.0, 0.0]] * len(rows)
-    )
+    table = np.tile([3.0, 0.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0], (len(decisions), 1))
+    monkeypatch.setattr(transfer, "download", lambda numbers: read.append(numbers) or table.view(np.int64).reshape(-1))
 
     def ask(logits):
-        logprobs.logprobs_of(logits, decisions, [3] * len(decisions), LogitEditor(vocabulary, GPU))
+        token_ids = torch.full((len(decisions),), 3, device=GPU)
+        return transfer.read(pending_logprobs(logits, decisions, token_ids, LogitEditor(vocabulary, GPU)))[0]
 
-    on_gpu(ask)
-    assert [(rows.device.type, tuple(rows.shape)) for rows in read] == [("cuda", (len(decisions), 10))]
+    answers = on_gpu(ask)
+    assert [(numbers.device.type, tuple(numbers.shape)) for numbers in read] == [("cuda", (table.size,))]
+    assert [(each.token_id, [token_id for token_id, _ in each.top]) for each in answers] == [(3, [2, 3, 4])] * 16
 
 
 @pytest.mark.parametrize(

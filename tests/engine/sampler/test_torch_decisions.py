@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider.engine.sampler import Sampler, SampleRows, draw, torch_decider
+from outrider.engine.sampler.torch_decider import TorchDecider
 from outrider.request import LogprobsMode, LogprobsRequest
 from tests.oracle.random_steps import SHAPES, Pair, random_known, random_params, random_step
 
@@ -24,6 +25,19 @@ def test_decisions_are_those_of_the_oracle(vocab_size, num_steps, is_full):
         by_torch, expected = pair.decide(logits, parts)
         assert by_torch == expected
         assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_round_of_all_tokens_decides_alike(shape, monkeypatch):
+    """As on a GPU, where a question about a round would be a wait."""
+    rng = np.random.default_rng(11)
+    pair = Pair(1000, random_known(rng, 1000))
+    monkeypatch.setattr(draw.Draw, "again", None)
+    pair.samplers[0]._decider = TorchDecider(pair.samplers[0]._editor, in_one_round=True)
+    for _ in range(4):
+        logits, parts = random_step(rng, pair, 1000, num_sequences=12, shapes=[shape])
+        in_one_round, expected = pair.decide(logits, parts)
+        assert in_one_round == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,18 +63,15 @@ def test_how_rows_are_cut_into_draws_changes_nothing(monkeypatch):
 
 
 def test_most_rows_need_one_round(monkeypatch):
-    """A round more is a wait more on a GPU: usual logits need none, but where top_p rejects a token."""
-    rounds = []
-    download = torch_decider.download
-    monkeypatch.setattr(torch_decider, "download", lambda outcomes: rounds.append(outcomes) or download(outcomes))
+    """Usual logits need no more, but where top_p rejects a token."""
+    monkeypatch.setattr(draw.Draw, "again", None)
     rng = np.random.default_rng(9)
     logits = rng.standard_normal((8, 49_152)).astype(np.float32) * 2
     logits[:, 100:110] += 14.0
     sampler = Sampler(vocab_size=49_152, known_token_ids=torch.ones(49_152, dtype=torch.bool))
     params = random_params(rng, 49_152, temperature=0.8, top_p=0.999, top_k=50, min_p=0.0, logit_bias=())
     state = sampler.start(params, sample=0, prompt_token_ids=[])
-    sampler.sample(torch.from_numpy(logits), [SampleRows(state, 5, (0,) * 7)])
-    assert len(rounds) == 1
+    assert len(sampler.sample(torch.from_numpy(logits), [SampleRows(state, 5, (0,) * 7)]).token_ids) == 8
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "nan"])
