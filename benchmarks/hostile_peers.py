@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,41 +62,51 @@ def main() -> None:
 def measure(router_address: str, addresses: dict[str, str], kinds: list[str], arguments: argparse.Namespace) -> None:
     with Client(router_address) as client:
         tokens, _ = stream(client, arguments)  # once, not counted
-        print(f"{'':24} {'undisturbed p99':>16} {'disturbed p99':>14} {'times':>6} {'same tokens':>12}")
+        heads = f"{'undisturbed p99':>16} {'disturbed p99':>14} {'times':>6} {'same tokens':>12} {'hostile acts':>13}"
+        print(f"{'':24} {heads}")
         for kind in kinds:
             quiet: list[float] = []
             loud: list[float] = []
-            is_same = True
+            is_same, num_acts = True, 0
             for _ in range(arguments.rounds):
                 found, gaps = stream(client, arguments)
                 quiet += gaps
                 is_same &= found == tokens
-                with hostile(kind, addresses):
+                with hostile(kind, addresses) as ended:
                     time.sleep(HEAD_SECONDS)
                     found, gaps = stream(client, arguments)
                     loud += gaps
                     is_same &= found == tokens
+                num_acts += ended.result()
                 time.sleep(SETTLE_SECONDS)
             before, during = p99(quiet), p99(loud)
             shown = f"{before * 1e3:13.1f} ms {during * 1e3:11.1f} ms {during / before:6.2f}"
-            print(f"{kind:24} {shown} {'yes' if is_same else 'NO':>12}", flush=True)
+            print(f"{kind:24} {shown} {'yes' if is_same else 'NO':>12} {num_acts:13}", flush=True)
 
 
 @contextmanager
-def hostile(kind: str, addresses: dict[str, str]) -> Iterator[None]:
+def hostile(kind: str, addresses: dict[str, str]) -> Iterator[Future[int]]:
+    """Runs the peer meanwhile; the future says how often it acted."""
     options = [word for pair in addresses.items() for word in pair]
     process = subprocess.Popen(
         ["nice", "-n", "19", sys.executable, "-m", "tests.hostile_peers", kind, *options],  # noqa: S607
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        start_new_session=True,
     )
+    # Where Linux schedules sessions against each other, a low priority counts within the session only.
+    group = Path(f"/proc/{process.pid}/autogroup")
+    if group.exists():
+        group.write_text("19")
     try:
         assert process.stdout is not None
         process.stdout.readline()  # it has begun
-        yield
+        ended: Future[int] = Future()
+        yield ended
     finally:
-        process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=60)
+    ended.set_result(int(said))
 
 
 def stream(client: Client, arguments: argparse.Namespace) -> tuple[list[tuple[int, ...]], list[float]]:

@@ -40,6 +40,9 @@ class Admission:
             return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
         if len(opened.cache_salt) > MAX_CACHE_SALT_BYTES:
             return RejectReason.INVALID, f"a cache_salt has at most {MAX_CACHE_SALT_BYTES} bytes"
+        longest = num_prompt + sampling.max_tokens
+        if longest > self._max_model_len:
+            return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
         indexes = [start.sample for start in opened.samples]
         if not indexes or indexes != sorted(set(indexes)) or indexes[-1] >= sampling.n:
             return RejectReason.INVALID, f"samples must be rising indexes below {sampling.n}, not {indexes}"
@@ -52,9 +55,6 @@ class Admission:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
         if not (_is_in_range(sampling) and _may_be_answered(opened.logprobs)):
             return RejectReason.INVALID, "a sampling parameter is out of its range"
-        longest = num_prompt + sampling.max_tokens
-        if longest > self._max_model_len:
-            return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
         num_samples = len(opened.samples)
         if num_samples > self.max_running_sequences:
             message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"

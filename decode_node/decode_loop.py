@@ -108,8 +108,12 @@ class DecodeLoop:
         self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
 
     def submit(self, command: Command) -> None:
-        """Raises: CapacityError for a command of a router of which too much waits already."""
+        """From any thread. Of a router, only where there is room for it."""
         self._inbox.put(command)
+
+    def has_room(self, session_id: int) -> bool:
+        """Whether one command more of this router may be submitted. From any thread."""
+        return self._inbox.has_room(session_id)
 
     def stop(self) -> None:
         """The thread ends after the step at hand; what it held is freed."""
@@ -162,7 +166,7 @@ class DecodeLoop:
         events = self._desk.take_events()
         if events or stats:
             self._emit(events, stats)
-        self.is_drained = self._desk.is_draining and self._desk.num_groups == 0
+        self.is_drained = self._desk.is_draining and self._desk.num_groups == 0 and self._inbox.is_empty
         self._time.mark(Part.EMIT)
 
     def step(self) -> StepStats | None:
@@ -241,13 +245,13 @@ class DecodeLoop:
     # --- commands -------------------------------------------------------------------------
 
     def _handle_commands(self, *, wait: bool) -> None:
-        """What is in the inbox now; with `wait` also the first thing that comes. What comes meanwhile waits a step."""
+        """What the inbox gives for one iteration; with `wait` also the first thing that comes."""
         if wait:
             try:
                 self._handle(self._next_command())
             except queue.Empty:
                 return
-        for command in self._inbox.take_all():
+        for command in self._inbox.take_some():
             self._handle(command)
 
     def _handle(self, command: Command) -> None:

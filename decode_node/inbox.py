@@ -1,83 +1,115 @@
-"""Commands on their way to the engine thread, so many for each router and no more."""
+"""Commands on their way to the engine thread: this node's own first, then one of each router in turn."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter
+from collections import deque
+from dataclasses import dataclass, field
 
-from decode_node.commands import Command, GroupOpened, RouterCommand
-from outrider.errors import CapacityError
+from decode_node.commands import Command, GroupCancelled, GroupOpened, RouterCommand, SessionEnded
 
-MAX_COMMANDS = 4096
-"""Of one router, between two iterations of the engine thread: many times what a router's queue holds."""
+MAX_COMMANDS = 128
+"""Of one router, that wait here: what the engine thread handles in a few iterations."""
 
 MAX_TOKENS = 1 << 20
 """In the prompts of those; a single one may have more."""
 
-TOO_MANY_TOKENS = "TOO_MANY_TOKENS"
-"""Reason of the refusal of one prompt: 33 honest ones of 32k tokens reach it, and find room a moment later."""
+MAX_WORK = 4096
+"""Of all routers, between two steps, in prompt tokens: some milliseconds."""
+
+COMMAND_WORK = 128
+"""A command costs as much as so many prompt tokens, and those that it brings."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What one router has asked for, in its order."""
+
+    commands: deque[RouterCommand] = field(default_factory=deque)
+    num_tokens: int = 0
+    given_up: set[bytes] = field(default_factory=set)  # groups whose cancels wait here
+
+    def put(self, command: RouterCommand) -> None:
+        self.commands.append(command)
+        self.num_tokens += _num_tokens(command)
+        if isinstance(command, GroupCancelled) and not command.cancel.samples:
+            self.given_up.add(command.cancel.sequence_group_id)
+
+    def take(self) -> RouterCommand:
+        """The first that is not for nothing: an open whose cancel waits is dropped, and the cancel finds no group."""
+        while True:
+            command = self.commands.popleft()
+            self.num_tokens -= _num_tokens(command)
+            match command:
+                case GroupOpened(group=group) if group.sequence_group_id in self.given_up:
+                    continue
+                case GroupCancelled(cancel=cancel):
+                    self.given_up.discard(cancel.sequence_group_id)
+            return command
 
 
 class Inbox:
     """Any thread puts, the engine thread takes.
 
-    An iteration may take long, and a router may open groups as fast as it can write: what waits
-    here is bounded for each session, so that one that floods is refused, and no other.
-    What this node says to itself (transfers, ends of sessions, drains) is never refused.
+    Routers take turns, command by command, so one that floods waits for itself only. A session
+    reads its next command from the stream when there is room for it here (`has_room`): what
+    else a router has written waits in its stream, and then with the router. What this node says to
+    itself (transfers, ends of sessions, drains) comes first and is not bounded.
     """
 
     def __init__(self, *, max_commands: int = MAX_COMMANDS, max_tokens: int = MAX_TOKENS) -> None:
         self._max_commands = max_commands
         self._max_tokens = max_tokens
-        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_commands: Counter[int] = Counter()  # by session
-        self._num_tokens: Counter[int] = Counter()  # by session
+        self._has_news = threading.Condition()
+        self._own: deque[Command] = deque()
+        self._lanes: dict[int, _Lane] = {}  # by session; the first has the next turn, none is empty
 
     @property
     def is_empty(self) -> bool:
-        return self._queue.empty()
+        return not (self._own or self._lanes)
+
+    def has_room(self, session_id: int) -> bool:
+        """Whether one command more of this router may be put."""
+        with self._has_news:
+            lane = self._lanes.get(session_id)
+            return lane is None or (len(lane.commands) < self._max_commands and lane.num_tokens < self._max_tokens)
 
     def put(self, command: Command) -> None:
-        """Raises: CapacityError when too much of this router waits already; `TOO_MANY_TOKENS`, or too many commands."""
-        if isinstance(command, RouterCommand):
-            self._count_in(command)
-        self._queue.put(command)
+        with self._has_news:
+            if isinstance(command, RouterCommand):
+                self._lanes.setdefault(command.session_id, _Lane()).put(command)
+            else:
+                if isinstance(command, SessionEnded):  # which frees what its commands would have opened
+                    self._lanes.pop(command.session_id, None)
+                self._own.append(command)
+            self._has_news.notify()
 
     def get(self, timeout_seconds: float) -> Command:
-        """Raises: queue.Empty when nothing comes."""
-        return self._taken(self._queue.get(timeout=timeout_seconds))
+        """The next one. Raises: queue.Empty when nothing comes."""
+        with self._has_news:
+            if self.is_empty and not self._has_news.wait(timeout_seconds):
+                raise queue.Empty
+            return self._own.popleft() if self._own else self._next_of_routers()
 
-    def take_all(self) -> list[Command]:
-        """What is here now."""
-        return [self._taken(self._queue.get_nowait()) for _ in range(self._queue.qsize())]
+    def take_some(self) -> list[Command]:
+        """For one iteration: all of this node's own, and of routers what their steps should wait for at most."""
+        with self._has_news:
+            commands = list(self._own)
+            self._own.clear()
+            work = 0
+            while self._lanes and work < MAX_WORK:
+                command = self._next_of_routers()
+                work += COMMAND_WORK + _num_tokens(command)
+                commands.append(command)
+            return commands
 
-    def _count_in(self, command: RouterCommand) -> None:
-        session_id, num_tokens = command.session_id, _num_tokens(command)
-        with self._lock:
-            num_waiting = self._num_commands[session_id]
-            if num_waiting >= self._max_commands:
-                raise CapacityError(
-                    f"{num_waiting} commands of this router wait already; at most {self._max_commands} may",
-                    reason="TOO_MANY_COMMANDS",
-                )
-            if num_waiting and self._num_tokens[session_id] + num_tokens > self._max_tokens:
-                raise CapacityError(
-                    f"{self._num_tokens[session_id]} prompt tokens of this router wait already; {num_tokens} more "
-                    f"would exceed {self._max_tokens}",
-                    reason=TOO_MANY_TOKENS,
-                )
-            self._num_commands[session_id] += 1
-            self._num_tokens[session_id] += num_tokens
-
-    def _taken(self, command: Command) -> Command:
-        if isinstance(command, RouterCommand):
-            with self._lock:
-                self._num_commands[command.session_id] -= 1
-                self._num_tokens[command.session_id] -= _num_tokens(command)
-                if not self._num_commands[command.session_id]:
-                    del self._num_commands[command.session_id], self._num_tokens[command.session_id]
+    def _next_of_routers(self) -> RouterCommand:
+        session_id = next(iter(self._lanes))
+        lane = self._lanes.pop(session_id)
+        command = lane.take()
+        if lane.commands:
+            self._lanes[session_id] = lane  # behind the others
         return command
 
 

@@ -79,7 +79,11 @@ class DecodeNode:
         self._thread: EngineThread[DecodeParts] | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sessions = Sessions(
-            submit=self._submit, info=self._info, report=self._report, timeout_seconds=session_timeout_seconds
+            submit=self._submit,
+            has_room=self._has_room,
+            info=self._info,
+            report=self._report,
+            timeout_seconds=session_timeout_seconds,
         )
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -165,6 +169,9 @@ class DecodeNode:
     def _submit(self, command: Any) -> None:
         if self._parts is not None:
             self._parts.loop.submit(command)
+
+    def _has_room(self, session_id: int) -> bool:
+        return self._parts is None or self._parts.loop.has_room(session_id)
 
     def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
         """Called from the engine thread."""

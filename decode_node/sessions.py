@@ -16,7 +16,6 @@ from decode_node.commands import (
     GroupRetargeted,
     SessionEnded,
 )
-from decode_node.inbox import TOO_MANY_TOKENS
 from outrider.errors import CapacityError, InvalidRequestError, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
@@ -27,8 +26,6 @@ from outrider.session import (
     Granted,
     KvFailed,
     OpenSequenceGroup,
-    Rejected,
-    RejectReason,
     RetargetSequenceGroup,
     SampleTokens,
     SequenceGroupEvent,
@@ -42,8 +39,8 @@ MAX_UNSENT_EVENTS = 65_536
 
 REPORT_SECONDS = 0.2  # a router hears from this node at least this often
 HELLO_SECONDS = 10.0
-INBOX_WAIT_SECONDS = 0.1
-"""When a router asks again with a prompt for which the inbox had no room: a step or two later."""
+LOOK_AGAIN_SECONDS = 0.01
+"""How often a session whose commands wait for the engine thread looks whether there is room for another."""
 
 _log = get_logger("session")
 
@@ -70,23 +67,28 @@ class RouterSession:
 class Sessions:
     """All of them. Event loop only.
 
-    Commands go to the engine thread through `submit`; its events come back through
-    `deliver`. A report is built when the stream is writable, from all that happened
-    since the last one: a slow router gets fewer, larger messages and never holds the
-    engine.
+    Commands go to the engine thread through `submit` as long as there is room for them; then the
+    stream is not read, and its router waits. Events come back through `deliver`. A report is built
+    when the stream is writable, from all that happened since the last one: a slow router gets
+    fewer, larger messages and never holds the engine.
     """
 
     def __init__(
         self,
         *,
         submit: Callable[[Command], None],
+        has_room: Callable[[int], bool],
         info: Callable[[], NodeInfo],
         report: Callable[[], NodeReport],
         timeout_seconds: float,
     ) -> None:
-        """`timeout_seconds`: a router that is silent for longer (it sends heartbeats) has lost its lease."""
+        """`has_room`: for one command more of a session.
+
+        `timeout_seconds`: a router that is silent for longer (it sends heartbeats) has lost its lease.
+        """
         self._timeout_seconds = timeout_seconds
         self._submit = submit
+        self._has_room = has_room
         self._info = info
         self._report = report
         self._sessions: dict[int, RouterSession] = {}
@@ -123,7 +125,7 @@ class Sessions:
 
         Raises: MismatchError for another protocol version or model, InvalidRequestError
         for a message that breaks the protocol, PeerLostError for a router that fell silent,
-        CapacityError for one that writes without end, or does not read.
+        CapacityError for one that does not read.
         """
         hello = await self._read_hello(commands)
         session = RouterSession(next(self._session_ids), hello.name or "router", asyncio.current_task())
@@ -190,28 +192,16 @@ class Sessions:
         async for proto in self._until_silent(session, commands):
             if proto.WhichOneof("command") == "heartbeat":
                 continue
+            # Polled: the engine thread must not know about event loops.
+            while not self._has_room(session.session_id):  # noqa: ASYNC110 see above
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
             match command_from_proto(proto):
                 case OpenSequenceGroup() as opened:
-                    self._submit_group(GroupOpened(session.session_id, opened, kv_host))
+                    self._submit(GroupOpened(session.session_id, opened, kv_host))
                 case RetargetSequenceGroup() as retarget:
                     self._submit(GroupRetargeted(session.session_id, retarget))
                 case CancelSequenceGroup() as cancel:
                     self._submit(GroupCancelled(session.session_id, cancel))
-
-    def _submit_group(self, command: GroupOpened) -> None:
-        """A prompt for which the engine thread's inbox has no room is rejected; the session goes on."""
-        try:
-            self._submit(command)
-        except CapacityError as error:
-            if error.reason != TOO_MANY_TOKENS:
-                raise
-            rejected = Rejected(
-                sequence_group_id=command.group.sequence_group_id,
-                reason=RejectReason.NO_ROOM,
-                message=error.message,
-                wait_seconds=INBOX_WAIT_SECONDS,
-            )
-            self.deliver({command.session_id: [rejected]})
 
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]

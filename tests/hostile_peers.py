@@ -350,6 +350,8 @@ def main() -> None:
         peers = KINDS[kind](arguments.decode)
     print("begun", flush=True)
     sys.stdin.read()
+    num_acts = peers.num_calls if kind in CLIENTS else peers.num_acts
+    print(num_acts, flush=True)
     peers.stop()
 
 

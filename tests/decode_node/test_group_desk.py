@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from decode_node.commands import DrainStarted, SessionEnded
+from decode_node.commands import DrainStarted, SessionEnded, TransferCompleted
 from outrider.kv_transfer.base import Region
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.request import LogprobsRequest
@@ -54,11 +54,25 @@ def test_cancelling_every_sample_before_the_kv_is_there_cancels_the_group(node):
     node.assert_nothing_is_held()
 
 
-def test_a_cancel_overtakes_a_completed_transfer_that_nobody_has_looked_at(node):
+def test_a_cancel_that_comes_with_a_completed_transfer_frees_the_group(node):
     group_id = node.open(prompt=LONG_PROMPT)
     node.granted(group_id)
     node.cancel(group_id)
-    node.push(group_id, LONG_PROMPT)  # its TransferCompleted lies behind the cancel
+    node.push(group_id, LONG_PROMPT)
+    node.run()
+    assert not node.tokens(group_id)
+    node.assert_nothing_is_held()
+
+
+def test_a_completed_transfer_behind_a_cancel_starts_nothing(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.cancel(group_id)
+    node.push(group_id, LONG_PROMPT)
+    completed = node.loop._inbox.get(0.0)
+    assert isinstance(completed, TransferCompleted)
+    node.iterate()
+    node.loop.submit(completed)
     node.run()
     assert not node.find(KvReady, group_id)
     node.assert_nothing_is_held()
@@ -121,12 +135,23 @@ def test_a_session_that_ends_behind_its_own_commands_leaves_nothing(node):
 
 def test_a_loop_is_drained_once_the_last_events_are_out(node):
     group_id = node.open()
+    node.iterate()
     node.loop.submit(DrainStarted())
     node.iterate()
     assert not node.loop.is_drained
     node.run()
     assert node.loop.is_drained
     assert len(node.find(SampleDone, group_id)) == 1
+
+
+def test_a_loop_is_not_drained_while_commands_are_left_to_answer(node):
+    late = [node.open() for _ in range(50)]  # more than one iteration takes
+    node.loop.submit(DrainStarted())
+    node.iterate()
+    assert not node.loop.is_drained
+    node.iterate()
+    assert node.loop.is_drained
+    assert [node.find(Rejected, group_id)[0].reason for group_id in late] == [RejectReason.DRAINING] * 50
 
 
 def test_a_flood_of_commands_does_not_keep_steps_from_running(node):

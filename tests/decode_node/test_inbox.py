@@ -1,4 +1,4 @@
-"""Commands of routers that write faster than the engine thread takes."""
+"""Commands on their way to the engine thread, where routers write faster than it takes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import queue
 import pytest
 
 from decode_node.commands import DrainStarted, GroupCancelled, GroupOpened, SessionEnded, TransferFailed
-from decode_node.inbox import TOO_MANY_TOKENS, Inbox
-from outrider.errors import CapacityError
+from decode_node.inbox import COMMAND_WORK, MAX_WORK, Inbox
 from outrider.request import SamplingParams
-from outrider.session import CancelSequenceGroup, OpenSequenceGroup, SampleStart
+from outrider.session import CancelSequenceGroup, Granted, OpenSequenceGroup, SampleStart
+
+GONE = bytes([1] * 16)
+"""A group that is not in the inbox."""
 
 
-def opened(session_id: int, num_tokens: int = 1) -> GroupOpened:
+def opened(session_id: int, num_tokens: int = 1, *, group_id: bytes = bytes(16)) -> GroupOpened:
     group = OpenSequenceGroup(
-        sequence_group_id=bytes(16),
+        sequence_group_id=group_id,
         transfer_id=bytes(16),
         request_id="r",
         prompt_token_ids=(1,) * (num_tokens - num_tokens // 2),
@@ -25,52 +27,112 @@ def opened(session_id: int, num_tokens: int = 1) -> GroupOpened:
     return GroupOpened(session_id, group, "127.0.0.1")
 
 
-def cancelled(session_id: int) -> GroupCancelled:
-    return GroupCancelled(session_id, CancelSequenceGroup(sequence_group_id=bytes(16)))
+def cancelled(session_id: int, *samples: int, group_id: bytes = GONE) -> GroupCancelled:
+    return GroupCancelled(session_id, CancelSequenceGroup(sequence_group_id=group_id, samples=samples))
 
 
-def test_commands_come_out_in_their_order():
+def test_commands_of_a_router_come_out_in_their_order():
     inbox = Inbox()
-    commands = [opened(1), cancelled(1), DrainStarted(), opened(2)]
+    commands = [opened(1), cancelled(1), opened(1)]
     for command in commands:
         inbox.put(command)
     assert inbox.get(0.01) is commands[0]
-    assert inbox.take_all() == commands[1:]
+    assert inbox.take_some() == commands[1:]
+    assert inbox.is_empty
     with pytest.raises(queue.Empty):
         inbox.get(0.001)
 
 
+def test_routers_take_turns():
+    inbox = Inbox()
+    flood = [opened(1) for _ in range(3)]
+    other = [opened(2), cancelled(2)]
+    for command in (*flood, *other):
+        inbox.put(command)
+    assert inbox.take_some() == [flood[0], other[0], flood[1], other[1], flood[2]]
+
+
+def test_what_the_node_says_to_itself_comes_first_and_is_never_left():
+    inbox = Inbox()
+    for _ in range(MAX_WORK // COMMAND_WORK):
+        inbox.put(cancelled(1))
+    own = [TransferFailed(bytes(16), "gone") for _ in range(MAX_WORK)] + [DrainStarted()]
+    for command in own:
+        inbox.put(command)
+    assert inbox.take_some() == [*own, *[cancelled(1)] * (MAX_WORK // COMMAND_WORK)]
+
+
+def test_a_session_that_ends_takes_its_commands_along():
+    inbox = Inbox()
+    for command in (opened(1), opened(2), SessionEnded(1)):
+        inbox.put(command)
+    assert inbox.take_some() == [SessionEnded(1), opened(2)]
+
+
+def test_a_step_waits_for_so_many_commands_and_no_more():
+    inbox = Inbox(max_commands=1000)
+    for _ in range(1000):
+        inbox.put(cancelled(1))
+    inbox.put(opened(2))
+    num_taken = len(inbox.take_some())
+    assert num_taken == MAX_WORK // COMMAND_WORK
+    assert not inbox.is_empty
+
+
+def test_a_step_waits_for_one_long_prompt_at_a_time():
+    inbox = Inbox()
+    longs = [opened(1, num_tokens=MAX_WORK), opened(1, num_tokens=MAX_WORK)]
+    for command in longs:
+        inbox.put(command)
+    assert [inbox.take_some(), inbox.take_some()] == [[longs[0]], [longs[1]]]
+
+
 @pytest.mark.parametrize("command", [opened(1), cancelled(1)], ids=["open", "cancel"])
-def test_a_router_that_floods_is_refused_and_no_other_nor_the_node_itself(command):
+def test_a_router_that_floods_has_no_room_until_its_commands_are_taken(command):
     inbox = Inbox(max_commands=3)
     for _ in range(3):
+        assert inbox.has_room(1)
         inbox.put(command)
-    with pytest.raises(CapacityError, match="3 commands of this router wait already") as refused:
-        inbox.put(command)
-    assert refused.value.reason == "TOO_MANY_COMMANDS"
-    others = [opened(2), SessionEnded(1), TransferFailed(bytes(16), "gone"), DrainStarted()]
-    for other in others:
-        inbox.put(other)
-    assert inbox.take_all() == [command] * 3 + others
+    assert not inbox.has_room(1)
+    assert inbox.has_room(2)
+    inbox.get(0.01)
+    assert inbox.has_room(1)
 
 
-def test_what_the_engine_thread_has_taken_counts_no_more():
-    inbox = Inbox(max_commands=1, max_tokens=10)
-    for _ in range(5):
-        inbox.put(opened(1, num_tokens=8))
-        assert len(inbox.take_all()) == 1
-    inbox.put(opened(1))
-
-
-def test_prompts_are_bounded_by_their_tokens_but_for_a_single_one():
+def test_prompts_are_bounded_by_their_tokens_but_for_the_last_one():
     inbox = Inbox(max_tokens=100)
+    inbox.put(opened(1, num_tokens=99))
+    assert inbox.has_room(1)
     inbox.put(opened(1, num_tokens=1000))
-    with pytest.raises(
-        CapacityError, match="1000 prompt tokens of this router wait already; 1 more would exceed 100"
-    ) as refused:
-        inbox.put(opened(1))
-    assert refused.value.reason == TOO_MANY_TOKENS
-    inbox.put(opened(2, num_tokens=60))
-    inbox.put(opened(2, num_tokens=40))
-    with pytest.raises(CapacityError, match="100 prompt tokens of this router wait already"):
-        inbox.put(opened(2))
+    assert not inbox.has_room(1)
+    inbox.get(0.01)
+    assert not inbox.has_room(1)
+    inbox.get(0.01)
+    assert inbox.has_room(1)
+
+
+def test_a_group_that_is_given_up_before_it_is_opened_is_not_opened():
+    inbox = Inbox()
+    ids = [bytes([number] * 16) for number in range(4)]
+    flood = [opened(1, group_id=ids[2]), cancelled(1, group_id=ids[2])]
+    kept = [opened(1, group_id=ids[3]), cancelled(1, 0, group_id=ids[3])]  # one of its samples only
+    others = [opened(2, group_id=ids[2])]  # another router's groups are others
+    for command in (*flood, *kept, *others):
+        inbox.put(command)
+    assert inbox.take_some() == [flood[1], others[0], *kept]
+    inbox.put(flood[0])  # its cancel has been taken: it counts for no later group
+    assert inbox.take_some() == [flood[0]]
+
+
+def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted_node):
+    node = make_scripted_node()
+    running = node.open(sampling={"max_tokens": 5})
+    node.iterate()
+    for _ in range(1000):
+        node.cancel(GONE, session=2)
+    other = node.open(session=3)
+    node.iterate()
+    assert len(node.tokens(running)) == 2
+    assert node.find(Granted, other)
+    assert not node.loop._inbox.is_empty
+    node.run()

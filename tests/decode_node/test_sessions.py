@@ -12,7 +12,7 @@ import pytest
 from decode_node.commands import GroupOpened, SessionEnded
 from decode_node.inbox import Inbox
 from decode_node.servicer import DecodeServicer
-from decode_node.sessions import INBOX_WAIT_SECONDS, Sessions, merge_tokens
+from decode_node.sessions import Sessions, merge_tokens
 from outrider.errors import CapacityError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS
@@ -41,6 +41,7 @@ class Engine:
     def __init__(self):
         self.commands = []
         self.changed = asyncio.Event()
+        self.inbox = Inbox()
 
     def submit(self, command):
         self.commands.append(command)
@@ -61,6 +62,7 @@ async def serving(*, timeout_seconds=1.0):
     engine = Engine()
     sessions = Sessions(
         submit=lambda command: engine.take(command),  # noqa: PLW0108 `take` may be replaced later
+        has_room=lambda session_id: engine.inbox.has_room(session_id),  # noqa: PLW0108 `inbox` may be replaced later
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
         timeout_seconds=timeout_seconds,
@@ -148,49 +150,42 @@ async def read_all(call):
         pass
 
 
-async def test_a_router_that_floods_the_engine_is_told_and_loses_its_lease():
+def opening(number, *, num_tokens=1):
+    opened = session_pb2.OpenSequenceGroup(
+        sequence_group_id=number.to_bytes(16, "big"),
+        transfer_id=GROUP,
+        prompt_token_ids=[1] * num_tokens,
+        request_id="r",
+    )
+    return session_pb2.SessionCommand(open=opened)
+
+
+@pytest.mark.parametrize("bounds", [{"max_commands": 3}, {"max_tokens": 150}], ids=["commands", "tokens"])
+async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bounds):
     async with serving() as (engine, _, channel):
-        call = await connect(channel)
-
-        def refuse(command):
-            if isinstance(command, GroupOpened):
-                raise CapacityError("too much", reason="TOO_MANY_COMMANDS")
-            Engine.submit(engine, command)
-
-        engine.take = refuse
-        opened = session_pb2.OpenSequenceGroup(
-            sequence_group_id=GROUP, transfer_id=GROUP, prompt_token_ids=[1], request_id="r"
-        )
-        await call.write(session_pb2.SessionCommand(open=opened))
-        told = await refusal(call)
-        assert (type(told), told.reason) == (CapacityError, "TOO_MANY_COMMANDS")
-        await engine.until(SessionEnded)
-
-
-async def test_prompts_that_the_inbox_has_no_room_for_are_rejected_and_the_session_goes_on():
-    async with serving() as (engine, _, channel):
-        inbox = Inbox(max_tokens=100)
+        engine.inbox = inbox = Inbox(**bounds)
         engine.take = lambda command: (inbox.put(command), Engine.submit(engine, command))
-        call = await connect(channel)
-        for number in range(3):
-            opened = session_pb2.OpenSequenceGroup(
-                sequence_group_id=bytes([number] * 16), transfer_id=GROUP, prompt_token_ids=[1] * 60, request_id="r"
-            )
-            await call.write(session_pb2.SessionCommand(open=opened))
-        rejected = {}
+        flooding, other = await connect(channel), await connect(channel)
+        for number in range(10):
+            await flooding.write(opening(number, num_tokens=50))
+        await other.write(opening(99))
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(rejected) < 2:
-                for event in (await call.read()).events:
-                    rejected[event.sequence_group_id[0]] = event.rejected
-        assert rejected.keys() == {1, 2}
-        assert {event.reason for event in rejected.values()} == {session_pb2.REJECT_REASON_NO_ROOM}
-        assert {event.wait_microseconds for event in rejected.values()} == {INBOX_WAIT_SECONDS * 1e6}
-        inbox.take_all()
-        await call.write(session_pb2.SessionCommand(open=opened))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(inbox.take_all()) < 1:
+            while len(engine.commands) < 4:  # three of the one that floods, and the other's
+                await engine.changed.wait()
+                engine.changed.clear()
+        for call in (flooding, other):  # more than one turn of the waiting session; reports come all the while
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await call.read()
-        call.cancel()
+        assert len(engine.commands) == 4
+        taken = [command.group.sequence_group_id[-1] for command in inbox.take_some()]
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while len(taken) < 11:
+                taken += [command.group.sequence_group_id[-1] for command in inbox.take_some()]
+                await flooding.read()
+        assert sorted(taken) == [*range(10), 99]
+        assert [number for number in taken if number != 99] == list(range(10))  # none lost, in their order
+        flooding.cancel()
+        other.cancel()
 
 
 async def test_a_router_that_lives_but_does_not_read_is_told_and_loses_its_lease(monkeypatch):
@@ -232,6 +227,7 @@ async def test_nothing_is_read_before_the_hello_is_written():
     engine = Engine()
     sessions = Sessions(
         submit=engine.submit,
+        has_room=lambda _: True,
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
         timeout_seconds=1.0,
@@ -269,6 +265,7 @@ async def test_nothing_is_read_before_the_hello_is_written():
 async def test_events_count_as_unsent_until_they_are_written():
     sessions = Sessions(
         submit=lambda _: None,
+        has_room=lambda _: True,
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
         timeout_seconds=1.0,

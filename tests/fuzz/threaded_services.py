@@ -96,7 +96,11 @@ class ThreadedServices:
     async def _start(self):
         report = NodeReport(state=NodeState.SERVING, incarnation=bytes(16))
         self.sessions = Sessions(
-            submit=self._refuse, info=lambda: INFO, report=lambda: report, timeout_seconds=CALL_SECONDS
+            submit=self._refuse,
+            has_room=lambda _: True,
+            info=lambda: INFO,
+            report=lambda: report,
+            timeout_seconds=CALL_SECONDS,
         )
         decode = DecodeServicer()
         decode.sessions = self.sessions
