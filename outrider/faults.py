@@ -94,11 +94,18 @@ class Fault:
     def _is_first(self) -> bool:
         if not self.once_path:
             return True
+        path = Path(self.once_path)
+        if path.exists():
+            return False
+        # The file appears with its content: a test that empties it meanwhile would have it filled again.
+        own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+        own.write_text(str(os.getpid()))
         try:
-            with Path(self.once_path).open("x") as file:
-                file.write(str(os.getpid()))
+            path.hardlink_to(own)
         except FileExistsError:
             return False
+        finally:
+            own.unlink()
         return True
 
     def _happen(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
+import os
 import signal
 import time
 
@@ -14,8 +17,12 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import SecurityConfig
 from tests import store_server as store_servers
+from tests.fault_points import FaultPoints
 
+STEP = "decode.step"
 START_SECONDS = 300.0
+END_SECONDS = 60.0
+"""From SIGTERM to SIGKILL: processes end by themselves, on a busy machine too."""
 
 
 def pytest_configure():
@@ -32,8 +39,9 @@ def is_full(request):
 class RunningCluster:
     """A cluster, a client of it, and what tests ask of both."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, points: FaultPoints | None = None) -> None:
         self.cluster = cluster
+        self.points = points
         self.router_address = cluster.router_address
         self.client = Client(self.router_address)
 
@@ -44,7 +52,7 @@ class RunningCluster:
         finally:
             statuses.close()
 
-    def wait_for(self, condition, *, timeout_seconds=30.0, what="the condition"):
+    def wait_for(self, condition, *, timeout_seconds=60.0, what="the condition"):
         """Looks at each new cluster status until `condition(status)`; returns how long that took."""
         started = time.monotonic()
         statuses = self.client.watch_cluster(interval_seconds=0.1)
@@ -66,9 +74,18 @@ class RunningCluster:
             what="every node serving",
         )
 
-    def wait_until_nothing_is_held(self, *, timeout_seconds=10.0):
+    def wait_until_nothing_is_held(self, *, timeout_seconds=60.0):
         """Every pool whole again: no request, no sequence, every block free or only cached."""
         return self.wait_for(is_idle, timeout_seconds=timeout_seconds, what="an idle cluster with whole pools")
+
+    @contextlib.contextmanager
+    def held_steps(self):
+        """The next step of a decode node waits until the block is left: no answer ends within it."""
+        self.points.arm(STEP)
+        try:
+            yield
+        finally:
+            self.points.release(STEP)
 
     def generate(self, prompt, **options):
         """(token ids, summary) of a whole stream of one sample."""
@@ -105,7 +122,7 @@ def start_cluster(tiny_model, tmp_path_factory):
     """start(config, *overrides) → RunningCluster; stopped by the caller's scope through `with`."""
     numbers = itertools.count()
 
-    def start(config=None, *overrides, model=None):
+    def start(config=None, *overrides, model=None, environ=None):
         launch = Launch(
             overrides=(
                 f"model.id={model or tiny_model}",
@@ -116,18 +133,24 @@ def start_cluster(tiny_model, tmp_path_factory):
                 *overrides,
             ),
             log_directory=tmp_path_factory.mktemp(f"cluster-{next(numbers)}"),
+            environ={**os.environ, **(environ or {})},
         )
-        return Cluster(config or ClusterConfig(port=0), launch)
+        return Cluster(dataclasses.replace(config or ClusterConfig(port=0), kill_seconds=END_SECONDS), launch)
 
     return start
 
 
 @pytest.fixture(scope="session")
-def running(start_cluster):
-    """One cluster of four processes with the tiny model, for every test that leaves it as it was."""
-    with start_cluster() as cluster:
+def running(start_cluster, tmp_path_factory):
+    """One cluster of four processes with the tiny model, for every test that leaves it as it was.
+
+    However busy the machine is, none of them takes another one for lost.
+    """
+    points = FaultPoints(tmp_path_factory.mktemp("points"), [STEP])
+    patience = ("router.liveness_timeout_seconds=120", "decode_node.session_timeout_seconds=120")
+    with start_cluster(None, *patience, environ=points.environ) as cluster:
         cluster.wait_serving(START_SECONDS)
-        yield RunningCluster(cluster)
+        yield RunningCluster(cluster, points)
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
 
 

@@ -5,7 +5,7 @@ import time
 
 from outrider.bench.delayed_link import delayed_link
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
 
 
 async def test_everything_arrives_in_order_and_no_sooner_than_the_round_trip():

@@ -12,7 +12,7 @@ from outrider.cli.main import main
 from outrider.rpc.tls_files import TlsFiles
 from outrider.v1 import router_pb2_grpc
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 TOKEN = "s3cret"
 
 

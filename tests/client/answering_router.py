@@ -1,7 +1,7 @@
 """A router without nodes that resumes: its tokens follow from seed, sample and position alone.
 
 Requests are files of a directory, which several such routers may share. As a program:
-`python -m tests.client.answering_router DIRECTORY PORT SECONDS_PER_STEP`.
+`python -m tests.client.answering_router DIRECTORY PORT HELD_AT`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 NUM_PROMPT_TOKENS = 3
 NUM_TOKENS = 40
 TOKENS_PER_DELTA = 2
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
+POLL_SECONDS = 0.002
 
 
 def token_at(seed, sample, position):
@@ -54,11 +55,14 @@ def delta(sample, position, token_ids, text):
 
 
 class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
-    """`faults`: what the next calls do, first first: a number of messages before UNAVAILABLE, an error, or None."""
+    """`faults`: what the next calls do, first first: a number of messages before UNAVAILABLE, an error, or None.
 
-    def __init__(self, directory: Path, *, seconds_per_step: float = 0.0) -> None:
+    `held_at`: after so many messages a Generate waits until its call ends or another stream has the answer.
+    """
+
+    def __init__(self, directory: Path, *, held_at: int | None = None) -> None:
         self.directory = directory
-        self.seconds_per_step = seconds_per_step
+        self.held_at = held_at
         self.faults = []
         self.calls = []  # (method, request)
         self.aborted = []
@@ -78,7 +82,7 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         num_brought = len(request.generated_token_ids)
         expected = [token_at(request.sampling.seed, 0, NUM_PROMPT_TOKENS + index) for index in range(num_brought)]
         assert list(request.generated_token_ids) == expected
-        yield from self._stream(request, {0: NUM_PROMPT_TOKENS + num_brought}, fault, context)
+        yield from self._stream(request, {0: NUM_PROMPT_TOKENS + num_brought}, fault, context, held_at=self.held_at)
 
     def Resume(self, request, context):
         fault = self._begin("Resume", request)
@@ -117,7 +121,7 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         self.calls.append((method, request))
         return self.faults.pop(0) if self.faults else None
 
-    def _stream(self, request, starts, num_messages, context):
+    def _stream(self, request, starts, num_messages, context, *, held_at=None):
         request_id, seed, n = request.request_id, request.sampling.seed, request.sampling.n or 1
         number = self._attached[request_id] = next(self._numbers)
         started = router_pb2.Started(num_prompt_tokens=NUM_PROMPT_TOKENS, seed=seed)
@@ -125,10 +129,11 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         for num_sent, message in enumerate([first, *answer(seed, n=n, starts=starts)]):
             if num_messages is not None and num_sent == num_messages:
                 fail(context, PeerLostError("scripted", retry_after_seconds=0.0))
+            while num_sent == held_at and self._attached[request_id] == number and context.is_active():
+                time.sleep(POLL_SECONDS)
             if self._attached[request_id] != number:
                 fail(context, AbortedError("another stream has the answer"))
             yield message
-            time.sleep(self.seconds_per_step)
         num_generated = n * NUM_TOKENS - len(request.generated_token_ids)
         usage = router_pb2.Usage(num_prompt_tokens=NUM_PROMPT_TOKENS, num_generated_tokens=num_generated)
         yield router_pb2.GenerateResponse(request_id=request_id, summary=router_pb2.Summary(usage=usage))
@@ -154,7 +159,7 @@ class Serving:
 
 
 if __name__ == "__main__":
-    serving = Serving(AnsweringRouter(Path(sys.argv[1]), seconds_per_step=float(sys.argv[3])), port=int(sys.argv[2]))
+    serving = Serving(AnsweringRouter(Path(sys.argv[1]), held_at=int(sys.argv[3])), port=int(sys.argv[2]))
     sys.stdout.write(serving.address + "\n")
     sys.stdout.flush()
     threading.Event().wait()

@@ -15,7 +15,7 @@ from outrider.request import FinishReason
 from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):

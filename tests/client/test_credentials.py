@@ -12,7 +12,7 @@ from outrider.errors import ConfigError, PeerLostError
 from outrider.rpc.tls_files import TlsFiles
 from outrider.v1 import router_pb2, router_pb2_grpc
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 class GuardedRouter(router_pb2_grpc.RouterServiceServicer):

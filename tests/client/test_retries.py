@@ -16,7 +16,7 @@ from outrider.errors import AbortedError, AlreadyRunningError, CapacityError, In
 from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 QUICK = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.01, max_backoff_seconds=0.02)
 
 FULL = CapacityError("256 requests wait", retry_after_seconds=0.05)
@@ -191,11 +191,11 @@ def test_all_attempts_share_one_deadline(generate, complete, router):
     generate(timeout_seconds=5.0)
     first, second, third = router.seconds_left  # gRPC sends a deadline rounded, by up to 3 %
     assert third < second - 0.1 < first - 0.2 < 5.0
-    router.script = [CapacityError("full", retry_after_seconds=30.0), None]
+    router.script = [CapacityError("full", retry_after_seconds=300.0), None]
     started_at = time.monotonic()
     with pytest.raises(CapacityError):  # the wait would outlast the deadline: the error stands at once
-        complete(timeout_seconds=2.0)
-    assert time.monotonic() - started_at < 2.0
+        complete(timeout_seconds=WAIT_SECONDS)
+    assert time.monotonic() - started_at < WAIT_SECONDS / 2
 
 
 def test_the_calls_that_need_no_node_are_made_again_too(served, router):

@@ -1,7 +1,7 @@
 """A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, real life cycle.
 
 As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that
-role's start fail; `START_SECONDS` delays every start.
+role's start fail; with `START_WHEN` every start waits until that file exists.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from outrider.config import parse_role_arguments, setting
 from outrider.errors import CapacityError, InvalidRequestError, ModelError
@@ -62,6 +63,10 @@ class EchoRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.GetModelResponse(name="echo", proposer=",".join(self._config.decode_targets))
 
 
+def may_start() -> bool:
+    return Path(os.environ.get("START_WHEN", "/")).exists()
+
+
 class RoleService:
     def __init__(self, role: str, config: RoleConfig) -> None:
         self._role = role
@@ -76,7 +81,8 @@ class RoleService:
         if self._role in os.environ.get("ROLE_FAILS", ""):
             raise ModelError("weights.safetensors is not there")
         announce_progress("weights", 10, 10)
-        await asyncio.sleep(float(os.environ.get("START_SECONDS", "0")))
+        while not may_start():
+            await asyncio.sleep(0.01)  # polls
 
     async def drain(self, deadline_seconds: float) -> None:
         return

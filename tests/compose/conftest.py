@@ -24,7 +24,7 @@ def reason_not_to_run() -> str:
     if shutil.which("docker") is None:
         return "no docker command here"
     for command in (["docker", "version"], ["docker", "compose", "version"]):
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         if tried.returncode != 0:
             return f"{' '.join(command)} failed: {tried.stderr.strip().splitlines()[-1:]}"
     return ""

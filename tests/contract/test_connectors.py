@@ -54,7 +54,7 @@ class CellSink:
 
     def write(self, region, payload):
         self.is_writing.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         data, at = bytes(payload), 0
         for layer in region.layers:
             for token in range(region.start_token, region.end_token):
@@ -236,7 +236,7 @@ def test_a_cancelled_transfer_fails_once_and_writes_nothing_more(connection):
     sender.put(region, payload)
     assert sender.cancel() is DrainState.DRAINED
     assert sender.cancel() is DrainState.DRAINED
-    assert receiving.news.wait(5)
+    assert receiving.news.wait(60)
     assert receiving.failed == {spec.transfer_id: "cancelled by the sender"}
     assert len(sink.cells) in (0, region.num_bytes(PLANES[0]) // BYTES_PER_CELL)
     assert receiving.endpoint.close(spec.transfer_id) is DrainState.DRAINED
@@ -250,12 +250,12 @@ def test_close_drains_and_the_sender_hears_of_it(connection):
     sink.gate.clear()
     sending = threading.Thread(target=put_all, args=(sender, frames))
     sending.start()
-    assert sink.is_writing.wait(5)
+    assert sink.is_writing.wait(60)
     threading.Timer(0.05, sink.gate.set).start()
     assert receiving.endpoint.close(spec.transfer_id) is DrainState.DRAINED
     assert sink.gate.is_set()
     num_written = len(sink.cells)
-    sending.join(10)
+    sending.join(60)
     assert not sending.is_alive()
     with pytest.raises((AbortedError, PeerLostError)):
         sender.commit()
@@ -301,7 +301,7 @@ def test_a_refused_frame_ends_the_sender_at_once(connection):
     sender.put(region, payload)
     assert not ended.is_set()
     put_all(sender, [(region, payload[::-1])])  # other bytes for cells that were written
-    assert ended.wait(5)
+    assert ended.wait(60)
     for attempt in (lambda: sender.put(*others[0]), sender.keep_alive, sender.commit):
         with pytest.raises(AbortedError, match="refused a frame: CONFLICTING"):
             attempt()
@@ -320,7 +320,7 @@ def test_a_sender_whose_receiver_closes_the_transfer_is_told(connection):
     sender.when_ended(ended.set)
     receiving.endpoint.close(spec.transfer_id)
     put_all(sender, list(frames_of(spec)))
-    assert ended.wait(5)
+    assert ended.wait(60)
     sender.cancel()
 
 
@@ -338,7 +338,7 @@ def test_transfers_side_by_side_do_not_mix(connection):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     for spec, sink in transfers:
         assert results[spec.transfer_id] is CommitState.COMMITTED
         assert sink.cells == expected_cells(spec)
@@ -355,7 +355,7 @@ def test_a_sink_that_refuses_fails_the_transfer(connection):
     receiving.endpoint.open(spec, FullSink())
     sender = connector.connect(receiving.address, spec)
     put_all(sender, list(frames_of(spec)))
-    assert receiving.news.wait(5)
+    assert receiving.news.wait(60)
     assert "no room" in receiving.failed[spec.transfer_id]
     sender.cancel()
 

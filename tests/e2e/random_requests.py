@@ -11,7 +11,7 @@ import pytest
 from outrider.cli.bench import DEFAULT_PROMPTS
 
 NUM_CLIENTS = 16
-REQUEST_SECONDS = 100.0
+REQUEST_SECONDS = 240.0
 CHANCE_OF_A_KNOWN_START = 0.5
 
 

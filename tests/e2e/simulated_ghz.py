@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from outrider.bench.ghz import fill_in, load_ghz_config
 
 REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 MESSAGES = "messages"
 
 

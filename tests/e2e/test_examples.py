@@ -14,6 +14,6 @@ MORE_ARGUMENTS = {"watch_cluster": ["2"]}
 def test_every_example_runs(cluster, example):
     address = cluster.node("draft-0").address if example.stem == "draft_client" else cluster.router_address
     command = [sys.executable, example, address, *MORE_ARGUMENTS.get(example.stem, [])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

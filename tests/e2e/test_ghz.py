@@ -20,7 +20,7 @@ needs_ghz = pytest.mark.skipif(shutil.which("ghz") is None, reason="ghz is not o
 
 def run(command):
     """In the repository's root: ghz takes a config's paths from there."""
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -39,4 +39,4 @@ def test_honest_streams_do_not_notice(running, undisturbed, kind):
     assert tokens == undisturbed
     assert attempts == [1] * NUM_STREAMS
     assert peers.num_acts > 0
-    running.wait_until_nothing_is_held(timeout_seconds=30.0)
+    running.wait_until_nothing_is_held()

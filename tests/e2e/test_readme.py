@@ -16,7 +16,7 @@ def test_the_readme_client_runs(cluster, tmp_path):
     script = tmp_path / "client.py"
     script.write_text(python_examples()[0], encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, script, cluster.router_address], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, script, cluster.router_address], capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr
     assert "mean acceptance length" in result.stdout

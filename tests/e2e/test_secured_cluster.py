@@ -15,9 +15,9 @@ from outrider.client import Client, TlsConfig
 from outrider.errors import PeerLostError, UnauthenticatedError
 from outrider.rpc.channels import open_sync_channel
 from outrider.rpc.credentials import client_credentials
+from tests.conftest import END_SECONDS, START_SECONDS
 
-START_SECONDS = 300.0
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 ALICE, BOB = "a-long-random-token", "another-long-random-token"
 PROMPT = "A prompt that is long enough to be computed by a prefill node. " * 4
 
@@ -47,6 +47,7 @@ def cluster(folder, token_file, tiny_model, tmp_path_factory):
         "prefill_node.kv_cache.num_blocks=256",
         "decode_node.kv_cache.num_blocks=256",
         "decode_node.draft_rows=all",
+        f"cluster.kill_seconds={END_SECONDS}",
     )
     arguments = parser.parse_args(
         [
@@ -146,4 +147,4 @@ def test_operators_probe_and_profile_nodes(cluster, folder, tls, capsys):
     # An idle node has no steps, which is status 1; what counts is that it was asked.
     decode = f"--node={cluster.node('decode-0').address}"
     assert main(["profile", decode, "--timeout=0.1", "--server-name=outrider-node", *flags]) == 1
-    assert "0 steps in 0.1" in capsys.readouterr().out
+    assert "0 steps in " in capsys.readouterr().out

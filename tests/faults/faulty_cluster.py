@@ -15,9 +15,10 @@ import psutil
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch
 from outrider.errors import NotFoundError, PeerLostError
-from outrider.faults import FAULT_POINTS, FAULTS_VARIABLE, ONCE_VARIABLE
+from outrider.faults import FAULT_POINTS
 from outrider.kv_transfer.arena import NAME_PREFIX
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.fault_points import FaultPoints
 from tests.faults.network import Network, free_port
 
 HOST = "127.0.0.1"
@@ -40,8 +41,7 @@ class FaultyCluster(RunningCluster):
 
     def __init__(self, model: Path, directory: Path, *, settings: tuple[str, ...] = (), store: str = "") -> None:
         self.network = Network()
-        self._points = directory / "point"
-        self._disarm_all()
+        self.points = FaultPoints(directory, FAULT_POINTS)
         names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)] + ["draft-0"]
         ports = {name: self._listen(name) for name in names}
         kv_ports = {f"decode-{index}": free_port(HOST) for index in range(2)}
@@ -67,11 +67,7 @@ class FaultyCluster(RunningCluster):
                     for name, port in kv_ports.items()
                 },
             },
-            environ={
-                **os.environ,
-                FAULTS_VARIABLE: ";".join(f"{point}:*=hold" for point in FAULT_POINTS),
-                ONCE_VARIABLE: str(self._points),
-            },
+            environ={**os.environ, **self.points.environ},
             log_directory=directory / "logs",
         )
         self._router_names = ("router-0", "router-1") if store else ("router",)
@@ -108,10 +104,6 @@ class FaultyCluster(RunningCluster):
 
     # ------------------------------------------------------------ faults
 
-    def arm(self, point: str) -> None:
-        """The next process to reach the point waits there."""
-        self._file(point).unlink()
-
     def wait_reached(self, point: str, *, until: Callable[[], bool], timeout_seconds: float) -> str:
         """The name of the process that waits at the point. AssertionError: none has come there by then.
 
@@ -119,15 +111,11 @@ class FaultyCluster(RunningCluster):
         """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline and not until():
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                pid = int(self._file(point).read_text())
+            pid = self.points.waiting_pid(point)
+            if pid is not None:
                 return next(node.name for node in self.cluster.nodes if node.pid == pid)
             time.sleep(POLL_SECONDS)
         raise (TooLateError if until() else AssertionError)(f"nobody has come to {point}")
-
-    def release(self, point: str) -> None:
-        """Who waits there goes on; the point is disarmed."""
-        self._file(point).write_text("")
 
     def wait_serving(self, name: str) -> None:
         self.cluster.wait_node(name, lambda node: node.state is ChildState.SERVING)
@@ -145,16 +133,9 @@ class FaultyCluster(RunningCluster):
 
     def undo(self) -> None:
         """Nothing is held, frozen, slow or cut off any more."""
-        self._disarm_all()
+        self.points.disarm_all()
         self.network.heal()
         self.thaw()
-
-    def _disarm_all(self) -> None:
-        for point in FAULT_POINTS:
-            self._file(point).write_text("")
-
-    def _file(self, point: str) -> Path:
-        return self._points.with_name(f"{self._points.name}.{point}")
 
     # ------------------------------------------------------------ what holds after one
 

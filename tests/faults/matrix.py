@@ -123,7 +123,7 @@ class Matrix:
                 requests = self._send(case)
                 for request in requests:
                     request.wait_for_tokens(AFTER_TOKENS, timeout_seconds=ANSWER_SECONDS)
-            cluster.arm(case.point)
+            cluster.points.arm(case.point)
             if case.point == "draft.hello":  # connections come back after a pause: longer than an answer
                 cluster.network.close_connections("draft-0")
                 self._strike(case.point, case.action, requests, killed)
@@ -132,7 +132,7 @@ class Matrix:
                 requests = requests or self._send(case)
                 self._strike(case.point, case.action, requests, killed)
             if case.then:
-                cluster.arm(case.then)
+                cluster.points.arm(case.then)
                 self._strike(case.then, case.action, requests, killed)
                 if case.action == "stop":
                     time.sleep(BOTH_STOP_SECONDS)
@@ -177,7 +177,7 @@ class Matrix:
             case "partition":
                 cluster.network.partition(name)
         if action != "hang":
-            cluster.release(point)
+            cluster.points.release(point)
         if name.startswith("router") and action == "stop":
             time.sleep(ROUTER_STOP_SECONDS)
             cluster.thaw()

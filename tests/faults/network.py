@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 CHUNK_BYTES = 65_536
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 class Connection:

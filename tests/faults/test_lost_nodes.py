@@ -19,11 +19,12 @@ from outrider.engine.processor import usable_cpus
 from outrider.errors import NotFoundError, OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeWatcher
+from tests.conftest import START_SECONDS, RunningCluster
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
 LONG = {"max_tokens": 700, "seed": 3, "temperature": 0.9, **REPETITIVE}
-LOST_SECONDS = 8.0  # frozen processes look alive to TCP: their progress has to stop for a while
+LOST_SECONDS = 20.0  # less than what a frozen process costs that nobody takes for lost, by any other timeout
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,6 @@ def faulty(start_cluster, tmp_path_factory):
 
     Its nodes take turns on the processors, so that one that is lost may have had its turn.
     """
-    from tests.conftest import START_SECONDS, RunningCluster  # the shared helper class
-
     turns_file = tmp_path_factory.mktemp("turns") / "turns"
     settings = [f"{role}.turns_file={turns_file}" for role in ("prefill_node", "decode_node")]
     settings += [f"model.num_threads={len(usable_cpus())}", f"model.cpus={','.join(map(str, usable_cpus()))}"]
@@ -51,7 +50,7 @@ def whole_again(faulty):
         with contextlib.suppress(NotFoundError):  # it does not run: nothing is frozen
             faulty.cluster.kill(node.name, signal.SIGCONT)
     faulty.wait_until_all_serve()
-    faulty.wait_until_nothing_is_held(timeout_seconds=20)
+    faulty.wait_until_nothing_is_held()
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,7 @@ def test_nodes_free_the_work_of_a_lost_router(faulty, number):
     faulty.cluster.wait_node(
         "router",
         lambda node: node.num_restarts >= restarts and node.state is ChildState.SERVING,
-        timeout_seconds=60,
+        timeout_seconds=START_SECONDS,
     )
     faulty.client = Client(faulty.router_address)
 
@@ -185,7 +184,7 @@ async def seconds_until_free(decode_address):
     async with open_channel(decode_address) as channel:
         reports = NodeWatcher(channel, target=decode_address, interval_seconds=0.1).reports()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(3 * LOST_SECONDS):
                 async for report in reports:
                     if report.load.kv_blocks_free == report.load.kv_blocks_total and report.load.num_running == 0:
                         return time.monotonic() - started

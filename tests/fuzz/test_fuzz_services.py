@@ -158,7 +158,7 @@ def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served(re
         @fuzzed(12)
         @given(said=st.lists(sender_messages(spec, frames) | st.binary(max_size=64), max_size=6))
         def send(said):
-            call = push(iter(said), timeout=20)
+            call = push(iter(said), timeout=60)
             try:
                 list(call)
             except grpc.RpcError as error:
@@ -167,4 +167,4 @@ def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served(re
         send()
         receiver.open(spec, peers.sink())
         hello = Hello(transfer_id=spec.transfer_id, incarnation=INCARNATION)
-        assert next(push(iter([encode_hello(hello)]), timeout=20))
+        assert next(push(iter([encode_hello(hello)]), timeout=60))

@@ -29,7 +29,7 @@ from prefill_node.desk import JobDesk
 from prefill_node.jobs import JobEnded, PrefillJob, PrefillResult
 from prefill_node.servicer import PrefillServicer, ServedModel
 
-CALL_SECONDS = 20.0
+CALL_SECONDS = 60.0
 MODEL = ModelInfo(
     name="m",
     vocab_size=100,

@@ -30,7 +30,7 @@ class RecordingSink:
 
     def write(self, region, payload):
         self.is_writing.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         data, at = bytes(payload), 0
         for layer in region.layers:
             for token in range(region.start_token, region.end_token):

@@ -87,7 +87,7 @@ def test_no_slot_of_a_retired_arena_is_ever_given_out_again(new_arena):
     waiter = threading.Thread(target=lambda: waiting.append(drain(arena)))
     waiter.start()
     arena.retire()
-    waiter.join(5)
+    waiter.join(60)
     arena.release(offset)
     assert arena.take(0) is None
 
@@ -183,7 +183,7 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     region = next(peers.regions(spec))
     _, payload = peers.frame(spec, region, salt=1)  # unlike anything that the other transfer sends
     sender.put(region, payload)
-    assert sink.is_writing.wait(5)
+    assert sink.is_writing.wait(60)
     other_spec, other_sink = peers.spec(), peers.sink()
     receiver.open(other_spec, other_sink)
     other = connector.connect(f"127.0.0.1:{port}", other_spec)
@@ -201,7 +201,7 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     connector.close()
 
 
-def eventually(condition, *, seconds=10.0):
+def eventually(condition, *, seconds=60.0):
     """Waits for another thread."""
     polled, deadline = threading.Event(), time.monotonic() + seconds
     while not condition():

@@ -221,7 +221,7 @@ def test_close_waits_for_the_write_in_flight(peers, inbox, transfer):
     sink.gate.clear()
     writing = threading.Thread(target=inbox.accept, args=peers.frame(spec, region()))
     writing.start()
-    assert sink.is_writing.wait(5)
+    assert sink.is_writing.wait(60)
     assert inbox.close(spec.transfer_id, timeout_seconds=0.05) is DrainState.UNKNOWN
     sink.gate.set()
     assert inbox.close(spec.transfer_id) is DrainState.DRAINED
@@ -229,7 +229,7 @@ def test_close_waits_for_the_write_in_flight(peers, inbox, transfer):
     assert num_writes == 1
     assert set(accept_all(inbox, peers.frames(spec))) == {Disposition.STALE}
     assert sink.num_writes == num_writes
-    writing.join(5)
+    writing.join(60)
 
 
 def test_closing_is_silent_and_idempotent(peers, inbox, transfer):
@@ -270,7 +270,7 @@ def test_frames_from_many_threads_are_each_written_once(peers, inbox):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert results.count(Disposition.WRITTEN) == len(frames) == sink.num_writes
     assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
     assert sink.cells == peers.expected_cells(spec)

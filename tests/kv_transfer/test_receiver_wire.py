@@ -42,7 +42,7 @@ class RawStream:
             options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
         )
         self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
-        self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=15)
+        self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=60)
 
     def say(self, message):
         self.outgoing.put(message)
@@ -158,7 +158,7 @@ def test_a_broken_stream_fails_the_transfer(peers, attached):
     receiver, _, spec, sink, stream = attached
     stream.ask(encoded(1, peers.frames(spec)[0]))
     stream.call.cancel()
-    assert peers.news.get(timeout=5) == ("failed", spec.transfer_id)
+    assert peers.news.get(timeout=60) == ("failed", spec.transfer_id)
     assert "broke" in peers.failed[spec.transfer_id]
     assert receiver.close(spec.transfer_id) is DrainState.DRAINED
     assert sink.num_writes == 1
@@ -167,7 +167,7 @@ def test_a_broken_stream_fails_the_transfer(peers, attached):
 def test_a_stream_that_ends_without_a_commit_fails_the_transfer(peers, attached):
     _, _, spec, _, stream = attached
     stream.outgoing.put(None)
-    assert peers.news.get(timeout=5) == ("failed", spec.transfer_id)
+    assert peers.news.get(timeout=60) == ("failed", spec.transfer_id)
 
 
 def test_a_stream_that_ends_after_its_commit_does_no_harm(peers, attached):
@@ -184,7 +184,7 @@ def test_a_commit_whose_answer_was_lost_is_answered_on_another_stream(peers, att
     for sequence, frame in enumerate(frames):
         stream.ask(encoded(sequence, frame))
     stream.say(encode_commit(peers.manifest(frames)))
-    assert peers.news.get(timeout=5) == ("complete", spec.transfer_id)
+    assert peers.news.get(timeout=60) == ("complete", spec.transfer_id)
     stream.call.cancel()
     again = raw(port)
     again.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
@@ -202,7 +202,7 @@ def test_a_silent_stream_is_ended(peers, receiver_factory, raw):
         next(mute.call)
     stream = raw(port)
     stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
-    assert peers.news.get(timeout=5) == ("failed", spec.transfer_id)
+    assert peers.news.get(timeout=60) == ("failed", spec.transfer_id)
     assert peers.failed[spec.transfer_id] == "the sender made no progress"
 
 
@@ -220,7 +220,7 @@ def test_a_message_over_the_limit_breaks_its_stream_only(peers, attached, raw):
 )
 def test_garbage_on_the_port_disturbs_nobody(peers, attached, garbage):
     _, port, spec, _, stream = attached
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(garbage)
         connection.settimeout(5)
         try:
@@ -233,7 +233,7 @@ def test_garbage_on_the_port_disturbs_nobody(peers, attached, garbage):
 
 def test_http_1_on_the_port_is_refused(attached):
     _, port, *_ = attached
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/")
     with pytest.raises((http.client.HTTPException, OSError)):
         connection.getresponse()
@@ -265,7 +265,7 @@ def test_pages_that_change_after_their_check_change_nothing_that_is_written(peer
     arena.write(slot, payload)
     sink.gate.clear()
     stream.say(encode_slot_frame(1, header, slot))
-    assert sink.is_writing.wait(15)  # the checksum is verified, nothing is read for the cache yet
+    assert sink.is_writing.wait(60)  # the checksum is verified, nothing is read for the cache yet
     arena.write(slot, memoryview(bytes(len(payload))))
     sink.gate.set()
     assert decode_receiver_message(next(stream.call)).disposition is Disposition.WRITTEN
@@ -327,7 +327,7 @@ class ManyStreams:
         for message in messages:
             outgoing.put(message)
         self._queues.append(outgoing)
-        return self.channel.stream_stream(METHOD)(iter(outgoing.get, None), timeout=15)
+        return self.channel.stream_stream(METHOD)(iter(outgoing.get, None), timeout=60)
 
     def close(self):
         for outgoing in self._queues:
@@ -348,7 +348,7 @@ def many():
         streams.close()
 
 
-def wait_for(condition, seconds=15):
+def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -105,7 +105,7 @@ def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache
         f"loaded = open_model(ModelConfig(id={str(tiny)!r}, cache_dir={str(cache)!r}))\n"
         "print(loaded.weights_from, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == f"{MAPPED} False"
 
 
@@ -196,7 +196,7 @@ def test_two_nodes_that_start_at_once_pack_once(opened, loads):
     barrier = threading.Barrier(2)
 
     def start(_):
-        barrier.wait(10)
+        barrier.wait(60)
         return opened()
 
     with ThreadPoolExecutor(2) as pool:

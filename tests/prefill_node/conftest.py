@@ -70,7 +70,7 @@ class BlockSink:
 
     def write(self, region, payload):
         self.side.is_writing.set()
-        assert self.side.gate.wait(20)
+        assert self.side.gate.wait(60)
         self.side.regions.append((region.plane, region.layers, region.start_token, region.end_token))
         slots = [
             self.blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
@@ -148,7 +148,7 @@ class Rig:
         self.loop.submit(job)
         return job, blocks
 
-    def result(self, job, timeout=10):
+    def result(self, job, timeout=30):
         with self.changed:
             assert self.changed.wait_for(lambda: job.job_id in self.ended, timeout), "the job did not end"
             return self.ended[job.job_id]
@@ -167,7 +167,7 @@ class Rig:
         self.thread.join(10)
         assert not self.thread.is_alive()
 
-    def wait_until_idle(self, timeout=10):
+    def wait_until_idle(self, timeout=30):
         """Until the loop holds no job: a stop is the only way to be sure that it has seen everything."""
         self.stop()
         assert self.loop.num_tasks == 0

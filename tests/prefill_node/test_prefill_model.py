@@ -114,7 +114,7 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
             result = ended.get(timeout=30)
             assert isinstance(result, PrefillResult), result
             assert result.num_cached_tokens == (0 if attempt == 1 else 144)
-            assert result.connector == news.get(timeout=5).connector == connector_name
+            assert result.connector == news.get(timeout=30).connector == connector_name
             assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks)
             wipe(decode_cache)
             receiver.close(transfer_id)

@@ -18,6 +18,7 @@ from outrider.wire.node import info_from_proto, report_from_proto
 from prefill_node.node import EXIT_ENGINE_FAILED, PrefillNode, PrefillParts
 from prefill_node.servicer import ServedModel, job_from_proto
 
+PATIENCE_SECONDS = 30.0
 FINGERPRINT = "ab" * 32
 MODEL = ModelInfo(
     name="scripted",
@@ -111,7 +112,7 @@ async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(m
         await serving.start()
         tokens = list(range(100, 130))
         request = serving.request(tokens, held=4)
-        response = await serving.stub.Prefill(request, timeout=10)
+        response = await serving.stub.Prefill(request, timeout=PATIENCE_SECONDS)
         assert serving.rig.decode.completed[request.transfer_id].payload_bytes == response.kv_bytes == 26 * 16
         assert (response.num_cached_tokens, response.num_computed_tokens) == (0, 30)
         assert response.connector == "in_memory"
@@ -122,7 +123,7 @@ async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(m
 async def test_a_node_that_still_loads_says_so(make_rig):
     async with Serving(make_rig()) as serving:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=5)
+            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert info_from_proto(await serving.nodes.GetNode(node_pb2.GetNodeRequest())).model is None
 
@@ -131,7 +132,7 @@ async def test_another_fingerprint_is_refused_by_naming_both(make_rig):
     async with Serving(make_rig()) as serving:
         await serving.start()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2], fingerprint="ff" * 32), timeout=5)
+            await serving.stub.Prefill(serving.request([1, 2], fingerprint="ff" * 32), timeout=PATIENCE_SECONDS)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert FINGERPRINT in caught.value.details()
         assert "ff" * 32 in caught.value.details()
@@ -160,26 +161,26 @@ async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig, mon
         serving.rig.decode.gate.clear()
         running = serving.stub.Prefill(serving.request(list(range(12))))
         await until(lambda: serving.node._desk.num_jobs == 1)
-        draining = asyncio.create_task(serving.node.drain(10))
+        draining = asyncio.create_task(serving.node.drain(4 * PATIENCE_SECONDS))
         await until(lambda: serving.node._desk._is_draining)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2]), timeout=5)
+            await serving.stub.Prefill(serving.request([1, 2]), timeout=PATIENCE_SECONDS)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert from_rpc_error(caught.value).reason == "DRAINING"
         assert not draining.done()
         serving.rig.decode.gate.set()
         assert (await running).num_computed_tokens == 12
-        await asyncio.wait_for(draining, 10)
+        await asyncio.wait_for(draining, PATIENCE_SECONDS)
 
 
 async def test_a_job_that_a_router_sends_before_it_hears_of_the_drain_is_done(make_rig):
     async with Serving(make_rig()) as serving:
         await serving.start()
-        draining = asyncio.create_task(serving.node.drain(10))
+        draining = asyncio.create_task(serving.node.drain(4 * PATIENCE_SECONDS))
         await until(lambda: serving.node._state is NodeState.DRAINING)
-        answer = await serving.stub.Prefill(serving.request(list(range(12))), timeout=5)
+        answer = await serving.stub.Prefill(serving.request(list(range(12))), timeout=PATIENCE_SECONDS)
         assert answer.num_computed_tokens == 12
-        await asyncio.wait_for(draining, 10)
+        await asyncio.wait_for(draining, PATIENCE_SECONDS)
 
 
 async def test_prompts_in_work_at_the_drains_deadline_are_told(make_rig):
@@ -204,7 +205,7 @@ async def test_a_full_queue_refuses_at_once(make_rig):
         first = serving.stub.Prefill(serving.request(list(range(12))))
         await until(lambda: serving.node._desk.num_jobs == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2]), timeout=5)
+            await serving.stub.Prefill(serving.request([1, 2]), timeout=PATIENCE_SECONDS)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert from_rpc_error(caught.value).retry_after_seconds > 0
         serving.rig.decode.gate.set()
@@ -217,7 +218,7 @@ async def test_the_report_counts_outstanding_tokens_and_steps(make_rig):
         idle = await serving.report()
         assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
         assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64
-        await serving.stub.Prefill(serving.request(list(range(20))), timeout=10)
+        await serving.stub.Prefill(serving.request(list(range(20))), timeout=PATIENCE_SECONDS)
         busy = asyncio.Event()
         resume = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
@@ -225,11 +226,11 @@ async def test_the_report_counts_outstanding_tokens_and_steps(make_rig):
         def before_layer(layer):
             if layer == 0 and not busy.is_set():
                 loop.call_soon_threadsafe(busy.set)
-                asyncio.run_coroutine_threadsafe(waited(resume), loop).result(10)
+                asyncio.run_coroutine_threadsafe(waited(resume), loop).result(PATIENCE_SECONDS)
 
         serving.rig.before_layer = before_layer
         running = serving.stub.Prefill(serving.request(list(range(500, 530))))
-        await asyncio.wait_for(busy.wait(), 10)
+        await asyncio.wait_for(busy.wait(), PATIENCE_SECONDS)
         report = await serving.report()
         assert report.load.num_outstanding_tokens == 30
         assert report.load.num_running == 1
@@ -259,11 +260,11 @@ async def test_an_engine_failure_answers_internal_and_ends_the_process(make_rig)
 
         serving.rig.before_layer = break_down
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=10)
+            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
-        assert await asyncio.wait_for(serving.exit_status, 5) == EXIT_ENGINE_FAILED
+        assert await asyncio.wait_for(serving.exit_status, PATIENCE_SECONDS) == EXIT_ENGINE_FAILED
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=10)
+            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -303,7 +304,7 @@ async def waited(future):
     await future
 
 
-async def until(condition, timeout=10):
+async def until(condition, timeout=PATIENCE_SECONDS):
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.005)

@@ -12,7 +12,7 @@ import grpc
 from tests.router.conftest import Cluster
 
 SERVICE = "/outrider.v1.RouterService/"
-CALL_SECONDS = 20.0
+CALL_SECONDS = 60.0
 
 
 class ThreadedRouter:

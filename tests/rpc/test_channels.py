@@ -14,7 +14,7 @@ from outrider.service.config import ServerConfig
 from outrider.service.health import Health
 from outrider.service.server import bind
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 async def serve(config: ServerConfig, security: PeerSecurity = PLAINTEXT) -> tuple[grpc.aio.Server, str]:

@@ -113,7 +113,7 @@ async def test_bytes_that_do_not_parse_are_the_callers_mistake():
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = channel.stream_stream("/outrider.v1.DraftService/Draft")(iter([b"\xff" * 64]), timeout=10)
+            call = channel.stream_stream("/outrider.v1.DraftService/Draft")(iter([b"\xff" * 64]), timeout=60)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 async for _ in call:
                     pass

@@ -47,7 +47,7 @@ async def node_and_watcher():
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     channel = open_channel(f"127.0.0.1:{port}")
-    yield node, NodeWatcher(channel, target="node-1", interval_seconds=0.05, grace_seconds=1.0), server
+    yield node, NodeWatcher(channel, target="node-1", interval_seconds=0.05, grace_seconds=60.0), server
     await channel.close()
     await server.stop(0)
 
@@ -99,9 +99,11 @@ async def test_a_node_that_falls_silent_is_lost_though_its_connection_stands():
     node_pb2_grpc.add_NodeServiceServicer_to_server(FrozenServicer(node.info, node.report), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    now = 0.0
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        reports = NodeWatcher(channel, target="node-1", grace_seconds=1.0).reports()
+        reports = NodeWatcher(channel, target="node-1", grace_seconds=1.0, clock=lambda: now).reports()
         await anext(reports)
+        now = 2.0
         with pytest.raises(PeerLostError, match="makes no progress"):
             await anext(reports)
     await server.stop(0)

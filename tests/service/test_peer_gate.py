@@ -24,7 +24,7 @@ from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc, 
 
 authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 INCARNATION = os.urandom(16)
 DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
 

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-import time
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -142,11 +142,14 @@ def test_a_client_that_pings_all_the_time_is_kept(served):
         ("grpc.http2.max_pings_without_data", 0),
     ]
     with grpc.insecure_channel(served, options=options) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=2.0)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        leaving = threading.Timer(2.0, watch.cancel)
+        leaving.start()
         with pytest.raises(grpc.RpcError) as ended:
             next(watch)
-        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # and not UNAVAILABLE: too_many_pings
+        leaving.join()
+        assert ended.value.code() is grpc.StatusCode.CANCELLED  # and not UNAVAILABLE: too_many_pings
         assert check_health(channel) == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -169,30 +172,35 @@ def test_noise_on_the_port_disturbs_nobody(served, noise):
         assert check_health(channel, ROUTER_SERVICE) == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_with_0():
-    service = service_process("router.server.port=0", "router.server.metrics_port=0", START_SECONDS="1.0")
+def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_with_0(tmp_path):
+    may_start = tmp_path / "may start"
+    service = service_process(
+        "router.server.port=0",
+        "router.server.metrics_port=0",
+        "router.server.drain_seconds=600",  # which nothing needs: it ends at once
+        START_WHEN=str(may_start),
+    )
     bound = service.announcement("address")
     with grpc.insecure_channel(bound["address"]) as channel:
         watch = iter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=WAIT_SECONDS))
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert check_health(channel, ROUTER_SERVICE) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert service.announcement("progress") == {"progress": "weights", "done": 10, "total": 10}
+        may_start.touch()
         assert service.announcement("serving")["threads"] == 1
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         with urllib.request.urlopen(f"http://{bound['metrics_address']}/metrics", timeout=WAIT_SECONDS) as response:
             assert b"process_resident_memory_bytes" in response.read()
-        started_at = time.monotonic()
         service.process.send_signal(signal.SIGTERM)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
         status, log = service.wait()
     assert status == 0
-    assert time.monotonic() - started_at < 5.0
     assert [line["event"] for line in log] == ["listening", "serving", "draining", "stopped"]
     assert all(line["role"] == "router" for line in log)
 
 
-def test_sigterm_while_loading_ends_with_0():
-    service = service_process("router.server.port=0", "router.server.host=0.0.0.0", START_SECONDS="60")
+def test_sigterm_while_loading_ends_with_0(tmp_path):
+    service = service_process("router.server.port=0", "router.server.host=0.0.0.0", START_WHEN=str(tmp_path / "never"))
     service.announcement("progress")
     status, log = service.end()
     assert status == 0

@@ -38,7 +38,7 @@ def run_setup(checkout, hook, monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent")
     script = f"from setuptools.build_meta import build_wheel, build_editable, build_sdist\nprint({hook}('dist'))\n"
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, check=False, cwd=checkout, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, check=False, cwd=checkout, capture_output=True, text=True, timeout=240)
 
 
 def made(checkout, hook, monkeypatch):
@@ -51,7 +51,7 @@ def made(checkout, hook, monkeypatch):
 def build_kernels(checkout, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(checkout / "cache"))
     command = [sys.executable, "-m", build.__name__]
-    subprocess.run(command, check=True, cwd=checkout, timeout=100)
+    subprocess.run(command, check=True, cwd=checkout, timeout=240)
 
 
 def kernel_files(wheel):

@@ -1,0 +1,43 @@
+"""Fault points of processes under test, each armed and let go by a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from outrider.faults import FAULTS_VARIABLE, ONCE_VARIABLE
+
+
+class FaultPoints:
+    """Disarmed at first. Processes started with `environ` wait at a point once it is armed, one at a time."""
+
+    def __init__(self, directory: Path, points: Iterable[str]) -> None:
+        self._prefix = directory / "point"
+        self._points = tuple(points)
+        self.environ = {
+            FAULTS_VARIABLE: ";".join(f"{point}:*=hold" for point in self._points),
+            ONCE_VARIABLE: str(self._prefix),
+        }
+        self.disarm_all()
+
+    def arm(self, point: str) -> None:
+        """The next process to reach the point waits there."""
+        self._file(point).unlink()
+
+    def waiting_pid(self, point: str) -> int | None:
+        """The process that waits at the point."""
+        try:
+            return int(self._file(point).read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def release(self, point: str) -> None:
+        """Who waits there goes on; the point is disarmed."""
+        self._file(point).write_text("")
+
+    def disarm_all(self) -> None:
+        for point in self._points:
+            self.release(point)
+
+    def _file(self, point: str) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.{point}")
