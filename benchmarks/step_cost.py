@@ -37,6 +37,7 @@ from decode_node.step_drafts import StepDrafts
 from outrider.bench.machine import describe_machine
 from outrider.engine.fakes import ScriptedEngine, ScriptedSampledRows
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.pending import Pending
 from outrider.engine.step_profiler import StepProfiler
 from outrider.node import NodeReport, NodeState
 from outrider.request import SamplingParams
@@ -88,13 +89,13 @@ class FreeSampler:
     def commit(self, state: Any, token_ids: Sequence[int]) -> None:
         return
 
-    def sample(self, logits: object, rows: Sequence[Any]) -> ScriptedSampledRows:
+    def queue(self, logits: object, rows: Sequence[Any]) -> Pending[ScriptedSampledRows]:
         token_ids = [
             token_at(row.state.params.seed, position)
             for row in rows
             for position in range(row.position, row.position + row.num_rows)
         ]
-        return ScriptedSampledRows(token_ids, [None] * len(token_ids))
+        return Pending((), lambda _: ScriptedSampledRows(token_ids, [None] * len(token_ids)))
 
 
 class BookedDrafts(NoDrafts):
