@@ -192,6 +192,15 @@ def certificate(tls_folder):
     return TlsConfig(certificate=tls_folder / "node.pem", private_key=tls_folder / "node-key.pem")
 
 
+@pytest.fixture
+def steps_take_a_set_time(monkeypatch):
+    """Which drafts are verified follows from the times of steps: here it does not depend on how busy the machine is."""
+    from outrider.speculation.step_cost import StepCostModel
+
+    observe = StepCostModel.observe
+    monkeypatch.setattr(StepCostModel, "observe", lambda cost, **step: observe(cost, **{**step, "step_seconds": 0.01}))
+
+
 @pytest.fixture(scope="session", params=["torch", "native"])
 def sampler_kernels(request):
     """What a Sampler decides with: None for torch. Both must pass the same tests."""

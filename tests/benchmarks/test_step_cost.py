@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.speculation.step_cost import StepCostModel
-
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 2
 MOST_WARM_UP_STEPS = 20
@@ -26,13 +24,6 @@ def step_cost():
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
-
-
-@pytest.fixture
-def steps_take_a_set_time(monkeypatch):
-    """Which drafts are verified follows from the times of steps, which here are those of a busy machine."""
-    observe = StepCostModel.observe
-    monkeypatch.setattr(StepCostModel, "observe", lambda cost, **step: observe(cost, **{**step, "step_seconds": 0.01}))
 
 
 class Instructions:

@@ -32,6 +32,7 @@ def test_a_round_trip_is_no_negative_time():
         main(["bench", "--three-lines", "--simulated", "--draft-rtt-ms", "-1"])
 
 
+@pytest.mark.usefixtures("steps_take_a_set_time")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_beside_the_target_changes_no_token(temperature):
     prompts = [[1, 2, 3], [4, 5, 6, 7]]

@@ -7,7 +7,6 @@ import torch
 
 from outrider.cli.three_lines.decode_side import ColocatedDrafts, LineNode
 from outrider.cli.three_lines.simulation import SimulatedPair, Simulation
-from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.verify.by_request import RequestVerifier
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -24,12 +23,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.usefixtures("steps_take_a_set_time")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_the_same_with_and_without_siblings(temperature, monkeypatch):
     texts, accepted, verified = [], [], []
-    verify, observe = RequestVerifier.verify, StepCostModel.observe
-    # What rows cost, and so what is verified, is not to depend on how busy this machine is.
-    monkeypatch.setattr(StepCostModel, "observe", lambda cost, **step: observe(cost, **{**step, "step_seconds": 0.01}))
+    verify = RequestVerifier.verify
     monkeypatch.setattr(
         RequestVerifier, "verify", lambda self, logits, drafts: verified.extend(drafts) or verify(self, logits, drafts)
     )
