@@ -16,7 +16,7 @@ import pytest
 from outrider.cli.main import main
 
 ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 ROLE_MODULE = """
 import runpy, sys
 sys.argv = [{path!r}, {role!r}, *sys.argv[1:]]
@@ -50,7 +50,8 @@ class Up:
         self.status_file = directory / "status.json"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0", "--model", str(directory),
-             "--json-status", str(self.status_file), "--set", "cluster.restart_seconds=0.1"],
+             "--json-status", str(self.status_file), "--set", "cluster.restart_seconds=0.1",
+             "--set", "cluster.kill_seconds=60"],
             cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.lines: list[str] = []

@@ -442,14 +442,14 @@ def test_what_can_never_fit_is_known_beforehand(num_tokens, fits):
 
 
 def test_a_plan_of_64_sequences_costs_little_and_nothing_by_length():
-    """Best of many, so that a busy machine does not decide; the goal is 0.3 ms, the bound is generous."""
+    """Best of many, in processor time: a busy machine does not decide. The goal is 0.3 ms, the bound is generous."""
     scheduler = make_scheduler(num_blocks=16384, rows=512)
     for key in range(64):
         decoding(scheduler, key, num_tokens=900)
     best = float("inf")
     for _ in range(30):
-        started = time.perf_counter()
+        started = time.thread_time()
         plan = scheduler.plan(drafts(4))
-        best = min(best, time.perf_counter() - started)
+        best = min(best, time.thread_time() - started)
         run(plan)
     assert best < 0.0015
