@@ -58,18 +58,15 @@ def make_build(
         from decode_node.group_desk import GroupDesk
         from decode_node.ingest import Ingest
         from decode_node.node import DecodeParts
-        from outrider.engine.attention import make_attention_backend
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
         from outrider.engine.kv_cache.block_pool import BlockPool
-        from outrider.engine.kv_cache.paged_cache import PagedKVCache
-        from outrider.engine.model_runner import ModelRunner, rehearse
         from outrider.engine.sampler import Sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
-        from outrider.model_hub.kernels import attention_of
-        from outrider.model_hub.open import open_model
+        from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
+        from outrider.service.engine_failure import end_process
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_controller import DraftController
@@ -79,24 +76,21 @@ def make_build(
         from outrider.speculation.verify.by_request import RequestVerifier
         from outrider.speculation.verify.typical import TypicalThresholds
 
-        model = open_model(model_config, progress=announce_progress)
-        info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
-        attention = make_attention_backend(attention_of(model_config, model.device), model.device, model.spec.dtype)
-        kv_cache = PagedKVCache.sized_for(
-            model.spec,
+        compute = open_compute(
+            model_config,
             config.kv_cache,
-            block_size=attention.block_size(config.kv_cache.block_size),
-            device=model.device,
-            reserved_bytes=rehearse(model, attention, num_rows=config.max_rows_per_step),
+            max_rows_per_step=config.max_rows_per_step,
+            on_rank_lost=end_process,
+            progress=announce_progress,
         )
+        model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
+        info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
             hash_seed=bytes.fromhex(info.fingerprint),
             enable_prefix_cache=config.kv_cache.prefix_cache,
         )
-        runner = ModelRunner(model, kv_cache, attention, use_graphs=model_config.cuda_graphs)
-        runner.warm_up()
         scheduler = Scheduler(
             pool, max_running=config.max_running_sequences, max_rows_per_step=config.max_rows_per_step
         )
@@ -185,11 +179,13 @@ def make_build(
             drafts=client,
             model=info,
             tokenizer_files=model.tokenizer_files,
+            ranks=compute.ranks,
             description={
                 "model": info.name,
                 "fingerprint": info.fingerprint,
                 "dtype": info.dtype,
                 "device": str(model.device),
+                "ranks": model_config.tensor_parallel_size,
                 "attention_backend": runner.attention_name,
                 "threads": model.num_threads,
                 "cpus": ",".join(map(str, usable_cpus())),

@@ -14,7 +14,7 @@ from outrider.service.address import is_local, is_wildcard, own_host, split_port
 from outrider.service.security import warn_if_exposed
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.kv_cache.base import KVCache
 
 
 class ReservedBlocks:
@@ -24,7 +24,7 @@ class ReservedBlocks:
     table, and the receiver has drained its writes before they are freed.
     """
 
-    def __init__(self, kv_cache: PagedKVCache, block_ids: Sequence[int]) -> None:
+    def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
         self._kv_cache = kv_cache
         self._block_ids = torch.tensor(block_ids, dtype=torch.int64)  # [num_blocks]
 
@@ -42,7 +42,7 @@ class Ingest:
     def __init__(
         self,
         *,
-        kv_cache: PagedKVCache,
+        kv_cache: KVCache,
         incarnation: bytes,
         host: str,
         port: int,

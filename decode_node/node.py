@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from outrider import __version__
 from outrider.engine.engine import Engine
 from outrider.engine.engine_thread import EngineThread
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.service.engine_failure import end_process
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.profiling import make_profile_desk
@@ -31,7 +32,6 @@ from outrider.v1 import node_pb2_grpc, session_pb2_grpc
 
 DRAIN_POLL_SECONDS = 0.02
 METRICS_SECONDS = 1.0
-EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE
 
 _log = get_logger("decode_node")
 
@@ -47,6 +47,7 @@ class DecodeParts:
     drafts: DraftClient | NoDrafts
     model: ModelInfo
     tokenizer_files: Mapping[str, bytes]
+    ranks: AbstractContextManager[object]  # entered while the loop runs
     description: Mapping[str, object]  # for the start-up line
 
 
@@ -105,8 +106,8 @@ class DecodeNode:
         thread = self._thread = EngineThread(
             "decode-loop",
             build=lambda: self._build(self._incarnation, self._name, self._emit),
-            run=lambda parts: parts.loop.run(),
-            on_failure=_end_process,
+            run=_run,
+            on_failure=end_process,
         )
         parts = self._parts = await thread.build()
         self._metrics = DecodeMetrics(parts.model.name)
@@ -236,7 +237,6 @@ class DecodeNode:
         )
 
 
-def _end_process(error: Exception) -> None:
-    """A bug of ours: whatever the state is now, it must not be served from. The supervisor starts another process."""
-    _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
-    os._exit(EXIT_ENGINE_FAILED)
+def _run(parts: DecodeParts) -> None:
+    with parts.ranks:
+        parts.loop.run()

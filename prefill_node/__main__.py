@@ -46,41 +46,35 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(emit: Emit) -> PrefillParts:
-        from outrider.engine.attention import make_attention_backend
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.kv_cache.block_pool import BlockPool
-        from outrider.engine.kv_cache.paged_cache import PagedKVCache
-        from outrider.engine.model_runner import ModelRunner, rehearse
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
         from outrider.kv_transfer.connectors import make_connector
-        from outrider.model_hub.kernels import attention_of
-        from outrider.model_hub.open import open_model
+        from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
+        from outrider.service.engine_failure import end_process
         from outrider.service.event_loop_clock import event_loop_clock
         from outrider.service.telemetry.logging import get_logger
         from prefill_node.forward import PagedForward
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
 
-        model = open_model(model_config, progress=announce_progress)
-        attention = make_attention_backend(attention_of(model_config, model.device), model.device, model.spec.dtype)
-        kv_cache = PagedKVCache.sized_for(
-            model.spec,
+        compute = open_compute(
+            model_config,
             config.kv_cache,
-            block_size=attention.block_size(config.kv_cache.block_size),
-            device=model.device,
-            reserved_bytes=rehearse(model, attention, num_rows=config.max_rows_per_step),
+            max_rows_per_step=config.max_rows_per_step,
+            on_rank_lost=end_process,
+            progress=announce_progress,
         )
+        model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
             hash_seed=bytes.fromhex(model.info.fingerprint),
             enable_prefix_cache=config.kv_cache.prefix_cache,
         )
-        runner = ModelRunner(model, kv_cache, attention, use_graphs=model_config.cuda_graphs)
-        runner.warm_up()
         scheduler = Scheduler(
             pool,
             max_running=config.max_running,
@@ -116,11 +110,13 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             connector=connector,
             model=model.info,
             tokenizer_files=model.tokenizer_files,
+            ranks=compute.ranks,
             description={
                 "model": model.info.name,
                 "fingerprint": model.info.fingerprint,
                 "dtype": model.info.dtype,
                 "device": str(model.device),
+                "ranks": model_config.tensor_parallel_size,
                 "attention_backend": runner.attention_name,
                 "threads": model.num_threads,
                 "cpus": ",".join(map(str, usable_cpus())),

@@ -10,7 +10,7 @@ from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.kv_cache.base import KVCache
     from outrider.engine.model_runner import ModelRunner
 
 
@@ -30,7 +30,7 @@ class Forward(Protocol):
 class PagedForward:
     """A `Forward` over a model runner."""
 
-    def __init__(self, kv_cache: PagedKVCache, runner: ModelRunner, clock: StepClock) -> None:
+    def __init__(self, kv_cache: KVCache, runner: ModelRunner, clock: StepClock) -> None:
         self._kv_cache = kv_cache
         self._runner = runner
         self._time = clock

@@ -6,7 +6,8 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -18,6 +19,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.base import Connector
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.profiling import make_profile_desk
@@ -31,7 +33,6 @@ from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
-EXIT_ENGINE_FAILED = 70  # EX_SOFTWARE
 FAREWELL_SECONDS = 0.5
 """For the last answers to leave, before a drain is over and after the engine thread has failed."""
 STOP_SECONDS = 5.0
@@ -52,6 +53,7 @@ class PrefillParts:
     model: ModelInfo
     tokenizer_files: Mapping[str, bytes]
     description: Mapping[str, Any]  # for the start-up line
+    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered while the loop runs
 
 
 Build = Callable[[Emit], PrefillParts]
@@ -108,7 +110,7 @@ class PrefillNode:
         thread = self._thread = EngineThread(
             "prefill-loop",
             build=lambda: self._build(self._emit),
-            run=lambda parts: parts.loop.run(),
+            run=_run,
             on_failure=self._engine_failed,
         )
         parts = self._parts = await thread.build()
@@ -223,6 +225,11 @@ class PrefillNode:
             tokens_per_second=parts.loop.prompt_tokens.tokens_per_second(),
             num_outstanding_tokens=parts.loop.prompt_tokens.num_outstanding,
         )
+
+
+def _run(parts: PrefillParts) -> None:
+    with parts.ranks:
+        parts.loop.run()
 
 
 def _observe(metrics: EngineMetrics, result: PrefillResult) -> None:

@@ -36,12 +36,13 @@ from prefill_node.jobs import (
     PushOutcome,
     Stop,
 )
-from prefill_node.push import KvPush, LayerGroups, ReadableCache, slots_of
+from prefill_node.push import KvPush, LayerGroups, slots_of
 from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import PrefillTask
 
 if TYPE_CHECKING:
+    from outrider.engine.kv_cache.base import KVCache
     from outrider.engine.kv_cache.block_pool import BlockPool
     from outrider.kv_transfer.base import Connector
 
@@ -65,7 +66,7 @@ class PrefillLoop:
         *,
         pool: BlockPool,
         scheduler: Scheduler,
-        kv_cache: ReadableCache,
+        kv_cache: KVCache,
         forward: Forward,
         connector: Connector,
         frame_bytes: int,

@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.kv_cache.copy_stream import Fence
+from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
@@ -30,25 +29,6 @@ from prefill_node.jobs import PushOutcome
 log = get_logger("prefill_node")
 
 
-class ReadableCache(Protocol):
-    """What is needed of a PagedKVCache."""
-
-    @property
-    def planes(self) -> tuple[PlaneSpec, ...]: ...
-
-    @property
-    def head_ranges(self) -> tuple[range, ...]:
-        """Of every plane, in order: frames are cut at them."""
-
-    def fence(self) -> Fence | None:
-        """Marks what has been written by now, where a device writes behind the caller's back."""
-
-    def read(
-        self, plane: str, layers: range, slots: Tensor, after: Fence | None = None, *, heads: range | None = None
-    ) -> np.ndarray:
-        """KV of `slots` ([num_tokens] int64) in `layers`, written before `after`, as contiguous uint8."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Available:
     """KV of these layers and tokens is in the cache and will not change."""
@@ -56,7 +36,7 @@ class _Available:
     layers: range
     start_token: int
     end_token: int
-    written: Fence | None
+    written: Any  # a fence of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +54,7 @@ class KvPush:
         self,
         *,
         connector: Connector,
-        kv_cache: ReadableCache,
+        kv_cache: KVCache,
         address: str,
         spec: TransferSpec,
         slots: Tensor,  # [spec.end_token] int64, of the prompt's tokens from position 0

@@ -15,7 +15,7 @@ from outrider.profile import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.kv_cache.base import KVCache
     from outrider.engine.model_runner import ModelRunner
     from outrider.engine.sampler import Sampler
 
@@ -26,7 +26,7 @@ class Engine:
 
     pool: BlockPool
     scheduler: Scheduler
-    kv_cache: PagedKVCache
+    kv_cache: KVCache
     runner: ModelRunner
     sampler: Sampler
     clock: StepClock = field(default_factory=StepClock)

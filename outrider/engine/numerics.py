@@ -49,6 +49,10 @@ def promise_of_torch(dtype: str) -> Promise:
     return Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
 
 
-def torch_numerics(dtype: str, device_type: str) -> Numerics:
-    """Of torch's own kernels; `dtype` "float32" or "bfloat16", `device_type` "cpu" or "cuda"."""
-    return Numerics(promise_of_torch(dtype), f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}")
+def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numerics:
+    """Of torch's own kernels; `dtype` "float32" or "bfloat16", `device_type` "cpu" or "cuda".
+
+    `num_ranks`: that share the model. Each adds up its part of a product, so sums have another order.
+    """
+    kernels = f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}"
+    return Numerics(promise_of_torch(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")

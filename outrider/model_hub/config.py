@@ -36,6 +36,11 @@ class ModelConfig:
         "memory traffic; native kernels only.",
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
+    tensor_parallel_size: int = setting(
+        1,
+        at_least=1,
+        help="Processes that share a prefill or decode node's model, each with its own GPU. Never run on a GPU.",
+    )
     attention: str = setting("auto", choices=("auto", "torch_sdpa", "triton", "flash_attn"), help="Attention backend.")
     deterministic: bool = setting(
         False,

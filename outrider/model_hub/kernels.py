@@ -22,6 +22,8 @@ def choose_model_kernels(
     """What `model.kernels` means on this machine; may compile them. Raises ConfigError when it is impossible."""
     if device.type != "cpu":
         return torch_instead(config, f"the device is {device.type}")
+    if config.tensor_parallel_size > 1:
+        return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if config.attention != AUTO:
         return torch_instead(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=lambda done, total: progress("kernels", done, total))

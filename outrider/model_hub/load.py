@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention.base import AttentionOptions
@@ -43,6 +44,7 @@ from outrider.model_hub.support import (
     own_logits,
     refuse_by_config,
 )
+from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_device
 from outrider.model_hub.weight_files import check_weight_files
 
 
@@ -58,14 +60,19 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     location = locate_model(config, progress=progress)
+    num_ranks = config.tensor_parallel_size
     device = resolve_device(config.device)
-    hf_config = _read_config(location.directory)
+    if num_ranks > 1:
+        device = rank_device(config, own_rank(config))
+    hf_config = read_config(location.directory)
     refuse_by_config(hf_config, device)
     check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device, progress=progress)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
-    model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress)
+    model = _load_weights(location.directory, hf_config, TORCH_DTYPES[dtype], device, progress, num_ranks=num_ranks)
     spec, layers = describe_decoder(model, dtype=dtype, max_model_len=config.max_model_len)
+    if num_ranks > 1:
+        check_split(spec, hf_config, num_ranks)
     if kernels.library is not None and (reason := why_no_native_layers(spec)):
         kernels = torch_instead(config, reason)
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
@@ -83,7 +90,7 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         from outrider.engine.deterministic_layers import make_deterministic  # imports triton
 
         make_deterministic(model)
-    elif can_pack(TORCH_DTYPES[dtype], device):
+    elif num_ranks == 1 and can_pack(TORCH_DTYPES[dtype], device):
         pack_linear_layers(model)
     loaded = describe_model(
         config=config,
@@ -149,7 +156,8 @@ def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig, *, 
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
 
 
-def _read_config(directory: Path) -> PretrainedConfig:
+def read_config(directory: Path) -> PretrainedConfig:
+    """A checkpoint's config.json. Raises ModelError."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -158,9 +166,19 @@ def _read_config(directory: Path) -> PretrainedConfig:
 
 
 def _load_weights(
-    directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    *,
+    num_ranks: int,
 ) -> PreTrainedModel:
+    """With several ranks: this one's shard, by the plan that transformers has for the model."""
     register_attention()
+    placement: dict[str, Any] = {"device_map": {"": device} if device.type != "cpu" else None}
+    if num_ranks > 1:
+        placement = {"distributed_config": DistributedConfig(tp_size=num_ranks)}
     with _reported_progress(progress):
         try:
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -168,8 +186,8 @@ def _load_weights(
                 config=config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
-                device_map={"": device} if device.type != "cpu" else None,
                 local_files_only=True,
+                **placement,
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             raise ModelError(f"{directory}: {type(error).__name__}: {error}") from error

@@ -74,7 +74,7 @@ def describe_model(
 ) -> LoadedModel:
     """Adds what the tokenizer and the other files of a checkpoint say. Raises ModelError for damaged ones."""
     directory = location.directory
-    numerics = torch_numerics(spec.dtype, device.type)
+    numerics = torch_numerics(spec.dtype, device.type, num_ranks=config.tensor_parallel_size)
     if native is not None:
         numerics = native_numerics(
             kernels.path, by_layers=isinstance(native, NativeLayers), has_int8_weights=config.weights == INT8

@@ -11,6 +11,7 @@ from outrider.engine.numerics import native_numerics, torch_numerics
         (torch_numerics("float32", "cpu"), "exact up to ties (torch float32)"),
         (torch_numerics("bfloat16", "cpu"), "batch-dependent (torch bfloat16)"),
         (torch_numerics("bfloat16", "cuda"), "batch-dependent (cuda bfloat16)"),
+        (torch_numerics("float32", "cpu", num_ranks=2), "exact up to ties (torch float32, 2 ranks)"),
     ],
 )
 def test_numerics_say_what_they_promise_and_by_which_kernels(numerics, text):

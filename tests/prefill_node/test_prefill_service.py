@@ -13,9 +13,10 @@ from prometheus_client import REGISTRY
 from outrider.errors import InvalidRequestError, MismatchError
 from outrider.node import ModelInfo, NodeRole, NodeState
 from outrider.rpc.status import from_rpc_error
+from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from outrider.wire.node import info_from_proto, report_from_proto
-from prefill_node.node import EXIT_ENGINE_FAILED, PrefillNode, PrefillParts
+from prefill_node.node import PrefillNode, PrefillParts
 from prefill_node.servicer import ServedModel, job_from_proto
 
 PATIENCE_SECONDS = 30.0

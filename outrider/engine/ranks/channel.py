@@ -1,0 +1,79 @@
+"""A pair of sockets between two ranks of one node: each message is one of our own values. Torch-free."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from typing import Any
+
+from outrider.errors import InternalError
+
+_LENGTH = struct.Struct("<Q")
+
+
+class RankLostError(InternalError):
+    """A process of a tensor-parallel node has ended, or does not answer: no step can be computed any more."""
+
+    reason = "RANK_LOST"
+
+
+class Channel:
+    """One end. At any time one thread sends, and one receives.
+
+    Both ends are processes that this node has started, and the sockets have no address: so values are pickled. Raises
+    RankLostError, after which the channel is closed, when the peer is gone or too slow.
+    """
+
+    def __init__(self, end: socket.socket, *, peer: str, timeout_seconds: float) -> None:
+        """`peer`: for messages, such as "rank 1". `timeout_seconds`: for a message to leave, or to come once begun."""
+        self._end = end
+        self._peer = peer
+        self._timeout_seconds = timeout_seconds
+        end.settimeout(timeout_seconds)
+
+    @staticmethod
+    def encode(message: object) -> bytes:
+        """For `send_encoded`, to several peers."""
+        return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def send(self, message: object) -> None:
+        self.send_encoded(self.encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        try:
+            self._end.sendall(_LENGTH.pack(len(encoded)))
+            self._end.sendall(encoded)
+        except OSError as error:
+            raise self._lost("takes no messages", error) from error
+
+    def receive(self, *, begins_within_seconds: float | None) -> Any:
+        """The next message. None: however long it takes to begin; the end of the peer's process ends that wait too."""
+        try:
+            self._end.settimeout(begins_within_seconds)
+            if not self._end.recv(1, socket.MSG_PEEK):
+                raise EOFError
+            self._end.settimeout(self._timeout_seconds)
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            return pickle.loads(self._read(length))  # noqa: S301 from a process of this node, see above
+        except (OSError, EOFError) as error:
+            raise self._lost("sends nothing", error) from error
+
+    def close(self) -> None:
+        """The peer sees the end. Idempotent."""
+        self._end.close()
+
+    def _read(self, num_bytes: int) -> bytearray:
+        buffer = bytearray(num_bytes)
+        view = memoryview(buffer)
+        while view:
+            num_read = self._end.recv_into(view)
+            if not num_read:
+                raise EOFError
+            view = view[num_read:]
+        return buffer
+
+    def _lost(self, what: str, error: Exception) -> RankLostError:
+        self.close()
+        cause = "its end is closed" if isinstance(error, EOFError) else str(error) or type(error).__name__
+        return RankLostError(f"tensor-parallel {self._peer} {what}: {cause}")

@@ -1,0 +1,78 @@
+"""What rank 0 tells the other ranks. Commands are numbered from 1 by their order; requests for KV go beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.input_batch import BatchArrays
+
+
+class Mark(NamedTuple):
+    """A place in the order of commands: so many are done, and of the next one so many layers. Compared as a tuple."""
+
+    num_commands: int
+    num_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass: an InputBatch."""
+
+    arrays: BatchArrays
+    max_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    pairs: tuple[tuple[int, int], ...]  # (source, destination)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSlots:
+    pairs: tuple[tuple[int, int], ...]  # (source, destination)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The last command."""
+
+
+Command = Step | CopyBlocks | MoveSlots | Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadKv:
+    """Answered by bytes, [num_layers, num_tokens, num_heads, head_dim]."""
+
+    plane: str
+    layers: range
+    slots: npt.NDArray[np.int64]  # [num_tokens]
+    heads: range  # of the rank's own
+    after: Mark  # not before the rank is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteKv:
+    """Answered by None when the bytes are in the cache."""
+
+    plane: str
+    layers: range
+    slots: npt.NDArray[np.int64]  # [num_tokens]
+    heads: range  # of the rank's own
+    after: Mark  # not before the rank is there: an earlier command may use the slots still
+    payload: bytes
+
+
+KvRequest = ReadKv | WriteKv
+
+
+@dataclass(frozen=True, slots=True)
+class KvRefused:
+    """The answer to a request that does not fit the cache, or whose mark was not reached in time."""
+
+    message: str

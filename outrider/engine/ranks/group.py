@@ -1,0 +1,171 @@
+"""Rank 0's hold on the other ranks: it tells them what to compute, and ends the node when one is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.commands import Command, KvRefused, KvRequest, Mark, Stop
+from outrider.errors import InternalError
+
+STOP_SECONDS = 5.0
+SEEN_SECONDS = 2.0
+"""After a collective has failed: for the end of the process that caused it to be seen."""
+_POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank other than 0."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    commands: Channel
+    kv: Channel
+    kv_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def loss(self) -> RankLostError | None:
+        """None while the process runs."""
+        status = self.process.poll()
+        if status is None:
+            return None
+        return RankLostError(
+            f"tensor-parallel rank {self.rank} (process {self.process.pid}) ended with status {status}"
+        )
+
+
+class RankGroup:
+    """As a context, while the node serves: outside of it the end of a rank is only seen by who needs it.
+
+    `running`, `tell` and `layer_done` are the engine thread's; `ask` and the marks any thread's.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        answer_seconds: float,
+        on_lost: Callable[[RankLostError], None],
+        release: Callable[[], object],
+    ) -> None:
+        """`on_lost` is called at most once for each rank that ends before `close`, from a thread of its own.
+
+        `answer_seconds`: for a request for KV. `release`: what the group holds besides its members; called by `close`.
+        """
+        self._answer_seconds = answer_seconds
+        self._members = tuple(members)
+        self._on_lost = on_lost
+        self._release = release
+        self._is_closing = False
+        self._num_told = 0
+        self._done = Mark(0)
+
+    @property
+    def size(self) -> int:
+        """Rank 0 included."""
+        return len(self._members) + 1
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self._members
+
+    # ---- commands
+
+    @contextmanager
+    def running(self, command: Command) -> Iterator[None]:
+        """The other ranks are told; the body is this rank's part of it.
+
+        Raises RankLostError when the body fails because a rank is gone.
+        """
+        self._tell(command)
+        try:
+            yield
+        except Exception as error:
+            self.raise_if_lost(error)
+            raise
+        self._done = Mark(self._num_told)
+
+    def layer_done(self, layer: int) -> None:
+        """Within `running`: so many layers of the command are done here."""
+        self._done = Mark(self._num_told - 1, layer + 1)
+
+    @property
+    def reached(self) -> Mark:
+        """What this rank has done by now: what others are asked for after it is there, and nothing older is used."""
+        return self._done
+
+    def _tell(self, command: Command) -> None:
+        encoded = Channel.encode(command)
+        for member in self._members:
+            try:
+                member.commands.send_encoded(encoded)
+            except RankLostError as error:
+                self.raise_if_lost(error)
+                raise
+        self._num_told += 1
+
+    # ---- KV
+
+    def ask(self, rank: int, request: KvRequest) -> Any:
+        """The answer of a rank other than 0. Raises: RankLostError; InternalError for what it refuses."""
+        member = self._members[rank - 1]
+        with member.kv_lock:
+            member.kv.send(request)
+            answer = member.kv.receive(begins_within_seconds=self._answer_seconds)
+        if isinstance(answer, KvRefused):
+            raise InternalError(f"tensor-parallel rank {rank}: {answer.message}")
+        return answer
+
+    # ---- life
+
+    def raise_if_lost(self, cause: Exception) -> None:
+        """Raises RankLostError if a rank has ended, or ends in a moment: `cause` is what was seen of it."""
+        deadline = time.monotonic() + SEEN_SECONDS
+        while True:
+            for member in self._members:
+                if (loss := member.loss()) is not None:
+                    raise loss from cause
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def __enter__(self) -> Self:
+        for member in self._members:
+            threading.Thread(target=self._watch, args=(member,), name=f"rank-{member.rank}", daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _watch(self, member: Member) -> None:
+        member.process.wait()
+        loss = member.loss()
+        if loss is not None and not self._is_closing:
+            self._on_lost(loss)
+
+    def close(self) -> None:
+        """Ends the other ranks: by a command where they listen, else by force. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for member in self._members:
+            try:
+                member.commands.send(Stop())
+            except RankLostError:
+                continue  # it has ended, or will be killed
+        deadline = time.monotonic() + STOP_SECONDS
+        for member in self._members:
+            try:
+                member.process.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+            member.commands.close()
+            member.kv.close()
+        self._release()

@@ -1,0 +1,35 @@
+"""The forward pass of rank 0: the other ranks are told the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.model_runner import ModelRunner, RunnableModel
+from outrider.engine.ranks.commands import Step
+from outrider.engine.ranks.group import RankGroup
+from outrider.engine.ranks.sharded_cache import ShardedKVCache
+
+
+class LeadingRunner(ModelRunner):
+    """A ModelRunner of rank 0's shard. Steps are not captured as graphs."""
+
+    def __init__(
+        self, model: RunnableModel, kv_cache: ShardedKVCache, attention: AttentionBackend, ranks: RankGroup
+    ) -> None:
+        super().__init__(model, kv_cache.local, attention, use_graphs=False)
+        self._ranks = ranks
+
+    def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """As ModelRunner.forward. Raises RankLostError when another rank is gone."""
+
+        def layer_done(layer: int) -> None:
+            self._ranks.layer_done(layer)
+            if on_layer_done is not None:
+                on_layer_done(layer)
+
+        with self._ranks.running(Step(batch.arrays, batch.max_blocks, batch.block_size)):
+            return super().forward(batch, on_layer_done=layer_done)

@@ -1,0 +1,112 @@
+"""The paged KV cache of a model whose heads are shared among ranks, as rank 0 sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from outrider.engine.kv_cache.copy_stream import Fence
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.ranks.commands import CopyBlocks, Mark, MoveSlots, ReadKv, WriteKv
+from outrider.engine.ranks.group import RankGroup
+from outrider.engine.ranks.heads import HeadShare, shares_of, split_heads
+from outrider.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class RankFence:
+    """What the ranks have been told to write by now."""
+
+    mark: Mark
+    local: Fence | None
+
+
+class ShardedKVCache:
+    """A `KVCache`. Each rank has blocks of the same numbers, with its own heads in them.
+
+    Blocks are copied and slots moved by all ranks, in the order of steps. What other threads read or write of other
+    ranks comes when those have done what rank 0 has: a rank may be behind by the end of a step, and by copies.
+    """
+
+    def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
+        """`local`: of rank 0's heads."""
+        self.local = local
+        self._ranks = ranks
+        self.num_blocks = local.num_blocks
+        self.block_size = local.block_size
+        self.device = local.device
+        self.planes = tuple(replace(plane, num_heads=plane.num_heads * ranks.size) for plane in local.planes)
+        self.head_ranges = split_heads(self.planes[0].num_heads, ranks.size)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            with self._ranks.running(CopyBlocks(tuple(pairs))):
+                self.local.copy_blocks(pairs)
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            with self._ranks.running(MoveSlots(tuple(pairs))):
+                self.local.move_slots(pairs)
+
+    def fence(self) -> RankFence:
+        return RankFence(self._ranks.reached, self.local.fence())
+
+    def read(
+        self, plane: str, layers: range, slots: Tensor, after: RankFence | None = None, *, heads: range | None = None
+    ) -> np.ndarray:
+        """As PagedKVCache.read, of the whole model's heads. Raises RankLostError as well."""
+        heads = self._checked(heads)
+        fence = after or self.fence()
+        parts = []
+        for share in shares_of(heads, self.head_ranges):
+            part = self._read_share(share, plane, layers, slots, fence)
+            parts.append(part.reshape(len(layers), slots.numel(), -1))
+        return parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=2).reshape(-1)
+
+    def _read_share(self, share: HeadShare, plane: str, layers: range, slots: Tensor, fence: RankFence) -> np.ndarray:
+        if share.rank == 0:
+            return self.local.read(plane, layers, slots, fence.local, heads=share.local)
+        request = ReadKv(plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=fence.mark)
+        answer: bytes = self._ranks.ask(share.rank, request)
+        return np.frombuffer(answer, dtype=np.uint8)
+
+    def write(
+        self,
+        plane: str,
+        layers: range,
+        slots: Tensor,
+        payload: bytes | bytearray | memoryview,
+        *,
+        heads: range | None = None,
+    ) -> None:
+        """Writes what `read` gave; each rank its own heads. Raises: InternalError, RankLostError."""
+        heads = self._checked(heads)
+        view = memoryview(payload).cast("B")
+        num_cells = len(layers) * slots.numel()
+        head_bytes = self.planes[0].bytes_per_head
+        if view.nbytes != num_cells * len(heads) * head_bytes:
+            raise InternalError(f"{view.nbytes} bytes for {num_cells} cells of plane {plane}, {len(heads)} heads")
+        if not num_cells:
+            return
+        cells = np.frombuffer(view, dtype=np.uint8).reshape(num_cells, -1)
+        mark = self._ranks.reached
+        for share in shares_of(heads, self.head_ranges):
+            part = cells[:, share.place.start * head_bytes : share.place.stop * head_bytes].tobytes()
+            if share.rank == 0:
+                self.local.write(plane, layers, slots, part, heads=share.local)
+            else:
+                request = WriteKv(
+                    plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=mark, payload=part
+                )
+                self._ranks.ask(share.rank, request)
+
+    def _checked(self, heads: range | None) -> range:
+        num_heads = self.planes[0].num_heads
+        if heads is None:
+            return range(num_heads)
+        if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_heads:
+            raise InternalError(f"heads {heads} of {num_heads}")
+        return heads

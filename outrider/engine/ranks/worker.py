@@ -1,0 +1,84 @@
+"""What a rank other than 0 does once its shard is loaded: the commands of rank 0, and reads and writes of its KV."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.commands import (
+    Command,
+    CopyBlocks,
+    KvRefused,
+    KvRequest,
+    MoveSlots,
+    ReadKv,
+    Step,
+    Stop,
+)
+from outrider.engine.ranks.progress import RankProgress
+from outrider.errors import InternalError
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.model_runner import ModelRunner
+
+
+class RankWorker:
+    """The caller's thread computes, a second one serves KV."""
+
+    def __init__(
+        self, *, runner: ModelRunner, kv_cache: PagedKVCache, commands: Channel, kv: Channel, timeout_seconds: float
+    ) -> None:
+        """`kv_cache`: of this rank's heads. `timeout_seconds`: for a request to wait for commands before it."""
+        self._runner = runner
+        self._kv_cache = kv_cache
+        self._commands = commands
+        self._kv = kv
+        self._timeout_seconds = timeout_seconds
+        self._progress = RankProgress()
+
+    def run(self) -> None:
+        """Until rank 0 says stop. Raises RankLostError when rank 0 is gone, and what a step raises."""
+        threading.Thread(target=self._serve_kv, name="rank-kv", daemon=True).start()
+        while True:
+            command: Command = self._commands.receive(begins_within_seconds=None)
+            if isinstance(command, Stop):
+                return
+            self._do(command)
+            self._progress.command_done()
+
+    def _do(self, command: Step | CopyBlocks | MoveSlots) -> None:
+        match command:
+            case Step():
+                batch = InputBatch(command.arrays, command.max_blocks, command.block_size)
+                # The logits are rank 0's business: here they are left over from the last collective.
+                self._runner.forward(batch, on_layer_done=self._progress.layer_done)
+            case CopyBlocks():
+                self._kv_cache.copy_blocks(command.pairs)
+            case MoveSlots():
+                self._kv_cache.move_slots(command.pairs)
+
+    def _serve_kv(self) -> None:
+        try:
+            while True:
+                request: KvRequest = self._kv.receive(begins_within_seconds=None)
+                self._kv.send(self._answer(request))
+        except RankLostError:
+            return  # rank 0 is gone: the other thread sees it as well
+
+    def _answer(self, request: KvRequest) -> bytes | KvRefused | None:
+        if not self._progress.wait_for(request.after, self._timeout_seconds):
+            return KvRefused(f"{request.after} was not reached in {self._timeout_seconds:g} s")
+        cache, slots = self._kv_cache, torch.from_numpy(request.slots)
+        try:
+            if isinstance(request, ReadKv):
+                # On a GPU: behind everything that has been queued by now, which the mark's layers are.
+                return cache.read(request.plane, request.layers, slots, heads=request.heads).tobytes()
+            cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)
+        except InternalError as error:
+            return KvRefused(error.message)
+        return None

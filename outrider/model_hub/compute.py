@@ -1,0 +1,65 @@
+"""A model with the memory, and the processes, that it computes with: what prefill and decode nodes are built on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner, rehearse
+from outrider.engine.ranks.channel import RankLostError
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import attention_of
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.open import open_model
+from outrider.model_hub.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.base import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Warmed up. `ranks` is entered while the node computes: it watches other processes, if any, and ends them."""
+
+    model: LoadedModel
+    kv_cache: KVCache
+    runner: ModelRunner
+    ranks: AbstractContextManager[object]
+
+
+def open_compute(
+    config: ModelConfig,
+    kv_cache: KVCacheConfig,
+    *,
+    max_rows_per_step: int,
+    on_rank_lost: Callable[[RankLostError], None],
+    progress: Progress = no_progress,
+) -> Compute:
+    """Loads the model and makes its cache: in this process, or in `model.tensor_parallel_size` of which this is rank 0.
+
+    `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
+    PagedKVCache.sized_for do, and RankLostError.
+    """
+    if config.tensor_parallel_size > 1:
+        from outrider.model_hub.ranks import open_ranks  # imports torch.distributed
+
+        return open_ranks(
+            config, kv_cache, max_rows_per_step=max_rows_per_step, on_rank_lost=on_rank_lost, progress=progress
+        )
+    model = open_model(config, progress=progress)
+    attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
+    cache = PagedKVCache.sized_for(
+        model.spec,
+        kv_cache,
+        block_size=attention.block_size(kv_cache.block_size),
+        device=model.device,
+        reserved_bytes=rehearse(model, attention, num_rows=max_rows_per_step),
+    )
+    runner = ModelRunner(model, cache, attention, use_graphs=config.cuda_graphs)
+    runner.warm_up()
+    return Compute(model, cache, runner, nullcontext())

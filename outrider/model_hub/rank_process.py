@@ -1,0 +1,57 @@
+"""`python -m outrider.model_hub.rank_process COMMANDS KV`: a rank other than 0, started by `outrider.model_hub.ranks`.
+
+Both arguments are descriptors of sockets to rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Start, open_shard
+from outrider.parent_death import die_with_parent
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # sent to a group of processes: rank 0 says when to stop
+    commands, kv = (socket.socket(fileno=int(descriptor)) for descriptor in argv)
+    try:
+        _work(commands, kv)
+    except RankLostError:
+        return 1  # rank 0 has gone, and says why if it can
+    return 0
+
+
+def _work(commands: socket.socket, kv: socket.socket) -> None:
+    from outrider.engine.model_runner import ModelRunner
+    from outrider.engine.ranks.worker import RankWorker
+
+    hello = Channel(commands, peer="rank 0", timeout_seconds=START_SECONDS)
+    start: Start = hello.receive(begins_within_seconds=START_SECONDS)
+    import outrider.model_hub.load  # noqa: F401 takes seconds, for which nobody should wait in a collective
+
+    hello.send(Ready())
+    shard = open_shard(start)
+    hello.send(Loaded(shard.free_bytes))
+    allocate: Allocate = hello.receive(begins_within_seconds=None)
+    cache = shard.make_cache(allocate.num_blocks)
+    RankWorker(
+        runner=ModelRunner(shard.model, cache, shard.attention, use_graphs=False),
+        kv_cache=cache,
+        commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
+        kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),
+        timeout_seconds=start.timeout_seconds,
+    ).run()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # torch takes a second to take itself apart, for which rank 0 would wait

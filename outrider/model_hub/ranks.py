@@ -1,0 +1,122 @@
+"""Starts the ranks of a tensor-parallel node: this process is rank 0, the others are its children."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.group import Member, RankGroup
+from outrider.engine.ranks.leading_runner import LeadingRunner
+from outrider.engine.ranks.sharded_cache import ShardedKVCache
+from outrider.model_hub.compute import Compute
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import read_config
+from outrider.model_hub.locate import locate_model
+from outrider.model_hub.progress import Progress, no_progress
+from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Shard, Start, open_shard
+from outrider.model_hub.tensor_parallel import check_tensor_parallel, whole_spec
+from outrider.parent_death import PARENT_VARIABLE
+
+TIMEOUT_SECONDS = 60.0
+"""For a collective, or a message: ranks do the same at the same time, so they wait for each other's lag only."""
+
+
+def open_ranks(
+    config: ModelConfig,
+    kv_cache: KVCacheConfig,
+    *,
+    max_rows_per_step: int,
+    on_rank_lost: Callable[[RankLostError], None],
+    progress: Progress = no_progress,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Compute:
+    """As `open_compute` does, for two ranks or more. One group at a time in a process: torch keeps it there.
+
+    The other ranks end with the thread that calls it (see `outrider.parent_death`).
+    """
+    check_tensor_parallel(config, read_config(locate_model(config, progress=progress).directory))
+    release = ExitStack()
+    folder = release.enter_context(tempfile.TemporaryDirectory(prefix="outrider-ranks-"))
+    start = Start(
+        config=config,
+        rank=0,
+        store=Path(folder, "store"),
+        block_size=kv_cache.block_size,
+        max_rows_per_step=max_rows_per_step,
+        timeout_seconds=timeout_seconds,
+    )
+    members = [_spawn(replace(start, rank=rank)) for rank in range(1, config.tensor_parallel_size)]
+    # A request for KV may wait for a step on the other side first.
+    ranks = RankGroup(members, answer_seconds=2 * timeout_seconds, on_lost=on_rank_lost, release=release.close)
+    try:
+        _receive(members, Ready)
+        release.callback(_leave)
+        shard = open_shard(start, progress=progress)
+        frees = [shard.free_bytes, *(loaded.free_bytes for loaded in _receive(members, Loaded))]
+        num_blocks = _num_blocks(shard, kv_cache, frees)
+        for member in members:
+            member.commands.send(Allocate(num_blocks))
+        cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
+        runner = LeadingRunner(shard.model, cache, shard.attention, ranks)
+        runner.warm_up()
+    except Exception as error:
+        try:
+            ranks.raise_if_lost(error)
+        finally:
+            ranks.close()
+        raise
+    return Compute(shard.model, cache, runner, ranks)
+
+
+def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> int:
+    """In the cache of each rank: settings are of the whole model's. Ranks on a CPU share its memory."""
+    device = shard.model.device.type
+    return PagedKVCache.num_blocks_for(
+        whole_spec(shard.model.spec, len(frees)),
+        kv_cache,
+        block_size=shard.block_size,
+        free_bytes=min(frees) * (1 if device == "cpu" else len(frees)),
+        default_fraction=DEFAULT_FRACTIONS[device],
+    )
+
+
+def _spawn(start: Start) -> Member:
+    ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+    descriptors = [end.fileno() for end in theirs]
+    process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
+        [sys.executable, "-m", "outrider.model_hub.rank_process", *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        # LOCAL_RANK is what transformers takes its device from.
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "LOCAL_RANK": str(start.rank)},
+    )
+    for end in theirs:
+        end.close()
+    commands, kv = (Channel(end, peer=f"rank {start.rank}", timeout_seconds=start.timeout_seconds) for end in ours)
+    commands.send(start)
+    return Member(start.rank, process, commands, kv)
+
+
+def _receive(members: Sequence[Member], kind: type[Any]) -> list[Any]:
+    """One message of that kind from each."""
+    messages = [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
+    assert all(isinstance(message, kind) for message in messages)
+    return messages
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

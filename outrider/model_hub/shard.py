@@ -1,0 +1,89 @@
+"""One rank's part of a model. What rank 0 and the others do alike: each collective of one needs the same one of all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from outrider.engine.attention.base import AttentionBackend
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.model_hub.loaded_model import LoadedModel
+
+START_SECONDS = 600.0
+"""For another rank to begin, and to load its shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The first message to a rank."""
+
+    config: ModelConfig
+    rank: int
+    store: Path  # a file that becomes the process group's store
+    block_size: int | None  # as in the settings
+    max_rows_per_step: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank has imported what it needs, and joins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank has its shard."""
+
+    free_bytes: int  # for KV
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """What rank 0 answers when all have loaded."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of the model, and what it computes attention with."""
+
+    model: LoadedModel
+    attention: AttentionBackend
+    block_size: int
+    free_bytes: int  # for KV
+
+    def make_cache(self, num_blocks: int) -> PagedKVCache:
+        """Of the rank's heads. Steps are not padded, so there are no scratch blocks."""
+        from outrider.engine.kv_cache.paged_cache import PagedKVCache
+
+        return PagedKVCache(
+            self.model.spec.planes, num_blocks=num_blocks, block_size=self.block_size, device=self.model.device
+        )
+
+
+def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
+    """Joins the other ranks, and loads as they do. Raises what `load_model` does."""
+    from outrider.engine.attention import make_attention_backend
+    from outrider.engine.kv_cache.paged_cache import free_memory_bytes
+    from outrider.engine.model_runner import rehearse
+    from outrider.model_hub.load import load_model
+    from outrider.model_hub.tensor_parallel import bound_collectives, join
+
+    join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
+    model = load_model(start.config, progress=progress)
+    attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype)
+    reserved = rehearse(model, attention, num_rows=start.max_rows_per_step)
+    assert model.model is not None
+    bound_collectives(model.model, timeout_seconds=start.timeout_seconds)
+    return Shard(
+        model,
+        attention,
+        block_size=attention.block_size(start.block_size),
+        free_bytes=max(free_memory_bytes(model.device) - reserved, 0),
+    )

@@ -1,0 +1,113 @@
+"""Whether a model can be split among ranks, and how they come together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from outrider.engine.model_spec import ModelSpec
+from outrider.engine.processor import usable_cpus
+from outrider.errors import ConfigError, ModelError
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import resolve_device, torch_instead
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Ranks are processes of one machine: nothing listens on its other interfaces."""
+
+
+def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
+    """Raises ConfigError where `tensor_parallel_size` does not fit the other settings, the model or the machine."""
+    num_ranks = config.tensor_parallel_size
+    name = f"model.tensor_parallel_size {num_ranks}"
+    torch_instead(config, f"{name} computes with torch's kernels")
+    if config.weights != "auto":
+        raise ConfigError(f"{name} does not go with model.weights {config.weights}, which needs native kernels")
+    if config.deterministic:
+        raise ConfigError(f"{name} does not go with model.deterministic: sums over ranks are made by the collectives")
+    text = model.get_text_config(decoder=True)
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ConfigError(f"{name}: transformers has no tensor-parallel plan for {text.model_type}")
+    heads: Mapping[str, int] = {
+        "attention heads": text.num_attention_heads,
+        "KV heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+    }
+    for what, number in heads.items():
+        if number % num_ranks:
+            raise ConfigError(f"{name} does not divide the model's {number} {what}")
+    device = resolve_device(config.device)
+    accelerator = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
+    if accelerator != device.type:
+        raise ConfigError(f"{name}: transformers would split the model over {accelerator} devices, not {device}")
+    if device.type == "cuda" and (device.index or torch.cuda.device_count() < num_ranks):
+        raise ConfigError(f"{name} needs the first {num_ranks} CUDA devices: torch sees {torch.cuda.device_count()}")
+
+
+def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float) -> None:
+    """Makes this process a rank: torch's threads, its device, and the process group, which all ranks join at once.
+
+    `store`: a file that no group has used. Raises ConfigError when the others do not come in time.
+    """
+    num_ranks = config.tensor_parallel_size
+    for name, value in LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(config.num_threads or max(len(usable_cpus()) // num_ranks, 1))
+    device = rank_device(config, rank)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=dist.FileStore(str(store), num_ranks),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if is_cuda else None,
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"the {num_ranks} tensor-parallel ranks cannot reach each other: {error}") from error
+
+
+def own_rank(config: ModelConfig) -> int:
+    """Of this process. Raises ConfigError where the ranks have not come together, as in a draft node."""
+    if not dist.is_initialized() or dist.get_world_size() != config.tensor_parallel_size:
+        raise ConfigError("model.tensor_parallel_size: only prefill and decode nodes split their model: set it to 1")
+    return dist.get_rank()
+
+
+def rank_device(config: ModelConfig, rank: int) -> torch.device:
+    """Each rank has a GPU of its own; on a CPU they share it."""
+    device = resolve_device(config.device)
+    return torch.device(device.type, rank) if device.type == "cuda" else device
+
+
+def bound_collectives(model: PreTrainedModel, *, timeout_seconds: float) -> None:
+    """A rank that hangs is an error after this long: transformers' groups have torch's default of half an hour."""
+    mesh: Any = model._device_mesh  # noqa: SLF001 transformers keeps it nowhere else
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group("tp"))  # noqa: SLF001
+
+
+def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> None:
+    """Raises ModelError where the plan has left keys and values whole: then each rank would keep all of them."""
+    text = config.get_text_config(decoder=True)
+    whole = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if spec.num_kv_heads * num_ranks != whole:
+        raise ModelError(
+            f"{spec.architecture}: transformers' tensor-parallel plan leaves {spec.num_kv_heads} of {whole} KV heads "
+            f"on each of {num_ranks} ranks: set model.tensor_parallel_size to 1"
+        )
+
+
+def whole_spec(shard: ModelSpec, num_ranks: int) -> ModelSpec:
+    """Of the model that the ranks share."""
+    return replace(shard, num_heads=shard.num_heads * num_ranks, num_kv_heads=shard.num_kv_heads * num_ranks)

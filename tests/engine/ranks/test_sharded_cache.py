@@ -1,0 +1,209 @@
+"""Rank 0's cache and the other ranks' workers, as threads of this process: in which order, and with which heads."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.commands import Step
+from outrider.engine.ranks.group import Member, RankGroup
+from outrider.engine.ranks.sharded_cache import ShardedKVCache
+from outrider.engine.ranks.worker import RankWorker
+from outrider.errors import InternalError
+
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 3, 4, 6
+PATIENCE_SECONDS = 30.0
+SLOTS = torch.tensor([5, 0, 23, 17])
+
+
+class EndlessProcess:
+    """Stands in for a rank's process, which runs on."""
+
+    pid = 0
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout=None):
+        return 0
+
+
+class GatedRunner:
+    """A forward that writes 1 into slot 0 of each layer of this rank, when a gate lets it."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.gates = queue.SimpleQueue()
+        self.batches = []
+
+    def forward(self, batch, *, on_layer_done):
+        self.batches.append(batch)
+        for layer in range(NUM_LAYERS):
+            assert self.gates.get(timeout=PATIENCE_SECONDS)
+            self.cache.keys[layer][0, 0] = 1.0
+            on_layer_done(layer)
+
+
+class Ranks:
+    """`size` ranks; those other than 0 in threads."""
+
+    def __init__(self, size):
+        planes = tuple(PlaneSpec(name, NUM_LAYERS, NUM_HEADS // size, HEAD_DIM, "float32") for name in ("k", "v"))
+        self.caches = [PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for _ in range(size)]
+        self.runners = [GatedRunner(cache) for cache in self.caches[1:]]
+        self.members, self.threads = [], []
+        for rank in range(1, size):
+            ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+            commands, kv = (Channel(end, peer=f"rank {rank}", timeout_seconds=PATIENCE_SECONDS) for end in ours)
+            self.members.append(Member(rank, EndlessProcess(), commands, kv))
+            far = [Channel(end, peer="rank 0", timeout_seconds=PATIENCE_SECONDS) for end in theirs]
+            worker = RankWorker(
+                runner=self.runners[rank - 1],
+                kv_cache=self.caches[rank],
+                commands=far[0],
+                kv=far[1],
+                timeout_seconds=PATIENCE_SECONDS,
+            )
+            self.threads.append(threading.Thread(target=worker.run, daemon=True))
+            self.threads[-1].start()
+        self.group = RankGroup(
+            self.members, answer_seconds=PATIENCE_SECONDS, on_lost=lambda _: None, release=lambda: None
+        )
+        self.cache = ShardedKVCache(self.caches[0], self.group)
+
+    def step(self):
+        batch = build_input_batch([SequenceRows([7], 0, [0], 1)], BLOCK_SIZE)
+        return self.group.running(Step(batch.arrays, batch.max_blocks, batch.block_size))
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request):
+    ranks = Ranks(request.param)
+    yield ranks
+    ranks.group.close()
+    for thread in ranks.threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def whole_cache():
+    planes = tuple(PlaneSpec(name, NUM_LAYERS, NUM_HEADS, HEAD_DIM, "float32") for name in ("k", "v"))
+    cache = PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    return cache
+
+
+HEADS = [None, range(NUM_HEADS), range(1, 3), range(3, 4), range(3)]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_what_one_rank_has_is_what_several_have(ranks, heads):
+    whole = whole_cache()
+    assert ranks.cache.planes == whole.planes
+    for plane in ("k", "v"):
+        payload = whole.read(plane, range(NUM_LAYERS), SLOTS, heads=heads)
+        ranks.cache.write(plane, range(NUM_LAYERS), SLOTS, payload.data, heads=heads)
+        assert np.array_equal(ranks.cache.read(plane, range(NUM_LAYERS), SLOTS, heads=heads), payload)
+        for part in HEADS[1:]:
+            if heads is None:
+                assert np.array_equal(
+                    ranks.cache.read(plane, range(1, 2), SLOTS, heads=part),
+                    whole.read(plane, range(1, 2), SLOTS, heads=part),
+                )
+    other = PagedKVCache(whole.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    for held in ranks.cache.head_ranges:  # as frames go to a node with one rank
+        payload = ranks.cache.read("k", range(NUM_LAYERS), SLOTS, heads=held)
+        other.write("k", range(NUM_LAYERS), SLOTS, payload.data, heads=held)
+    everything = ranks.cache.read("k", range(NUM_LAYERS), SLOTS)
+    assert np.array_equal(other.read("k", range(NUM_LAYERS), SLOTS), everything)
+
+
+def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):
+    whole = whole_cache()
+    everywhere = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+    for plane in ("k", "v"):
+        payload = whole.read(plane, range(NUM_LAYERS), everywhere)
+        ranks.cache.write(plane, range(NUM_LAYERS), everywhere, payload.data)
+    for cache in (whole, ranks.cache):
+        cache.copy_blocks([(0, 3), (2, 5)])
+        cache.move_slots([(3, 4), (4, 6)])
+        cache.copy_blocks([])
+    for plane in ("k", "v"):
+        assert np.array_equal(
+            ranks.cache.read(plane, range(NUM_LAYERS), everywhere), whole.read(plane, range(NUM_LAYERS), everywhere)
+        )
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        ({"plane": "x"}, "plane"),
+        ({"layers": range(3)}, "layers"),
+        ({"slots": torch.tensor([NUM_BLOCKS * BLOCK_SIZE])}, "slots"),
+        ({"heads": range(5)}, "heads"),
+        ({"heads": range(2, 2)}, "heads"),
+        ({"payload": bytes(47)}, "bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks, lie, problem):
+    request = {"plane": "k", "layers": range(1), "slots": torch.tensor([1]), "payload": bytes(48), **lie}
+    request["payload"] = request["payload"] * len(request["layers"])
+    with pytest.raises(InternalError, match=problem):
+        ranks.cache.write(
+            request["plane"], request["layers"], request["slots"], request["payload"], heads=request.get("heads")
+        )
+    with pytest.raises(InternalError, match="slots"):  # and another rank says so, too
+        ranks.cache.read("k", range(1), torch.tensor([99]), heads=range(NUM_HEADS - 1, NUM_HEADS))
+
+
+def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
+    """Rank 0 is past the first layer, others have not begun: what is pushed is what they will have written."""
+    answers = queue.SimpleQueue()
+    first = torch.tensor([0])
+    with ranks.step():
+        ranks.group.layer_done(0)
+        fence = ranks.cache.fence()
+        reader = threading.Thread(target=lambda: answers.put(ranks.cache.read("k", range(1), first, fence)))
+        reader.start()
+        for runner in ranks.runners:
+            assert answers.empty()
+            runner.gates.put(True)
+        payload = answers.get(timeout=PATIENCE_SECONDS).view(np.float32).reshape(NUM_HEADS, HEAD_DIM)
+        own = NUM_HEADS // ranks.group.size
+        assert (payload[own:] == 1).all()
+        for runner in ranks.runners:
+            runner.gates.put(True)
+    assert [runner.batches[0].token_ids.tolist() for runner in ranks.runners] == [[7]] * len(ranks.runners)
+
+
+def test_a_write_waits_for_the_commands_before_it_but_not_for_the_step_at_hand(ranks):
+    """A copy may still read the block that was freed after it; a step uses no block that is written."""
+    value = np.full((1, 1, NUM_HEADS * HEAD_DIM), 5, dtype=np.float32).tobytes()
+    ranks.cache.copy_blocks([(0, 1)])
+    with ranks.step():
+        ranks.cache.write("v", range(1), torch.tensor([9]), value)  # the others stand in their first layer
+        assert (ranks.caches[-1].values[0].flatten(0, 1)[9] == 5).all()
+        for runner in ranks.runners:
+            runner.gates.put(True)
+            runner.gates.put(True)
+    after = ranks.cache.read("k", range(NUM_LAYERS), torch.tensor([0])).view(np.float32)
+    own = NUM_HEADS // ranks.group.size
+    assert (after.reshape(NUM_LAYERS, NUM_HEADS, HEAD_DIM)[:, own:] == 1).all()  # reads come after the whole step
+
+
+def test_a_rank_that_is_gone_is_an_error_for_every_caller(ranks):
+    ranks.members[-1].kv.close()
+    with pytest.raises(RankLostError, match=f"rank {ranks.group.size - 1}"):
+        ranks.cache.read("k", range(1), SLOTS)
+    with pytest.raises(RankLostError):
+        ranks.cache.write("k", range(1), torch.tensor([1]), bytes(48))

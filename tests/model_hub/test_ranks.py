@@ -1,0 +1,206 @@
+"""A model on two ranks: real processes with gloo, on the CPU. Beside it the same model on one."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from decode_node.ingest import ReservedBlocks
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.ranks.channel import RankLostError
+from outrider.errors import ConfigError
+from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.in_memory import InMemoryConnector
+from outrider.kv_transfer.inbox import TransferInbox
+from outrider.model_hub.compute import open_compute
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.ranks import open_ranks
+from outrider.model_hub.tiny import make_tiny_model
+from prefill_node.push import KvPush, slots_of
+
+BLOCK_SIZE = 4
+PROMPT = [3 + (7 * n) % 290 for n in range(41)]
+TABLE, OTHER_TABLE, THIRD_TABLE = [9, 2, 17, 30, 4, 21, 8, 0, 13, 26, 11, 5], list(range(31, 43)), list(range(43, 55))
+PATIENCE_SECONDS = 60.0
+
+
+def open_one(path):
+    config = ModelConfig(id=str(path), kernels="torch", num_threads=1)
+    return open_compute(
+        config, KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE), max_rows_per_step=64, on_rank_lost=print
+    )
+
+
+def open_two(path, on_rank_lost, *, timeout_seconds=PATIENCE_SECONDS):
+    config = ModelConfig(id=str(path), tensor_parallel_size=2, num_threads=1)
+    return open_ranks(
+        config,
+        KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE),
+        max_rows_per_step=64,
+        on_rank_lost=on_rank_lost,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def make_model(tmp_path):
+    overrides = {"max_position_embeddings": 128, "tie_word_embeddings": True}
+    return make_tiny_model(tmp_path / "model", seed=5, overrides=overrides)
+
+
+def forward(compute, *rows):
+    return compute.runner.forward(build_input_batch(rows, BLOCK_SIZE)).clone()
+
+
+def run(compute):
+    """The logits of a prompt in chunks, of greedy steps, and of steps that verify; and the greedy tokens."""
+    logits, tokens = [], list(PROMPT)
+    for start in range(0, len(PROMPT) - 1, 16):
+        chunk = PROMPT[start : min(start + 16, len(PROMPT) - 1)]
+        logits.append(forward(compute, SequenceRows(chunk, start, TABLE, len(chunk))))
+    assert forward(compute, SequenceRows(PROMPT[:9], 0, OTHER_TABLE, 0)).shape[0] == 0
+    for _ in range(4):
+        logits.append(forward(compute, SequenceRows(tokens[-1:], len(tokens) - 1, TABLE, 1)))
+        tokens.append(int(logits[-1].argmax()))
+    compute.kv_cache.copy_blocks([(31, 43), (32, 44), (33, 45)])
+    rows = [
+        SequenceRows([tokens[-1], 5, 6, 7], len(tokens) - 1, TABLE, 4),
+        SequenceRows([11, 12, 13], 9, OTHER_TABLE, 3),
+        SequenceRows([11, 21, 12, 22], 9, THIRD_TABLE, 4, parents=(-1, -1, 1)),
+    ]
+    logits.append(forward(compute, *rows))
+    compute.kv_cache.move_slots([(45 * BLOCK_SIZE + 3, 45 * BLOCK_SIZE + 2)])
+    logits.append(forward(compute, SequenceRows([31], 11, THIRD_TABLE, 1)))
+    return torch.cat(logits), tokens
+
+
+def push(source, destination, table, *, max_frame_bytes=700):
+    """What a prefill node and a decode node do with the prompt's KV but its last token."""
+    ended, failed = queue.SimpleQueue(), []
+    inbox = TransferInbox(
+        incarnation=bytes(16), on_complete=lambda *_: None, on_failed=lambda _, reason: failed.append(reason)
+    )
+    spec = TransferSpec(
+        transfer_id=os.urandom(16),
+        incarnation=bytes(16),
+        start_token=0,
+        end_token=len(PROMPT) - 1,
+        planes=destination.kv_cache.planes,
+    )
+    inbox.open(spec, ReservedBlocks(destination.kv_cache, table))
+    kv_push = KvPush(
+        connector=InMemoryConnector({"decode": inbox}, max_frame_bytes=max_frame_bytes),
+        kv_cache=source.kv_cache,
+        address="decode",
+        spec=spec,
+        slots=slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE),
+        keep_alive_seconds=PATIENCE_SECONDS,
+        on_ended=ended.put,
+    )
+    kv_push.start()
+    for start in range(0, len(PROMPT) - 1, 16):
+        chunk = PROMPT[start : min(start + 16, len(PROMPT) - 1)]
+        end = start + len(chunk)
+        source.runner.forward(
+            build_input_batch([SequenceRows(chunk, start, TABLE, 0)], BLOCK_SIZE),
+            on_layer_done=lambda layer, start=start, end=end: kv_push.offer(range(layer, layer + 1), start, end),
+        )
+    kv_push.finish()
+    outcome = ended.get(timeout=PATIENCE_SECONDS)
+    assert (outcome.error, failed) == (None, [])
+    for plane in spec.planes:
+        layers = range(plane.num_layers)
+        sent = source.kv_cache.read(plane.name, layers, slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE))
+        came = destination.kv_cache.read(plane.name, layers, slots_of(table, len(PROMPT) - 1, BLOCK_SIZE))
+        assert np.array_equal(sent, came)
+
+
+def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_path):
+    """One test: to start a rank takes seconds."""
+    path, lost = make_model(tmp_path), queue.SimpleQueue()
+    one, two = open_one(path), open_two(path, lost.put)
+    with two.ranks:
+        assert two.model.spec.num_kv_heads == 1
+        assert two.kv_cache.planes == one.kv_cache.planes
+        assert two.kv_cache.num_blocks == one.kv_cache.num_blocks == 64
+        assert two.model.info.fingerprint == one.model.info.fingerprint
+        assert two.model.info.numerics == "exact up to ties (torch float32, 2 ranks)"
+
+        (logits, tokens), (expected, expected_tokens) = run(two), run(one)
+        assert tokens == expected_tokens
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+        # The KV of either goes to the other, byte for byte, and the other continues from it.
+        for source, destination in ((two, one), (one, two), (two, two)):
+            push(source, destination, OTHER_TABLE)
+            row = SequenceRows(PROMPT[-1:], len(PROMPT) - 1, OTHER_TABLE, 1)
+            assert int(forward(destination, row).argmax()) == tokens[len(PROMPT)]
+
+        assert lost.empty()
+        process = two.ranks.members[0].process
+        process.kill()
+        with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
+            forward(two, SequenceRows(PROMPT[-1:], len(PROMPT) - 1, TABLE, 1))
+        assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_ends_the_step_in_bounded_time(tmp_path):
+    two = open_two(make_model(tmp_path), print, timeout_seconds=5.0)
+    process = two.ranks.members[0].process
+    try:
+        with two.ranks:
+            process.send_signal(signal.SIGSTOP)
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                forward(two, SequenceRows(PROMPT[:5], 0, TABLE, 1))
+            assert time.monotonic() - started < PATIENCE_SECONDS
+            with pytest.raises(RankLostError, match="rank 1 sends nothing"):
+                two.kv_cache.read("k", range(1), torch.tensor([0]))
+    finally:
+        assert process.poll() == -9
+
+
+def test_settings_that_do_not_go_together_are_refused_before_anything_is_started(tmp_path):
+    path = make_tiny_model(tmp_path / "model")
+
+    def refusal(**settings):
+        with pytest.raises(ConfigError) as caught:
+            open_compute(
+                ModelConfig(**{"id": str(path), "tensor_parallel_size": 2, "device": "cpu", **settings}),
+                KVCacheConfig(),
+                max_rows_per_step=64,
+                on_rank_lost=print,
+            )
+        return caught.value.message
+
+    assert "does not divide the model's 4 attention heads" in refusal(tensor_parallel_size=3)
+    assert "does not divide the model's 2 KV heads" in refusal(tensor_parallel_size=4)
+    assert "model.kernels portable" in refusal(kernels="portable")
+    assert "model.weights int8" in refusal(weights="int8")
+    assert "model.deterministic" in refusal(deterministic=True)
+    assert "no tensor-parallel plan for gpt2" in refusal(id=str(make_gpt2(tmp_path / "gpt2")))
+
+
+def make_gpt2(path):
+    """A configuration is enough: nothing is loaded."""
+    from transformers import GPT2Config
+
+    GPT2Config().save_pretrained(path)
+    return path
+
+
+def test_a_process_alone_loads_no_shard(tmp_path):
+    """A draft node, say, which does not start ranks."""
+    from outrider.model_hub.open import open_model
+
+    path = make_tiny_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match="only prefill and decode nodes"):
+        open_model(ModelConfig(id=str(path), tensor_parallel_size=2))
