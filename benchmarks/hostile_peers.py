@@ -32,8 +32,6 @@ from tests.hostile_peers import CLIENTS, DRAFTERS, KINDS
 PROMPT = [20 + (i * 7) % 200 for i in range(40)]
 SETTLE_SECONDS = 2.0
 """After an attack: leases of silent sessions end."""
-HEAD_SECONDS = 1.0
-"""How long a peer is hostile before the streams begin."""
 
 
 def main() -> None:
@@ -42,6 +40,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8, metavar="N")
     parser.add_argument("--tokens", type=int, default=60, metavar="N", help="of each stream; default 60")
     parser.add_argument("--rounds", type=int, default=2, metavar="N")
+    parser.add_argument(
+        "--head", type=float, default=1.0, metavar="S", help="a peer is hostile for so long before the streams begin"
+    )
     parser.add_argument("--only", default="", help="kinds that contain this text")
     arguments = parser.parse_args()
     kinds = [kind for kind in (*CLIENTS, *DRAFTERS, *KINDS) if arguments.only in kind]
@@ -73,7 +74,7 @@ def measure(router_address: str, addresses: dict[str, str], kinds: list[str], ar
                 quiet += gaps
                 is_same &= found == tokens
                 with hostile(kind, addresses) as ended:
-                    time.sleep(HEAD_SECONDS)
+                    time.sleep(arguments.head)
                     found, gaps = stream(client, arguments)
                     loud += gaps
                     is_same &= found == tokens

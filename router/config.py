@@ -26,6 +26,13 @@ class RouterConfig:
     max_waiting_tokens: int = setting(
         262_144, at_least=0, at_most=1 << 40, help="Prompt tokens in the queue; beyond: RESOURCE_EXHAUSTED."
     )
+    max_left_requests: int = setting(
+        32,
+        at_least=0,
+        at_most=1_000_000,
+        help="Requests that one client may begin and leave, besides as many as it reads to their ends and two a "
+        "second; beyond: RESOURCE_EXHAUSTED. 0: any number.",
+    )
     prefill_outstanding_tokens: int = setting(
         1024, at_least=1, at_most=1 << 30, help="Uncached prompt tokens under way on one prefill node (four chunks)."
     )

@@ -37,12 +37,16 @@ class RequestDesk:
         self._board = NewsBoard()
         self.is_draining = False
 
-    async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> RunningRequest:
-        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
+    async def open(self, proto: router_pb2.GenerateRequest, caller: Caller, *, address: str = "") -> RunningRequest:
+        """Begins a request; one with a resume window is in the store when this returns.
+
+        `address`: of a caller without a name. Raises: OutriderError.
+        """
         arrived_at = time.monotonic()
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
         services, served = self._services(), self._nodes.model()
+        services.departures.check(caller.share or address)
         check_request(proto, served.info)
         caller.check_priority(proto.priority)
         request_id = proto.request_id or str(uuid.uuid4())
@@ -52,7 +56,16 @@ class RequestDesk:
             request = await read_request(proto, served, caller, request_id=request_id, default_method=default_method)
             window = resume_window_seconds(proto)
             answer = self._make_answer(request, served)
-            _begin(running, answer, served, services, arrived_at=arrived_at, window=window, client=caller.share)
+            _begin(
+                running,
+                answer,
+                served,
+                services,
+                arrived_at=arrived_at,
+                window=window,
+                client=caller.share,
+                departs_as=caller.share or address,
+            )
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
                 message = complete_proto(proto, request).SerializeToString()
@@ -156,13 +169,23 @@ def _begin(
     arrived_at: float,
     window: float | None,
     client: str = "",
+    departs_as: str = "",
     was_admitted: bool = False,
 ) -> None:
-    """Starts to compute the answer. Raises: CapacityError when there is no memory for it, InvalidRequestError."""
+    """Starts to compute the answer. `departs_as`: whose departure it is if nobody waits for its end.
+
+    Raises: CapacityError when there is no memory for it, InvalidRequestError.
+    """
     request = answer.request
     account = services.answers.open(request, running)
     record = RequestRecord(request, arrived_at)
     stop_token_ids = _stop_token_ids(request, served)
+
+    def release() -> None:
+        account.close()
+        services.departures.end(departs_as, was_left=record.admitted_at is not None and answer.was_left)
+
+    services.departures.begin(departs_as)
     running.begin(
         answer,
         RequestFlow(
@@ -181,6 +204,6 @@ def _begin(
             method=request.verification_method,
             is_kept=running.is_kept,
         ),
-        release=account.close,
+        release=release,
         resume_window_seconds=window,
     )

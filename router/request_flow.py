@@ -26,6 +26,7 @@ from router.answer import Answer
 from router.answer_budget import AnswerAccount, AnswerBudget
 from router.attempt import Attempt, AttemptListener, AttemptSettings, Completed, Fatal, Lost, Refused
 from router.config import RouterConfig
+from router.departures import Departures
 from router.hedge_budget import HedgeBudget
 from router.node_directory import EXACT_NUMERICS, ServedModel
 from router.placement import Demand, Place, Placement
@@ -47,6 +48,7 @@ class FlowServices:
     placement: Placement
     hedges: HedgeBudget
     answers: AnswerBudget
+    departures: Departures
     metrics: RouterMetrics
     router_address: str
 

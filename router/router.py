@@ -23,6 +23,7 @@ from router.answer_budget import AnswerBudget
 from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
+from router.departures import Departures
 from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.placement import Placement
@@ -93,6 +94,7 @@ class Router:
             placement=placement,
             hedges=HedgeBudget(lambda: placement.num_placed),
             answers=AnswerBudget(config.journal_bytes),
+            departures=Departures(config.max_left_requests),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
             router_address=address,
         )

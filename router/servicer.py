@@ -167,7 +167,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Raises: OutriderError. However the call ends, its trailers say what there was of an answer."""
         self.calls.enter(context)
         context.set_trailing_metadata(NOTHING_GENERATED)
-        running = await self.desk.open(proto, self._charge(context))
+        running = await self.desk.open(proto, self._charge(context), address=host_of_peer(context.peer()))
         try:
             yield running
         finally:

@@ -258,7 +258,7 @@ class HostileClient:
     def _flood(self):
         unread = []
         while not self._stopping.is_set():
-            call = self._call(self._data, timeout=20)
+            call = self._call(self._data, timeout=20, metadata=[("client_id", "hostile")])
             self.num_calls += 1
             if self._is_unread:
                 unread.append(call)
