@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, layers, race
+from outrider.engine.gpu_kernels import attention, edits, filters, layers, race
 
 CAPABILITIES = (80, 90, 100)
 TILE = attention.Tile()
@@ -80,13 +80,25 @@ def cases() -> Iterator[Case]:
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
     yield Case("merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0)
 
-    types = {"values": "*fp32", "words": "*i64", "limits": "*i64", "best": "*i64", "token_ids": "*i64"}
-    types |= dict.fromkeys(("num_rows", "num_blocks", "num_chunks"), "i32")
+    types = {"values": "*fp32", "table": "*i64", "limits": "*i64", "best": "*i64", "token_ids": "*i64"}
+    types |= dict.fromkeys(("row_stride", "num_ids", "num_rows", "num_chunks"), "i32")
     for has_limits in (False, True):
         sizes = {"BLOCKS": race.BLOCKS_PER_PROGRAM, "HAS_LIMITS": has_limits}
         name = f"best_scores{', limits' * has_limits}"
         yield Case(name, race.best_scores, types, sizes, most_shared=16 << 10, most_spilled=0)
     yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0)
+    sizes = {"CHUNK": filters.CHUNK, "HAS_TOP_K": True, "HAS_TOP_P": True}
+    yield Case(
+        "filter_limits",
+        filters.filter_limits,
+        types,
+        sizes,
+        most_shared=16 << 10,
+        most_spilled=0,
+        num_warps=filters.NUM_WARPS,
+    )
+    types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
+    yield Case("edit_rows", edits.edit_rows, types, {"ENTRIES": edits.ENTRIES}, most_shared=1 << 10, most_spilled=0)
     types = dict.fromkeys(("rows", "weight", "bias", "output"), "*bf16") | {"parts": "*fp32"}
     types |= dict.fromkeys(("num_rows", "num_outputs", "num_features", "num_splits"), "i32")
     tile = layers.PRODUCT_TILE

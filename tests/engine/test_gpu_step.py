@@ -53,11 +53,13 @@ def backend(request, monkeypatch):
         return request.param
     pytest.importorskip("triton")
     from outrider.engine.attention import triton_paged
-    from outrider.engine.gpu_kernels import race
+    from outrider.engine.gpu_kernels import edits, filters, race
 
     for module, name in (
         (triton_paged, "attend"),
         (triton_paged, "merge_splits"),
+        (edits, "edit_rows"),
+        (filters, "filter_limits"),
         (race, "best_scores"),
         (race, "pick"),
     ):

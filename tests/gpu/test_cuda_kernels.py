@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, block_arrivals
-from outrider.engine.sampler.logit_blocks import LogitBlocks
-from outrider.engine.sampler.race import run_race
+from tests.oracle.random_steps import Pair, random_known, random_step
 
 on_gpu = pytest.mark.gpu
 
 
 @on_gpu
-@pytest.mark.parametrize("vocab_size", [64, 5000, 49152, 152064])
-def test_winners_are_those_of_torch_on_the_cpu(vocab_size):
-    from outrider.engine.gpu_kernels.race import run_whole_race
-
-    keys = [RaceKey(0x0123456789ABCDEF, 0, 1000), RaceKey(2**64 - 1, 3, 2**31), RaceKey(5, 1, 7)]
-    values = torch.randn((len(keys), vocab_size), generator=torch.Generator().manual_seed(0)).mul(3).bfloat16().float()
-    blocks, on_cpu = LogitBlocks.of(values), RaceKeys.of(keys, torch.device("cpu"))
-    arrivals = block_arrivals(on_cpu, blocks.num_blocks)
-    expected, _ = run_race(blocks, on_cpu, arrivals, num_candidates=blocks.num_blocks)
-    words = RaceKeys.of(keys, torch.device("cuda")).words
-    assert run_whole_race(blocks.values.flatten(1).cuda(), words, None).tolist() == expected.tolist()
+@pytest.mark.parametrize("vocab_size", [1, 64, 65, 5000, 49_152, 151_936])
+def test_decisions_are_those_of_the_oracle(vocab_size):
+    """Edits, filters and the race: parameters, histories, drafts and logits of every shape."""
+    rng = np.random.default_rng(vocab_size)
+    for _ in range(20 if vocab_size <= 5000 else 2):
+        pair = Pair(vocab_size, random_known(rng, vocab_size), device="cuda")
+        logits, parts = random_step(rng, pair, vocab_size, num_sequences=8)
+        found, expected = pair.decide(logits, parts)
+        assert found == expected
 
 
 @on_gpu

@@ -89,10 +89,11 @@ def random_known(rng, vocab_size):
 class Pair:
     """The same samples in a sampler and in the oracle."""
 
-    def __init__(self, vocab_size, known, kernels=None):
+    def __init__(self, vocab_size, known, kernels=None, device="cpu"):
         mask = torch.from_numpy(known)
+        self.devices = [device, "cpu"]
         self.samplers = [
-            Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kernels),
+            Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kernels, device=device),
             OracleSampler(vocab_size=vocab_size, known_token_ids=mask),
         ]
 
@@ -106,8 +107,8 @@ class Pair:
     def decide(self, logits, parts):
         """`parts`: (states, position, draft ids, assumed ids). Returns what each sampler decides."""
         return [
-            sampler.sample(logits, [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
-            for i, sampler in enumerate(self.samplers)
+            sampler.sample(logits.to(device), [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
+            for i, (sampler, device) in enumerate(zip(self.samplers, self.devices, strict=True))
         ]
 
 

@@ -1,7 +1,7 @@
-"""The race in one launch: every arrival of a row is computed, so that no row is left open.
+"""The race in two launches: temperature, every arrival of a row and its scores, then the best of them.
 
 The same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each rounded, so
-the same winner to the last id.
+the same winner to the last id. Greedy rows race without arrivals.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.sampler import arrivals, elementary
+from outrider.engine.gpu_kernels.elementary import logarithm, order_keys, order_of
+from outrider.engine.sampler import arrivals
 
 _BLOCK = tl.constexpr(arrivals.BLOCK_SIZE)
 _GROUPS = tl.constexpr(arrivals.GROUPS_PER_BLOCK)
 _PER_BLOCK = tl.constexpr(1.0 / arrivals.BLOCK_SIZE)
 _WORD_SCALE = tl.constexpr(2.0**-32)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
-_SQRT_HALF_BITS = tl.constexpr(elementary.SQRT_HALF_BITS)
-_LOG2_HIGH = tl.constexpr(elementary.LOG2_HIGH)
-_LOG2_LOW = tl.constexpr(elementary.LOG2_LOW)
-_LOG_POLYNOMIAL = tl.constexpr(elementary.LOG_POLYNOMIAL)
 
 BLOCKS_PER_PROGRAM = 16
 _NOTHING = tl.constexpr(-2139095041)  # high half of the key of -inf
@@ -43,63 +40,17 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def _logarithm(values, rests):
-    """log(value + rest), as elementary.logarithm."""
-    bits = values.to(tl.int32, bitcast=True)
-    exponents = (bits - _SQRT_HALF_BITS) >> 23
-    f = (bits - (exponents << 23)).to(tl.float32, bitcast=True) - 1.0
-    f += rests * ((127 - exponents) << 23).to(tl.float32, bitcast=True)
-    polynomial = f * _LOG_POLYNOMIAL[0] + _LOG_POLYNOMIAL[1]
-    for power in tl.static_range(2, 9):
-        polynomial = polynomial * f + _LOG_POLYNOMIAL[power]
-    powers = exponents.to(tl.float32)
-    squares = f * f
-    result = f * squares * polynomial
-    result += powers * _LOG2_LOW
-    result -= squares * 0.5
-    result += f
-    result += powers * _LOG2_HIGH
-    return result
-
-
-@triton.jit
 def _exponential(words):
     """The Exp(1) variable of each word, as arrivals.exponential."""
     uniform = (words.to(tl.float32) + 0.5) * _WORD_SCALE
     uniform = tl.minimum(uniform, _LARGEST_UNIFORM)
     rounded = 1.0 - uniform
-    return -_logarithm(rounded, (1.0 - rounded) - uniform)
+    return -logarithm(rounded, (1.0 - rounded) - uniform)
 
 
 @triton.jit
-def _order_keys(values, ids):
-    """As order.order_keys, int64."""
-    bits = (values + 0.0).to(tl.int32, bitcast=True)
-    high = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (high.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def best_scores(
-    values,  # [num_rows, num_blocks * 64] float32, -inf for what there is not
-    words,  # [4, num_rows] int64: position, sample, low and high word of the seed
-    limits,  # [num_rows] int64: the order key of the last token that takes part; with HAS_LIMITS
-    best,  # [num_rows, num_chunks] int64: order key of the best score
-    num_rows,
-    num_blocks,
-    num_chunks,
-    BLOCKS: tl.constexpr,
-    HAS_LIMITS: tl.constexpr,
-):
-    """Grid: rows, chunks of BLOCKS blocks."""
-    row = tl.program_id(0)
-    chunk = tl.program_id(1)
-    position = tl.load(words + row).to(tl.uint32)
-    sample = tl.load(words + num_rows + row).to(tl.uint32)
-    low = tl.load(words + 2 * num_rows + row).to(tl.uint32)
-    high = tl.load(words + 3 * num_rows + row).to(tl.uint32)
-
-    blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
+def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
+    """The arrivals of the tokens of some blocks: [BLOCKS, 64] float32."""
     zero = tl.zeros([BLOCKS], tl.uint32)
     first_word, second_word, _, _ = _philox(
         blocks.to(tl.uint32), zero + position, zero + sample, zero, zero + low, zero + high
@@ -116,16 +67,43 @@ def best_scores(
     tokens = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCKS, _BLOCK])
     offsets = tl.arange(0, _BLOCK)
     times = first[:, None] + _exponential(tokens)
-    times = tl.where(offsets[None, :] == winners[:, None], first[:, None], times)
+    return tl.where(offsets[None, :] == winners[:, None], first[:, None], times)
 
-    ids = blocks[:, None] * _BLOCK + offsets[None, :]
-    is_there = blocks[:, None] < num_blocks
-    own = tl.load(values + row.to(tl.int64) * num_blocks * _BLOCK + ids, mask=is_there, other=float("-inf"))
+
+@triton.jit(do_not_specialize=["row_stride", "num_ids", "num_rows"])
+def best_scores(
+    values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
+    table,  # [8, num_rows] int64, see DecisionTable
+    limits,  # [num_rows] int64: the order key of the last token that takes part; with HAS_LIMITS
+    best,  # [num_rows, num_chunks] int64: order key of the best score
+    row_stride,
+    num_ids,
+    num_rows,
+    num_chunks,
+    BLOCKS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+):
+    """Grid: rows, chunks of BLOCKS blocks."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    position = tl.load(table + row).to(tl.uint32)
+    sample = tl.load(table + num_rows + row).to(tl.uint32)
+    low = tl.load(table + 2 * num_rows + row).to(tl.uint32)
+    high = tl.load(table + 3 * num_rows + row).to(tl.uint32)
+    temperature = tl.load(table + 4 * num_rows + row).to(tl.int32).to(tl.float32, bitcast=True)
+
+    blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    ids = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    own = tl.load(values + row.to(tl.int64) * row_stride + ids, mask=ids < num_ids, other=float("-inf"))
     is_nan = own != own  # noqa: PLR0124
-    if HAS_LIMITS:
-        own = tl.where((_order_keys(own, ids) < tl.load(limits + row)) & ~is_nan, float("-inf"), own)
-    keys = _order_keys(own - _logarithm(times, tl.zeros_like(times)), ids)
-    keys = tl.where(is_nan, (tl.full(keys.shape, _NAN, tl.int64) << 32) | (keys & 0xFFFFFFFF), keys)
+    if temperature > 0.0:
+        own = tl.div_rn(own, temperature)
+        if HAS_LIMITS:
+            is_out = order_keys(order_of(own), ids) < tl.load(limits + row)
+            own = tl.where(is_out & ~is_nan, float("-inf"), own)
+        times = _arrivals(blocks, position, sample, low, high, BLOCKS)
+        own = own - logarithm(times, tl.zeros_like(times))
+    keys = order_keys(tl.where(is_nan, _NAN, order_of(own)), ids)
     tl.store(best + row * num_chunks + chunk, tl.max(tl.max(keys, axis=1), axis=0))
 
 
@@ -145,26 +123,25 @@ def pick(
     tl.store(token_ids + row, tl.where((key >> 32) <= _NOTHING, 0, token_id))
 
 
-def run_whole_race(values: Tensor, words: Tensor, limits: Tensor | None) -> Tensor:
-    """The winner of each row: argmax_v (value_v - log a_v), the lowest id among equals.
+def winners_of(values: Tensor, table: Tensor, limits: Tensor | None) -> Tensor:
+    """The token of each row: argmax_v (value_v / temperature - log a_v), or that of the values where a row is greedy.
 
     Args:
-        values: [num_rows, num_blocks * 64] float32, contiguous; -inf for ids that there are not.
-        words: [4, num_rows] int64, of `RaceKeys`.
-        limits: [num_rows, 1] int64, the order key of the last token that takes part; None: all do.
+        values: [num_rows, num_ids] float32 after step 4, a row's side by side.
+        table: [8, num_rows] int64, of a `DecisionTable`.
+        limits: [num_rows] int64, the order key of the last token that takes part; None: all do.
 
     Returns:
-        [num_rows] int64: the first NaN where there is one, 0 where nothing is above -inf.
+        [num_rows] int64: the lowest id among equals, the first NaN where there is one, 0 where nothing is above -inf.
     """
-    num_rows = len(values)
-    num_blocks = values.shape[1] // arrivals.BLOCK_SIZE
-    num_chunks = -(-num_blocks // BLOCKS_PER_PROGRAM)
+    num_rows, num_ids = values.shape
+    num_chunks = -(-num_ids // (arrivals.BLOCK_SIZE * BLOCKS_PER_PROGRAM))
     best = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=values.device)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=values.device)
     with torch.cuda.device_of(values):  # where triton launches
         best_scores[num_rows, num_chunks](
-            values, words.contiguous(), words if limits is None else limits.contiguous(), best,
-            num_rows, num_blocks, num_chunks,
+            values, table, table if limits is None else limits, best,
+            values.stride(0), num_ids, num_rows, num_chunks,
             BLOCKS=BLOCKS_PER_PROGRAM, HAS_LIMITS=limits is not None, enable_fp_fusion=False,
         )  # fmt: skip
         pick[(num_rows,)](

@@ -18,7 +18,7 @@ from outrider.engine.sampler.arrivals import RaceKeys
 from outrider.engine.sampler.filters import Filters, has_filters
 from outrider.engine.sampler.logit_blocks import LogitBlocks
 from outrider.engine.sampler.order import order_keys
-from outrider.engine.sampler.race import MakeRace, Race
+from outrider.engine.sampler.race import CandidateRace
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.engine.transfer import upload, upload_ids
 from outrider.request import SamplingParams
@@ -61,7 +61,7 @@ class Draw:
     rows: Sequence[int]  # of the step
     params: Sequence[SamplingParams]
     blocks: LogitBlocks  # after step 5
-    race: Race
+    race: CandidateRace
     filters: Filters | None  # None: no row has any
     num_candidates: int  # blocks that are looked into
     is_whole: bool = False  # all blocks, and the limits are those of all filters: every token stands
@@ -72,7 +72,6 @@ class Draw:
         rows: Sequence[int],
         decisions: Sequence[Decision],
         values: Tensor,
-        make_race: MakeRace,
         *,
         is_whole: bool = False,
     ) -> Draw:
@@ -82,7 +81,6 @@ class Draw:
             rows: of the step, at least one.
             decisions: one for each.
             values: [num_rows, num_ids] float32, after step 4.
-            make_race: how winners are found.
             is_whole: whether it is to be the only round, at the price of looking into all tokens.
         """
         device = values.device
@@ -97,7 +95,7 @@ class Draw:
             rows=rows,
             params=params,
             blocks=blocks,
-            race=make_race(keys, blocks.num_blocks),
+            race=CandidateRace.of(keys, blocks.num_blocks),
             filters=filters,
             num_candidates=num_candidates,
             is_whole=is_whole,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +15,96 @@ from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.engine.transfer import upload
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Bans, biases and penalties of the rows that have any.
+
+    Entries i of `places` and `numbers` belong together; those of changed row r are its bans from starts[3 r] on, its
+    biases from starts[3 r + 1], its penalties from starts[3 r + 2], each token once.
+    """
+
+    starts: Ints  # [3 * num_changed + 1]
+    factors: Floats  # [num_changed, 3]: repetition, frequency and presence penalty
+    places: Ints  # [num_entries] in all logits of the step, taken as one row
+    numbers: Floats  # [num_entries]: nothing of a ban, a bias, or how often a token was generated
+
+    @classmethod
+    def of(cls, changed: Sequence[tuple[int, Decision]]) -> Edits:
+        """Of rows, each with the place where its logits begin: at least one."""
+        starts, places, numbers = [0], [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.float32)]
+
+        def add(ids: Ints, values: Floats, start: int) -> None:
+            places.append(start + ids)
+            numbers.append(values)
+            starts.append(starts[-1] + len(ids))
+
+        nothing = places[0], numbers[0]
+        for start, decision in changed:
+            penalties, assumed = decision.state.penalties, decision.assumed_token_ids
+            stop_ids = penalties.stop_ids if penalties.bans_stops(len(assumed)) else nothing[0]
+            add(stop_ids, np.zeros(len(stop_ids), dtype=np.float32), start)
+            add(penalties.bias_ids, penalties.biases, start)
+            add(*(nothing if penalties.counts is None else penalties.counts.with_assumed(assumed)), start)
+        factors = [
+            (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+            for params in (decision.params for _, decision in changed)
+        ]
+        return cls(
+            np.asarray(starts, dtype=np.int64),
+            np.asarray(factors, dtype=np.float32),
+            np.concatenate(places),
+            np.concatenate(numbers),
+        )
+
+    def packed(self) -> Ints:
+        """All of it in one array, as the Triton kernel reads it; float32 as its bits."""
+        factors, numbers = (each.view(np.int32).astype(np.int64).ravel() for each in (self.factors, self.numbers))
+        return np.concatenate([self.starts, factors, self.places, numbers])
+
+
+ApplyEdits = Callable[[Tensor, Edits], None]
+"""Changes all logits of a step, given as one row, in place."""
+
+
+def apply_in_torch(flat: Tensor, edits: Edits) -> None:
+    """As `ApplyEdits`."""
+    sizes = np.diff(edits.starts)
+    kinds = np.repeat(np.arange(len(sizes)) % 3, sizes)
+    bans, biases, penalties = (np.flatnonzero(kinds == kind) for kind in range(3))
+    if bans.size:
+        flat.index_fill_(0, upload(edits.places[bans], flat.device), -torch.inf)
+    if biases.size:
+        places = upload(edits.places[biases], flat.device)
+        flat.index_copy_(0, places, flat.index_select(0, places) + upload(edits.numbers[biases], flat.device))
+    if penalties.size:
+        places = upload(edits.places[penalties], flat.device)
+        factors = np.repeat(edits.factors, sizes[2::3], axis=0).T  # [3, n]
+        repetition, frequency, presence = upload(factors, flat.device).unbind(0)
+        counts = upload(edits.numbers[penalties], flat.device)
+        values = flat.index_select(0, places)
+        values = torch.where(values > 0.0, values / repetition, values * repetition)
+        values -= frequency * counts
+        values -= presence * (counts > 0.0)
+        flat.index_copy_(0, places, values)
+
+
+def apply_by_kernel(flat: Tensor, edits: Edits) -> None:
+    """As `ApplyEdits`, in one transfer and one launch."""
+    from outrider.engine.gpu_kernels.edits import edit_in_place
+
+    packed = upload(edits.packed(), flat.device)
+    edit_in_place(flat, packed, num_changed=len(edits.factors), num_entries=len(edits.places))
 
 
 class LogitEditor:
     """Edits rows on the device where they are, all of a step together."""
 
-    def __init__(self, vocabulary: Vocabulary, device: torch.device) -> None:
+    def __init__(self, vocabulary: Vocabulary, device: torch.device, apply: ApplyEdits = apply_in_torch) -> None:
+        self.vocabulary = vocabulary
+        self._apply = apply
         self._num_ids = vocabulary.num_ids
         self._holes: Tensor | None = None  # [num_ids] bool; None: there is none
         if vocabulary.holes.size:
@@ -48,54 +133,6 @@ class LogitEditor:
         values = logits.narrow(1, 0, self._num_ids)
         if self._holes is not None:
             values.masked_fill_(self._holes, -torch.inf)
-        flat = logits.view(-1)
-        _ban(flat, changed)
-        _add_biases(flat, changed)
-        _penalise(flat, changed)
+        if changed:
+            self._apply(logits.view(-1), Edits.of(changed))
         return values
-
-
-# Each of these takes all logits of a step as one row, and where the rows that it changes begin.
-_Changed = Sequence[tuple[int, Decision]]
-
-
-def _ban(flat: Tensor, changed: _Changed) -> None:
-    places = [
-        start + decision.state.penalties.stop_ids
-        for start, decision in changed
-        if decision.state.penalties.bans_stops(len(decision.assumed_token_ids))
-    ]
-    if places:
-        flat.index_fill_(0, upload(np.concatenate(places), flat.device), -torch.inf)
-
-
-def _add_biases(flat: Tensor, changed: _Changed) -> None:
-    penalties = [(start, decision.state.penalties) for start, decision in changed]
-    if not any(len(each.bias_ids) for _, each in penalties):
-        return
-    places = upload(np.concatenate([start + each.bias_ids for start, each in penalties]), flat.device)
-    biases = upload(np.concatenate([each.biases for _, each in penalties]), flat.device)
-    flat.index_copy_(0, places, flat.index_select(0, places) + biases)
-
-
-def _penalise(flat: Tensor, changed: _Changed) -> None:
-    places: list[Ints] = []
-    factors: list[npt.NDArray[np.float32]] = []  # each [4, n]
-    for start, decision in changed:
-        counted = decision.state.penalties.counts
-        if counted is None:
-            continue
-        ids, counts = counted.with_assumed(decision.assumed_token_ids)
-        params = decision.params
-        of_row = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        places.append(start + ids)
-        factors.append(np.stack([counts, *(np.full(len(ids), each, dtype=np.float32) for each in of_row)]))
-    if not places:
-        return
-    where = upload(np.concatenate(places), flat.device)
-    counts_of, repetition, frequency, presence = upload(np.concatenate(factors, axis=1), flat.device).unbind(0)
-    values = flat.index_select(0, where)
-    values = torch.where(values > 0.0, values / repetition, values * repetition)
-    values -= frequency * counts_of
-    values -= presence * (counts_of > 0.0)
-    flat.index_copy_(0, where, values)

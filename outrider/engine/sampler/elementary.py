@@ -39,7 +39,7 @@ LOG_POLYNOMIAL = tuple(
         3.3333331174e-1,
     )
 )
-_EXP_POLYNOMIAL = tuple(
+EXP_POLYNOMIAL = tuple(
     _float32(coefficient)
     for coefficient in (
         1.9875691500e-4,
@@ -51,14 +51,14 @@ _EXP_POLYNOMIAL = tuple(
     )
 )
 LOG2_HIGH, LOG2_LOW = 0.693359375, _float32(-2.12194440e-4)  # their sum is log 2
-_LOG2_E = _float32(1.44269504088896)
+LOG2_E = _float32(1.44269504088896)
 SQRT_HALF_BITS = 0x3F3504F3
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
-_MASS_EXPONENT = 44
-_LOWEST = -32.0
+MASS_EXPONENT = 44
+LOWEST = -32.0
 
-MASS_OF_LARGEST = 1 << _MASS_EXPONENT
+MASS_OF_LARGEST = 1 << MASS_EXPONENT
 """What the largest value of a row weighs."""
 
 
@@ -100,17 +100,17 @@ def masses_of(values: Tensor, largest: Tensor) -> Tensor:
     """
     x = values - largest
     # A bias beyond float32, or nothing left: the infinite ones share everything.
-    x = torch.where(torch.isinf(largest), torch.where(values == largest, 0.0, _LOWEST), x)
-    x.clamp_(min=_LOWEST)  # what is less rounds to 0
-    exponents = torch.round(x * _LOG2_E)
+    x = torch.where(torch.isinf(largest), torch.where(values == largest, 0.0, LOWEST), x)
+    x.clamp_(min=LOWEST)  # what is less rounds to 0
+    exponents = torch.round(x * LOG2_E)
     x -= exponents * LOG2_HIGH
     x -= exponents * LOG2_LOW
-    weights = _evaluate(_EXP_POLYNOMIAL, x)
+    weights = _evaluate(EXP_POLYNOMIAL, x)
     weights *= x * x
     weights += x
     weights += 1.0
     powers = exponents.to(torch.int32)
-    powers += _EXPONENT_BIAS + _MASS_EXPONENT
+    powers += _EXPONENT_BIAS + MASS_EXPONENT
     powers <<= _MANTISSA_BITS
     weights *= powers.view(torch.float32)
     return weights.round_().to(torch.int64)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +19,9 @@ from outrider.engine.sampler.logit_blocks import LogitBlocks, highest_blocks
 from outrider.engine.sampler.order import order_keys
 
 
-class Race(Protocol):
-    """How the winners of some decisions are found, with what their keys alone decide."""
-
-    def run(self, blocks: LogitBlocks, *, num_candidates: int, limits: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Winners [num_rows] int64 and whether each is open [num_rows] bool. Arguments and results as of `run_race`."""
-
-    def select(self, rows: Tensor) -> Race:
-        """Some of the decisions: rows [n] int64."""
-
-
-MakeRace = Callable[[RaceKeys, int], Race]
-"""The race of some decisions over a number of blocks."""
-
-
 @dataclass(frozen=True, slots=True)
 class CandidateRace:
-    """In torch operations."""
+    """How the winners of some decisions are found, with what their keys alone decide."""
 
     keys: RaceKeys
     arrivals: BlockArrivals
@@ -47,9 +31,11 @@ class CandidateRace:
         return cls(keys, block_arrivals(keys, num_blocks))
 
     def run(self, blocks: LogitBlocks, *, num_candidates: int, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Winners [num_rows] int64 and whether each is open [num_rows] bool. Arguments and results as of `run_race`."""
         return run_race(blocks, self.keys, self.arrivals, num_candidates=num_candidates, limits=limits)
 
     def select(self, rows: Tensor) -> CandidateRace:
+        """Some of the decisions: rows [n] int64."""
         return CandidateRace(self.keys.select(rows), self.arrivals.select(rows))
 
 

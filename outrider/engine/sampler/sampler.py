@@ -17,11 +17,10 @@ from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.pending import Pending
 from outrider.engine.sampler.decider import Decider, Vocabulary
 from outrider.engine.sampler.distribution import drawn_from
-from outrider.engine.sampler.edits import LogitEditor
+from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel, apply_in_torch
 from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.engine.sampler.penalties import PenaltyState
-from outrider.engine.sampler.race import CandidateRace, MakeRace
 from outrider.engine.sampler.sequence_sampling import SampledRows, SampleRows, SequenceSampling
 from outrider.engine.sampler.torch_decider import TorchDecider
 from outrider.engine.transfer import Arrays, read
@@ -56,13 +55,18 @@ class Sampler:
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
         self.vocab_size = vocab_size
         vocabulary = Vocabulary.of(known_token_ids)
-        self._editor = LogitEditor(vocabulary, torch.device(device))
+        device = torch.device(device)
+        has_triton = not why_no_triton(device)
+        self._editor = LogitEditor(vocabulary, device, apply_by_kernel if has_triton else apply_in_torch)
         self._decider: Decider
-        if kernels is None:
-            device = torch.device(device)
-            self._decider = TorchDecider(self._editor, _make_race_on(device), in_one_round=device.type != "cpu")
-        else:
+        if kernels is not None:
             self._decider = NativeDecider(kernels, vocabulary)
+        elif has_triton:
+            from outrider.engine.sampler.triton_decider import TritonDecider
+
+            self._decider = TritonDecider(self._editor)
+        else:
+            self._decider = TorchDecider(self._editor, in_one_round=device.type != "cpu")
 
     def start(
         self,
@@ -154,12 +158,3 @@ class Sampler:
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         return logits.detach().to(torch.float32).contiguous()
-
-
-def _make_race_on(device: torch.device) -> MakeRace:
-    """Our Triton kernel where it can compute, else torch's operations: the same winners."""
-    if why_no_triton(device):
-        return CandidateRace.of
-    from outrider.engine.sampler.whole_race import WholeRace
-
-    return WholeRace.of

@@ -16,7 +16,6 @@ from outrider.engine.sampler.draw import Draw, Greedy
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.penalties import PenaltyState
-from outrider.engine.sampler.race import CandidateRace, MakeRace
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload_ids
 from outrider.request import SamplingParams
@@ -28,12 +27,9 @@ _MOST_VALUES = 1 << 22
 class TorchDecider:
     """All arithmetic is row by row, and no sum is of floats: its order would be the device's choice."""
 
-    def __init__(
-        self, editor: LogitEditor, make_race: MakeRace = CandidateRace.of, *, in_one_round: bool = False
-    ) -> None:
+    def __init__(self, editor: LogitEditor, *, in_one_round: bool = False) -> None:
         """`in_one_round`: all of a row is looked into, so that nothing is asked of the device."""
         self._editor = editor
-        self._make_race = make_race
         self._in_one_round = in_one_round
 
     def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
@@ -72,7 +68,6 @@ class TorchDecider:
                     rows,
                     [decisions[row] for row in rows],
                     _rows_of(values, rows),
-                    self._make_race,
                     is_whole=self._in_one_round,
                 )
 

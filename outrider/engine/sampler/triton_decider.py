@@ -1,0 +1,75 @@
+"""Decisions by our Triton kernels: a few launches for all rows of a step, of which none asks the host anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.gpu_kernels.filters import limits_of
+from outrider.engine.gpu_kernels.race import winners_of
+from outrider.engine.sampler.edits import LogitEditor
+from outrider.engine.sampler.penalties import PenaltyState
+from outrider.engine.sampler.philox import WORD, split_seed
+from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
+from outrider.engine.transfer import upload
+from outrider.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTable:
+    """What kernels need to know of each row, in one transfer."""
+
+    words: Tensor
+    """[8, num_rows] int64: position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p
+    as the bits of a float32; top_k (0: none); top_p as the bits of a float64."""
+    has_filters: bool  # any row; likewise:
+    has_top_k: bool
+    has_top_p: bool
+
+    @classmethod
+    def of(cls, decisions: Sequence[Decision], *, num_ids: int, device: torch.device) -> DecisionTable:
+        words = np.empty((8, len(decisions)), dtype=np.int64)
+        drawn = [decision.params for decision in decisions if not decision.params.is_greedy]
+        for row, decision in enumerate(decisions):
+            key, params = decision.key, decision.params
+            low, high = split_seed(key.seed)
+            words[:4, row] = (key.position & WORD, key.sample, low, high)
+            words[6, row] = params.top_k if params.top_k < num_ids else 0
+        params_of = [decision.params for decision in decisions]
+        words[4] = _bits([0.0 if each.is_greedy else each.temperature for each in params_of])
+        words[5] = _bits([math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params_of])
+        words[7] = np.asarray([each.top_p for each in params_of], dtype=np.float64).view(np.int64)
+        has_top_k = any(0 < each.top_k < num_ids for each in drawn)
+        has_top_p = any(each.top_p < 1.0 for each in drawn)
+        has_filters = has_top_k or has_top_p or any(each.min_p > 0.0 for each in drawn)
+        return cls(upload(words, device), has_filters, has_top_k, has_top_p)
+
+
+def _bits(numbers: Sequence[float]) -> np.ndarray:
+    """Of each number as float32: [n] int32."""
+    return np.asarray(numbers, dtype=np.float32).view(np.int32)
+
+
+class TritonDecider:
+    """Reads each logit once, and once more for every few bits of a limit where a row has filters."""
+
+    def __init__(self, editor: LogitEditor) -> None:
+        self._editor = editor
+
+    def prepare(self, params: SamplingParams, *, sample: int, penalties: PenaltyState) -> None:
+        """Nothing: rows bring what is needed."""
+
+    @torch.inference_mode()
+    def decide(self, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
+        decisions = [decision for part in rows for decision in part.decisions()]
+        values = self._editor.edit(logits, decisions)
+        table = DecisionTable.of(decisions, num_ids=values.shape[1], device=logits.device)
+        limits = None
+        if table.has_filters:
+            limits = limits_of(values, table.words, has_top_k=table.has_top_k, has_top_p=table.has_top_p)
+        return winners_of(values, table.words, limits)
