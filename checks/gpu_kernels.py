@@ -35,6 +35,7 @@ class Case:
     constants: Mapping[str, Any]
     most_shared: int  # bytes; 48 KiB fit three programs on each multiprocessor of an A100
     most_spilled: int  # bytes stored by a thread
+    most_registers: int = 255  # of a thread, which can have no more: then `most_spilled` is the bound
     num_warps: int = 4
     num_stages: int = 2
     multiples_of_16: tuple[str, ...] = ()  # numbers of which the launch would see that
@@ -78,15 +79,17 @@ def cases() -> Iterator[Case]:
     large = sizes | {"HEADS_PER_KV": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
     yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=64)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
-    yield Case("merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0)
+    yield Case(
+        "merge_splits", attention.merge_splits, types, merged, most_shared=1 << 10, most_spilled=0, most_registers=64
+    )
 
     types = {"values": "*fp32", "table": "*i64", "limits": "*i64", "best": "*i64", "token_ids": "*i64"}
     types |= dict.fromkeys(("row_stride", "num_ids", "num_rows", "num_chunks"), "i32")
     for has_limits in (False, True):
         sizes = {"BLOCKS": race.BLOCKS_PER_PROGRAM, "HAS_LIMITS": has_limits}
         name = f"best_scores{', limits' * has_limits}"
-        yield Case(name, race.best_scores, types, sizes, most_shared=16 << 10, most_spilled=0)
-    yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0)
+        yield Case(name, race.best_scores, types, sizes, most_shared=16 << 10, most_spilled=0, most_registers=96)
+    yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0, most_registers=32)
     sizes = {"CHUNK": filters.CHUNK, "HAS_TOP_K": True, "HAS_TOP_P": True}
     yield Case(
         "filter_limits",
@@ -95,10 +98,19 @@ def cases() -> Iterator[Case]:
         sizes,
         most_shared=16 << 10,
         most_spilled=0,
+        most_registers=184,
         num_warps=filters.NUM_WARPS,
     )
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
-    yield Case("edit_rows", edits.edit_rows, types, {"ENTRIES": edits.ENTRIES}, most_shared=1 << 10, most_spilled=0)
+    yield Case(
+        "edit_rows",
+        edits.edit_rows,
+        types,
+        {"ENTRIES": edits.ENTRIES},
+        most_shared=1 << 10,
+        most_spilled=0,
+        most_registers=48,
+    )
     types = dict.fromkeys(("rows", "weight", "bias", "output"), "*bf16") | {"parts": "*fp32"}
     types |= dict.fromkeys(("num_rows", "num_outputs", "num_features", "num_splits"), "i32")
     tile = layers.PRODUCT_TILE
@@ -112,14 +124,19 @@ def cases() -> Iterator[Case]:
             sizes | {"IS_SPLIT": is_split},
             most_shared=48 << 10,
             most_spilled=0,
+            most_registers=96,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             multiples_of_16=("num_features", "num_outputs"),
         )
     sizes = {"BLOCK": 256, "HAS_BIAS": True}
-    yield Case("merge_products", layers.merge_products, types, sizes, most_shared=1 << 10, most_spilled=0)
+    yield Case(
+        "merge_products", layers.merge_products, types, sizes, most_shared=1 << 10, most_spilled=0, most_registers=40
+    )
     types = {"rows": "*bf16", "weight": "*fp32", "output": "*bf16", "width": "i32", "epsilon": "fp32"}
-    yield Case("normalise", layers.normalise, types, {"WIDTH": 4096}, most_shared=4 << 10, most_spilled=0)
+    yield Case(
+        "normalise", layers.normalise, types, {"WIDTH": 4096}, most_shared=4 << 10, most_spilled=0, most_registers=144
+    )
 
 
 def compile_case(case: Case, capability: int) -> Use:
@@ -165,6 +182,7 @@ def main() -> int:
         for capability in CAPABILITIES:
             use = compile_case(case, capability)
             problems = [
+                *[f"more than {case.most_registers} registers"] * (use.registers > case.most_registers),
                 *[f"more than {case.most_shared} shared bytes"] * (use.shared > case.most_shared),
                 *[f"more than {case.most_spilled} spilled bytes"] * (use.spilled > case.most_spilled),
                 *[f"{use.fused} fused instructions"] * (use.fused > 0),
