@@ -176,16 +176,14 @@ class DraftedSequence:
         assert service is not None
         assert service.asked is None, "at most one update is unanswered"
         committed, known = self.committed, self.committed.token_ids
-        start, length = service.acked_length, len(known)
+        start, length, num_wanted = service.acked_length, len(known), self.num_wanted
         self.has_news = length > start + most_tokens
         if self.has_news:
-            length = start + most_tokens
-        num_wanted = 0 if self.has_news else self.num_wanted
+            length, num_wanted = start + most_tokens, 0
         service.asked = _Asked(length, num_wanted, now)
         service.sent_length = max(service.sent_length, length)
         # What the update before allowed may still be under way.
-        num_left = service.num_ahead_allowed
-        service.num_ahead_allowed = MAX_AHEAD_BRANCHES + (min(MAX_AHEAD_BRANCHES, num_left))
+        service.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(service.num_ahead_allowed, MAX_AHEAD_BRANCHES)
         service.most_wanted = max(service.most_wanted, num_wanted)
         return SequenceUpdate(
             self.sequence_id,

@@ -163,33 +163,41 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     query_start_loc, seq_lens, block_tables = array("i", (0,)), array("i"), array("i")
     num_blocks: list[int] = []
     paths: dict[int, list[int]] = {}  # slots, by row
-    for index, seq in enumerate(rows):
-        num, start, block_ids = len(seq.token_ids), seq.start_position, seq.block_ids
+    add_tokens, add_positions, add_slots = token_ids.extend, positions.extend, slots.extend
+    end_row = 0
+    for index, (tokens, start, block_ids, num_logits, parents) in enumerate(rows):
+        num = len(tokens)
         end = start + num
         used = -(-end // block_size)
         if num == 0 or len(block_ids) < used:
             raise ValueError(
                 f"sequence {index}: {num} rows from position {start} do not fit {len(block_ids)} blocks of {block_size}"
             )
-        if not 0 <= seq.num_logits <= num:
-            raise ValueError(f"sequence {index}: {seq.num_logits} logits of {num} rows")
-        token_ids.extend(seq.token_ids)
-        positions.extend(range(start, end))
-        for block in range(start // block_size, used):
-            first = max(start - block * block_size, 0)
-            last = min(end - block * block_size, block_size)
-            slot = block_ids[block] * block_size
-            slots.extend(range(slot + first, slot + last))
-        if seq.parents:
-            _place_tree(index, seq, positions, slots, paths)
-        logits_rows.extend(range(len(token_ids) - seq.num_logits, len(token_ids)))
-        query_start_loc.append(len(token_ids))
+        if not 0 <= num_logits <= num:
+            raise ValueError(f"sequence {index}: {num_logits} logits of {num} rows")
+        add_tokens(tokens)
+        add_positions(range(start, end))
+        position = start
+        while position < end:  # by block
+            block, offset = divmod(position, block_size)
+            slot = block_ids[block] * block_size + offset
+            num_here = min(block_size - offset, end - position)
+            add_slots(range(slot, slot + num_here))
+            position += num_here
+        if parents:
+            _place_tree(index, rows[index], positions, slots, paths)
+        end_row += num
+        if num_logits:
+            logits_rows.extend(range(end_row - num_logits, end_row))
+        query_start_loc.append(end_row)
         seq_lens.append(end)
         num_blocks.append(used)
     max_blocks = max(num_blocks)
     for seq, used in zip(rows, num_blocks, strict=True):
-        block_tables.extend(seq.block_ids[:used])
-        block_tables.extend([seq.block_ids[0]] * (max_blocks - used))
+        block_ids = seq.block_ids
+        block_tables.extend(block_ids[:used] if used < len(block_ids) else block_ids)
+        if used < max_blocks:
+            block_tables.extend([block_ids[0]] * (max_blocks - used))
     arrays = BatchArrays(
         token_ids=token_ids,
         positions=positions,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import mul
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
 
@@ -132,20 +130,23 @@ class AcceptanceRecord:
 
     def _observe(self, num_decided: int, num_accepted: int) -> None:
         self._source.observe(num_decided, num_accepted)
-        self._decided = decided = [FORGETTING * each for each in self._decided]
-        self._accepted = accepted = [FORGETTING * each for each in self._accepted]
-        for position in range(min(num_decided, len(decided))):
-            decided[position] += 1.0
-        for position in range(min(num_accepted, len(accepted))):
-            accepted[position] += 1.0
+        decided, accepted = self._decided, self._accepted
+        for position in range(len(decided)):
+            one, other = FORGETTING * decided[position], FORGETTING * accepted[position]
+            if position < num_decided:
+                one += 1.0
+                if position < num_accepted:
+                    other += 1.0
+            decided[position], accepted[position] = one, other
         self._estimate()
 
     def _estimate(self) -> None:
         decided, accepted = self._decided, self._accepted
         overall = (sum(accepted) + PRIOR_TOKENS * self._source.mean) / (sum(decided) + PRIOR_TOKENS)
         assumed = POSITION_TOKENS * overall
-        by_position = [
-            (num_accepted + assumed) / (num_decided + POSITION_TOKENS)
-            for num_accepted, num_decided in zip(accepted, decided, strict=True)
-        ]
-        self.chain = list(accumulate(by_position, mul))
+        probability = 1.0
+        chain: list[float] = []
+        for position, num_accepted in enumerate(accepted):
+            probability *= (num_accepted + assumed) / (decided[position] + POSITION_TOKENS)
+            chain.append(probability)
+        self.chain = chain
