@@ -70,6 +70,8 @@ def drafted_at(seed: int, position: int) -> int:
 class FreeRunner:
     """No model; lays its input out, and notes how long that took."""
 
+    is_asynchronous = False
+
     def __init__(self) -> None:
         self.batch_seconds = 0.0
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from decode_node.commands import (
     Command,
@@ -34,44 +33,29 @@ from decode_node.draft_gathering import DraftGatherer
 from decode_node.group_desk import GroupDesk
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
-from decode_node.statistics import StepSpeedup, StepStats
+from decode_node.planned_sequence import PlannedSequence, granted
+from decode_node.statistics import StepStats
 from decode_node.step_drafts import NO_DRAFT, StepDrafts
+from decode_node.step_report import StepReport, step_kind, step_stats
 from decode_node.verdict import Verdict, judge
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
-from outrider.engine.input_batch import SequenceRows
-from outrider.engine.sampler import SampleRows
-from outrider.engine.scheduler import DraftRoom, Scheduled, StepPlan
+from outrider.engine.scheduler import DraftRoom, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
+from outrider.engine.transfer import read
 from outrider.faults import fault_point
-from outrider.profile import EndProfile, Part, StartProfile, StepKind
-from outrider.session import SampleDone, SampleTokens
-from outrider.speculation.draft_controller import StepForecast
+from outrider.profile import EndProfile, Part, StartProfile
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.verify.base import DraftRows, Verified
+from outrider.speculation.verify.base import Verified
 from outrider.speculation.verify.by_request import RequestVerifier
 
 IDLE_WAIT_SECONDS = 0.2
+ADMITTING = GroupOpened | GroupRetargeted | TransferCompleted | TransferFailed | DrainStarted
+"""Commands that end no running sequence: they take free blocks, or concern groups that wait for their KV."""
+
 TURN_WAIT_SECONDS = 0.005
 """So often commands are handled while other nodes have the processors."""
-
-
-class _Planned(NamedTuple):
-    """One sequence's share of a step, with the draft that it verifies: as much of it as got rows."""
-
-    scheduled: Scheduled
-    sample: Sample
-    draft: DraftTree
-
-    def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
-        """Accepted tokens of a tree that do not lie where their positions are: (source, destination) slots."""
-        kv = self.scheduled.sequence.kv
-        assert kv is not None
-        first = len(self.scheduled.sequence.token_ids)
-        for place, index in enumerate(outcome.path):
-            if index != place:
-                yield kv.slot(first + index), kv.slot(first + place)
 
 
 class DecodeLoop:
@@ -103,6 +87,8 @@ class DecodeLoop:
         self._cpu_turns = NoTurns() if cpu_turns is None else cpu_turns
         self._clock = clock
         self._inbox = Inbox()
+        self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, to be handled after
+        self._unreported: StepReport | None = None  # of the last step
         self._stopping = threading.Event()
         self.progress = StepProgress(clock)
         self.is_drained = False  # since DrainStarted every group has ended and its events are emitted
@@ -124,6 +110,7 @@ class DecodeLoop:
         """The thread's target. What it raises is a bug of ours: the process must not go on serving."""
         while not self._stopping.is_set():
             self.iterate()
+        self._report()
         self._profiler.end()
         self._desk.free_all()
 
@@ -137,11 +124,11 @@ class DecodeLoop:
         self._attend(wait=not self._engine.scheduler.has_work)
         try:
             if self._engine.scheduler.has_work and self._take_turn():
-                stats = self.step()
-                fault_point("decode.before_emit")
-                self._emit_events(stats)
+                self.step()
         finally:
             self._cpu_turns.give()  # a step has done so already, if it came so far
+        if not (self._engine.is_asynchronous and self._engine.scheduler.has_work):
+            self._report()  # else while the device computes the next step
         self.progress.end()
 
     def _attend(self, *, wait: bool = False) -> None:
@@ -151,9 +138,34 @@ class DecodeLoop:
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
+    def _attend_while_computing(self) -> None:
+        """What needs no result of the step that the device computes: the last step's report, and what comes in.
+
+        A command that may end a sequence of the running step waits for it, and those behind it, so that
+        their order stays.
+        """
+        self._report()
+        self._delayed += self._inbox.take_some()
+        while self._delayed and isinstance(self._delayed[0], ADMITTING):
+            self._handle(self._delayed.popleft())
+        self._time.mark(Part.COMMANDS)
+        self._emit_events(None)
+
+    def _report(self) -> None:
+        """Tells what the last step has committed, if that was not done yet."""
+        report, self._unreported = self._unreported, None
+        if report is None:
+            return
+        report.publish_blocks()
+        self._desk.report_all(report.events())
+        fault_point("decode.before_emit")
+        self._emit_events(report.stats)
+
     def _take_turn(self) -> bool:
         """Waits for the processors while there is work for them; attends to commands meanwhile. False: none is left."""
         is_taken = self._cpu_turns.take(0.0)
+        if not is_taken:
+            self._report()
         while not is_taken and self._engine.scheduler.has_work and not self._stopping.is_set():
             self.progress.pause()
             is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
@@ -166,13 +178,14 @@ class DecodeLoop:
         events = self._desk.take_events()
         if events or stats:
             self._emit(events, stats)
-        self.is_drained = self._desk.is_draining and self._desk.num_groups == 0 and self._inbox.is_empty
+        has_commands = self._delayed or not self._inbox.is_empty
+        self.is_drained = self._desk.is_draining and self._desk.num_groups == 0 and not has_commands
         self._time.mark(Part.EMIT)
 
-    def step(self) -> StepStats | None:
-        """One forward pass of the target model over every planned sequence, and what follows from it.
+    def step(self) -> None:
+        """One forward pass of the target model over every planned sequence, and what is decided by it.
 
-        None where nothing could be planned (every block is held by transfers under way).
+        Nothing happens where nothing could be planned (every block is held by transfers under way).
         """
         fault_point("decode.step")
         started = self._clock()
@@ -183,22 +196,27 @@ class DecodeLoop:
             fault_point("decode.preempted")
         if not plan.scheduled:
             self._cpu_turns.give()
+            self._report()
+            self._emit_events(None)
             self._wait_for_blocks()
-            return None
+            return
         num_rows = plan.num_rows
         self.progress.expect(num_rows)
         age_before = self.progress.age_seconds()
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
         verifying = [item for item in planned if item.scheduled.reaches_end]
-        logits = self._engine.forward(plan.block_copies, [_rows(item) for item in planned])
+        logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
-        draft_rows = [_draft_rows(item) for item in verifying]
-        verified = self._verifier.verify(logits, draft_rows)
+        draft_rows = [item.draft_rows() for item in verifying]
+        pending = self._verifier.queue(logits, draft_rows)
+        if self._engine.is_asynchronous:
+            self._attend_while_computing()
+        (verified,) = read(pending)  # the one place that waits for the device
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
-        verdicts = self._commit(verifying, drafts, verified)
+        verdicts = self._commit(verifying, verified)
         forecast = self._drafts.observe_step(
             seconds=self.progress.age_seconds() - age_before,
             num_rows=num_rows,
@@ -207,15 +225,15 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self._clock() - started, self._time.take()
-        stats = _stats(
+        stats = step_stats(
             plan, draft_rows, verdicts, forecast, num_rows=num_rows, seconds=seconds, nanoseconds=nanoseconds
         )
+        self._unreported = StepReport([item.sample for item in verifying], verdicts, drafts, stats)
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
-                    stats.nanoseconds, kind=_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
+                    stats.nanoseconds, kind=step_kind(plan), num_rows=stats.num_rows, num_sequences=stats.num_sequences
                 )
-        return stats
 
     def _gather(self) -> StepDrafts:
         # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
@@ -225,7 +243,7 @@ class DecodeLoop:
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts
 
-    def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[_Planned]]:
+    def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[PlannedSequence]]:
         """The step's rows, and what of the drafts gets some."""
         chosen: dict[int, DraftTree] = {}
         # Prompts that are computed on these processors, as soon as the turn is given.
@@ -238,7 +256,7 @@ class DecodeLoop:
         plan = self._engine.scheduler.plan(choose, reclaim=self._desk.reclaim_reservation)
         samples = self._desk.samples_of([item.sequence for item in plan.scheduled])
         return plan, [
-            _Planned(item, sample, _granted(chosen[item.sequence.key], item) if item.num_draft_tokens else NO_DRAFT)
+            PlannedSequence(item, sample, granted(chosen.get(item.sequence.key, NO_DRAFT), item))
             for item, sample in zip(plan.scheduled, samples, strict=True)
         ]
 
@@ -246,6 +264,10 @@ class DecodeLoop:
 
     def _handle_commands(self, *, wait: bool) -> None:
         """What the inbox gives for one iteration; with `wait` also the first thing that comes."""
+        if self._delayed or not self._inbox.is_empty:
+            self._report()  # no event of a group follows its end
+        while self._delayed:
+            self._handle(self._delayed.popleft())
         if wait:
             try:
                 self._handle(self._next_command())
@@ -295,8 +317,8 @@ class DecodeLoop:
 
     # --- verify and commit ----------------------------------------------------------------
 
-    def _commit(self, verifying: Sequence[_Planned], drafts: StepDrafts, verified: Sequence[Verified]) -> list[Verdict]:
-        """Judges, frees rejected slots, reports, ends what is finished; in this order for each sample."""
+    def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
+        """Judges, frees rejected slots, ends what is finished, announces what goes on."""
         moved = [
             pair
             for item, outcome in zip(verifying, verified, strict=True)
@@ -322,7 +344,7 @@ class DecodeLoop:
             ]
         )
         for item, verdict in zip(verifying, verdicts, strict=True):
-            self._apply(item.sample, verdict, drafts)
+            self._apply(item.sample, verdict)
         self._drafts.announce(
             [
                 (item.sample, verdict.token_ids)
@@ -332,90 +354,15 @@ class DecodeLoop:
         )
         return verdicts
 
-    def _apply(self, sample: Sample, verdict: Verdict, drafts: StepDrafts) -> None:
-        sequence, group, new_token_ids = sample.sequence, sample.group, verdict.token_ids
-        token_ids, kv, sequence_id = sequence.token_ids, sequence.kv, sequence.key
+    def _apply(self, sample: Sample, verdict: Verdict) -> None:
+        sequence = sample.sequence
+        token_ids, kv = sequence.token_ids, sequence.kv
         assert kv is not None
-        start_position = len(token_ids)
-        token_ids.extend(new_token_ids)
+        token_ids.extend(verdict.token_ids)
         # Rejected slots are free again before anybody hears of the step. The newest
         # token has no KV yet: it is the first row of the next step.
         kv.truncate(len(token_ids) - 1)
-        kv.publish(token_ids)
-        self._engine.sampler.commit(sample.sampling, new_token_ids)
-        counts = verdict.counts(wanting=sequence_id in drafts.wanting, hit=sequence_id in drafts.hits)
-        group_id = group.opened.sequence_group_id
-        self._desk.report(
-            group, SampleTokens(group_id, sample.index, start_position, new_token_ids, verdict.logprobs, counts)
-        )
+        self._engine.sampler.commit(sample.sampling, verdict.token_ids)
         if verdict.finish_reason is not None:
-            self._desk.report(
-                group,
-                SampleDone(
-                    sequence_group_id=group_id,
-                    sample=sample.index,
-                    reason=verdict.finish_reason,
-                    stop_token_id=verdict.stop_token_id,
-                ),
-            )
+            kv.publish(token_ids)
             self._desk.finish(sample)
-
-
-def _granted(draft: DraftTree, scheduled: Scheduled) -> DraftTree:
-    """As much of a chosen draft as got rows, in the order of the rows."""
-    if len(draft.token_ids) > scheduled.num_draft_tokens:
-        draft = draft.cut(scheduled.num_draft_tokens)
-    return draft.depth_first() if draft.parents else draft
-
-
-def _rows(item: _Planned) -> SequenceRows:
-    """What one sequence feeds: tokens without KV, then its draft tokens."""
-    sequence, draft, num_rows = item.scheduled.sequence, item.draft, item.scheduled.num_rows
-    kv, known = sequence.kv, sequence.token_ids
-    assert kv is not None
-    start = kv.num_tokens
-    return SequenceRows(
-        (*known[start : start + num_rows], *draft.token_ids) if num_rows > 1 else (known[start], *draft.token_ids),
-        start,
-        kv.block_table(),
-        1 + len(draft.token_ids) if item.scheduled.reaches_end else 0,
-        draft.parents,
-    )
-
-
-def _draft_rows(item: _Planned) -> DraftRows:
-    sample, draft = item.sample, item.draft
-    rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
-    return DraftRows(rows, draft.distributions, sample.group.opened.verification_method, draft.parents)
-
-
-def _kind(plan: StepPlan) -> StepKind:
-    if any(item.num_rows > 1 for item in plan.scheduled):
-        return StepKind.PROMPT
-    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
-
-
-def _stats(
-    plan: StepPlan,
-    drafts: Sequence[DraftRows],
-    verdicts: Sequence[Verdict],
-    forecast: StepForecast | None,
-    *,
-    num_rows: int,
-    seconds: float,
-    nanoseconds: Mapping[str, int],
-) -> StepStats:
-    num_tokens = sum([len(verdict.token_ids) for verdict in verdicts])
-    return StepStats(
-        seconds=seconds,
-        nanoseconds=nanoseconds,
-        num_rows=num_rows,
-        num_sequences=len(plan.scheduled),
-        num_preempted=len(plan.preempted),
-        num_generated_tokens=num_tokens,
-        num_drafts=sum([verdict.num_draft_tokens > 0 for verdict in verdicts]),
-        num_draft_tokens=sum([verdict.num_draft_tokens for verdict in verdicts]),
-        num_accepted_draft_tokens=sum([verdict.num_accepted for verdict in verdicts]),
-        speedup=None if forecast is None else StepSpeedup.of(forecast, num_tokens=num_tokens, seconds=seconds),
-        num_drafts_by_method=Counter([draft.method for draft in drafts if draft.rows.draft_token_ids]),
-    )

@@ -111,6 +111,10 @@ class GroupDesk:
     def report(self, group: SequenceGroup, event: SequenceGroupEvent) -> None:
         self._events[group.session_id].append(event)
 
+    def report_all(self, events: Iterable[tuple[SequenceGroup, SequenceGroupEvent]]) -> None:
+        for group, event in events:
+            self._events[group.session_id].append(event)
+
     def take_events(self) -> EventsBySession:
         events, self._events = self._events, defaultdict(list)
         return events
@@ -298,7 +302,7 @@ class GroupDesk:
     # --- going ----------------------------------------------------------------------------
 
     def finish(self, sample: Sample) -> None:
-        """Its tokens are all reported."""
+        """Its tokens are all decided."""
         fault_point("decode.done")
         self._admission.observe_finished(sample.num_generated)
         self._drop(sample)

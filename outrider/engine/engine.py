@@ -31,6 +31,11 @@ class Engine:
     sampler: Sampler
     clock: StepClock = field(default_factory=StepClock)
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `forward` returns while a device still computes: what needs no result can be done meanwhile."""
+        return self.runner.is_asynchronous
+
     def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[SequenceRows]) -> Tensor:
         """Copies blocks that are about to be written while shared, then one forward pass.
 

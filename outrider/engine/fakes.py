@@ -221,6 +221,8 @@ class ScriptedRows:
 class ScriptedModelRunner:
     """Runs a ScriptedModel over the rows of a step, writing and reading the KV cache as a real one would."""
 
+    is_asynchronous = False
+
     def __init__(self, model: ScriptedModel, kv_cache: ScriptedKVCache) -> None:
         self.model = model
         self.kv_cache = kv_cache
@@ -352,7 +354,11 @@ class ScriptedEngine:
             runner=ScriptedModelRunner(model or ScriptedModel(), kv_cache),
         )
 
-    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[Rows]) -> list[list[float]]:
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.runner.is_asynchronous
+
+    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[Rows]) -> Sequence[Sequence[float]]:
         self.kv_cache.copy_blocks(block_copies)
         self.clock.mark(Part.BATCH)
         logits = self.runner.forward(rows)

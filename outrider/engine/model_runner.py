@@ -82,6 +82,11 @@ class ModelRunner:
         """The backend's name, or "native"."""
         return self._attention.name if self._native is None else "native"
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `forward` only queues the work of a device. Who reads its results waits for them."""
+        return self._device.type != "cpu"
+
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
 

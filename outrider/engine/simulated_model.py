@@ -97,6 +97,7 @@ class SimulatedRunner:
     kv_cache: SimulatedKVCache
     seconds: float
     hides_overhead: bool = False
+    is_asynchronous: bool = field(default=False, init=False)
     _ended_at: float = field(default=float("-inf"), init=False)
 
     def forward(self, batch: InputBatch) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -21,6 +23,7 @@ from decode_node.draft_gathering import DraftGatherer
 from decode_node.drafts import NoDrafts
 from decode_node.group_desk import GroupDesk
 from decode_node.ingest import ReservedBlocks
+from outrider.engine.fake_device import ScriptedDevice
 from outrider.engine.fakes import FakeClock, ScriptedEngine, ScriptedModel
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import Region, TransferSpec
@@ -99,13 +102,15 @@ class Node:
 
     transfer_timeout_seconds = 60.0
 
-    def __init__(self, *, num_blocks=64, num_speculative_tokens=0, cpu_turns=None):
+    def __init__(self, *, num_blocks=64, num_speculative_tokens=0, cpu_turns=None, drafts=None, is_asynchronous=False):
         self.clock = FakeClock()
         self.model = ScriptedModel(vocab_size=64)
         self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks)
+        if is_asynchronous:
+            self.engine = replace(self.engine, runner=ScriptedDevice(self.engine.runner))
         self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop, self.clock)
         drafts = DraftGatherer(
-            client=NoDrafts(),
+            client=drafts or NoDrafts(),
             fallback=None,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=0.0,
@@ -211,7 +216,7 @@ class Node:
         assert len(self.desk._reservations) == 0
 
 
-@pytest.fixture
-def make_scripted_node():
-    """A factory of `Node`s, driven by hand."""
-    return Node
+@pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])
+def make_scripted_node(request):
+    """A factory of `Node`s, driven by hand. Their model computes in the step, or as a device does."""
+    return partial(Node, is_asynchronous=request.param)

@@ -27,9 +27,9 @@ def one_thread():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_the_same_with_and_without_siblings(temperature, monkeypatch):
     texts, accepted, verified = [], [], []
-    verify = RequestVerifier.verify
+    queue = RequestVerifier.queue
     monkeypatch.setattr(
-        RequestVerifier, "verify", lambda self, logits, drafts: verified.extend(drafts) or verify(self, logits, drafts)
+        RequestVerifier, "queue", lambda self, logits, drafts: verified.extend(drafts) or queue(self, logits, drafts)
     )
     for takes_trees in (False, True):
         node = LineNode(PAIR, ColocatedDrafts(PAIR.proposer(temperature=temperature)), takes_trees=takes_trees)

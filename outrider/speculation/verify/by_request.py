@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -28,13 +29,17 @@ class RequestVerifier:
         }
 
     def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:
+        """As `queue`, and waits for the outcomes."""
+        (verified,) = read(self.queue(logits, drafts))
+        return list(verified)
+
+    def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """The outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
 
-        Waits for the device once, whatever the methods.
+        Reading it waits for the device once, whatever the methods.
         """
         if {draft.method for draft in drafts} == {VerificationMethod.COUPLED}:
-            (verified,) = read(self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts))
-            return list(verified)
+            return self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts)
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
             method = _method_of(draft)
@@ -48,10 +53,15 @@ class RequestVerifier:
                 rows = [starts[place] + row for place in places for row in range(drafts[place].rows.num_rows)]
                 part = logits.index_select(0, upload_ids(rows, logits.device))
             queued.append(self.verifiers[method].queue(part, [drafts[place] for place in places]))
-        found: dict[int, Verified] = {}
-        for places, verified in zip(by_method.values(), read(*queued), strict=True):
-            found.update(zip(places, verified, strict=True))
-        return [found[place] for place in range(len(drafts))]
+
+        def in_order(arrays: Sequence[Any]) -> list[Verified]:
+            left = iter(arrays)
+            found: dict[int, Verified] = {}
+            for places, pending in zip(by_method.values(), queued, strict=True):
+                found.update(zip(places, pending.finish([next(left) for _ in pending.tensors]), strict=True))
+            return [found[place] for place in range(len(drafts))]
+
+        return Pending(tuple(tensor for pending in queued for tensor in pending.tensors), in_order)
 
 
 def _method_of(draft: DraftRows) -> VerificationMethod:

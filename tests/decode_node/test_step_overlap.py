@@ -1,0 +1,288 @@
+"""A decode loop whose forward passes a device computes: what is done meanwhile, and that it changes nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+
+import pytest
+
+from decode_node.commands import DrainExpired, DrainStarted, GroupOpened, SessionEnded
+from decode_node.drafts import NoDrafts
+from decode_node.step_drafts import StepDrafts
+from outrider.request import SamplingParams
+from outrider.session import (
+    Granted,
+    OpenSequenceGroup,
+    Rejected,
+    SampleDone,
+    SampleStart,
+    SampleTokens,
+    SequenceGroupFailed,
+)
+from outrider.speculation.draft_tree import DraftTree
+from tests.decode_node.conftest import PATIENCE_SECONDS, SESSION, SHORT_PROMPT, Node
+
+LONG_PROMPT = tuple(range(10, 40))
+
+
+class GuessingDrafts(NoDrafts):
+    """Drafts of the model's own text, of which some are wrong."""
+
+    def __init__(self):
+        self.model = None
+        self.random = random.Random(5)
+
+    def take(self, wants, *, wait_seconds):
+        return StepDrafts({want.sequence_id: self._draft(want) for want in wants})
+
+    def _draft(self, want):
+        token_ids = self.model.generate(list(want.token_ids), want.num_wanted)
+        wrong = self.random.randrange(len(token_ids) + 1)
+        token_ids[wrong : wrong + 1] = [0] * len(token_ids[wrong : wrong + 1])
+        return DraftTree(len(want.token_ids), token_ids=tuple(token_ids))
+
+
+@pytest.fixture
+def node():
+    return Node(is_asynchronous=True)
+
+
+def once(do):
+    """A hook that does this the first time."""
+    calls = itertools.count()
+    return lambda: None if next(calls) else do()
+
+
+def in_one_step(node, do):
+    """The next step, in which `do` happens while the device computes. Returns the events that had come before it was
+    waited for."""
+    told = []
+    device = node.engine.runner
+    device.on_launch = once(do)
+    device.on_wait = once(lambda: told.extend(node.events))
+    node.iterate()
+    device.on_launch = device.on_wait = lambda: None
+    return told
+
+
+def assert_nothing_is_held(node):
+    node.engine.pool.check_integrity(())
+    assert node.desk.num_groups == 0
+
+
+def test_a_step_is_told_of_while_the_device_computes_the_next_one(node):
+    group = node.open(sampling={"max_tokens": 3})
+    log = []
+    device = node.engine.runner
+    device.on_launch = lambda: log.append("launch")
+    device.on_wait = lambda: log.append("wait")
+    emit = node.loop._emit
+    node.loop._emit = lambda events, stats: (stats and log.append("tell"), emit(events, stats))
+    node.run()
+    assert log == ["launch", "wait", "launch", "tell", "wait", "launch", "tell", "wait", "tell"]
+    assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 3)
+
+
+def test_nothing_is_kept_back_when_the_last_step_has_ended(node):
+    group = node.open(sampling={"max_tokens": 1})
+    node.iterate()
+    assert node.find(SampleDone, group)
+
+
+def test_without_a_device_a_step_is_told_of_at_its_end():
+    node = Node()
+    group = node.open()
+    node.iterate()
+    assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 1)
+
+
+def test_a_group_is_granted_while_the_device_computes(node):
+    node.open()
+    second = []
+    told = in_one_step(node, lambda: second.append(node.open(prompt=LONG_PROMPT)))
+    assert [event.sequence_group_id for event in told if isinstance(event, Granted)][1:] == second
+
+
+def test_a_transfer_that_ends_meanwhile_is_in_the_next_step(node):
+    node.open()
+    second = node.open(prompt=LONG_PROMPT)
+    in_one_step(node, lambda: node.push(second, LONG_PROMPT))
+    in_one_step(node, lambda: None)
+    node.run()
+    assert node.tokens(second) == node.model.generate(LONG_PROMPT, 5)
+
+
+def test_what_the_running_step_uses_is_freed_after_it(node):
+    first, second = node.open(), node.open(prompt=(4, 5))
+    node.iterate()
+    before = node.engine.pool.num_free_blocks
+    free, finish = [], node.engine.runner.finish
+    node.engine.runner.finish = lambda: (free.append(node.engine.pool.num_free_blocks), finish())
+    told = in_one_step(node, lambda: node.cancel(first))
+    assert free == [before]
+    assert len(node.tokens(first)) == 1  # of the step before; it was told in time
+    assert any(isinstance(event, SampleTokens) and event.sequence_group_id == first for event in told)
+    node.run()
+    assert not node.find(SampleDone, first)
+    assert node.tokens(second) == node.model.generate((4, 5), 5)
+    assert_nothing_is_held(node)
+
+
+def test_commands_keep_their_order_behind_one_that_waits(node):
+    """The same id again, right after its cancel: handled the other way round it would be refused."""
+    first = node.open()
+    node.iterate()
+    sampling = SamplingParams(seed=7, max_tokens=2, temperature=0.0)
+    again = OpenSequenceGroup(
+        sequence_group_id=first,
+        transfer_id=bytes(16),
+        request_id="r",
+        prompt_token_ids=(9, 8),
+        samples=(SampleStart(0),),
+        sampling=sampling,
+    )
+
+    def cancel_and_open_again():
+        node.cancel(first)
+        node.loop.submit(GroupOpened(SESSION, again, "decode"))
+
+    told = in_one_step(node, cancel_and_open_again)
+    assert len([event for event in told if isinstance(event, Granted)]) == 1
+    node.run()
+    assert not node.find(Rejected, first)
+    assert len(node.find(Granted, first)) == 2
+    assert node.tokens(first)[-2:] == node.model.generate((9, 8), 2)
+
+
+def test_a_session_that_ends_while_the_device_computes_hears_no_more(node):
+    node.open()
+    node.iterate()
+    in_one_step(node, lambda: node.loop.submit(SessionEnded(SESSION)))
+    num_events = len(node.events)
+    node.run()
+    assert len(node.events) <= num_events + 1  # at most what was decided before
+    assert_nothing_is_held(node)
+
+
+def test_what_was_decided_is_told_before_its_group_is_given_up(node):
+    group = node.open(sampling={"max_tokens": 20})
+    node.iterate()
+    node.loop.submit(DrainExpired())
+    node.run()
+    assert [type(event) for event in node.events if event.sequence_group_id == group] == [
+        Granted,
+        SampleTokens,
+        SequenceGroupFailed,
+    ]
+
+
+def test_a_drained_node_has_told_everything(node):
+    group = node.open()
+    node.iterate()
+    in_one_step(node, lambda: node.loop.submit(DrainStarted()))
+    refused = node.open()
+    drained_before_the_end = []
+    emit = node.loop._emit
+    node.loop._emit = lambda *told: (drained_before_the_end.append(node.loop.is_drained), emit(*told))
+    node.run()
+    assert node.find(Rejected, refused)
+    assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 5)
+    assert node.loop.is_drained
+    assert not any(drained_before_the_end)
+
+
+def test_preempted_sequences_have_the_tokens_that_they_would_have_alone(node):
+    prompts = [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    groups = [node.open(prompt=prompt, sampling={"max_tokens": 20}) for prompt in prompts]
+    node.iterate()
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 6)
+    node.run()
+    assert node.num_preempted > 0
+    assert [node.tokens(group) for group in groups] == [node.model.generate(prompt, 20) for prompt in prompts]
+    node.engine.pool.release(held)
+    assert_nothing_is_held(node)
+
+
+def test_a_sample_that_another_node_began_goes_on_where_it_was(node):
+    text = node.model.generate(SHORT_PROMPT, 9)
+    group = node.open(samples=(SampleStart(0, tuple(text[:2])),), sampling={"max_tokens": 9})
+    in_one_step(node, lambda: None)
+    node.run()
+    assert node.find(SampleTokens, group)[0].start_position == len(SHORT_PROMPT) + 2
+    assert node.tokens(group) == text[2:]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_comes_while_the_device_computes_every_text_is_the_models_own(seed):
+    drafts = GuessingDrafts()
+    node = Node(is_asynchronous=True, num_blocks=40, num_speculative_tokens=3, drafts=drafts)
+    drafts.model = node.model
+    random_ = random.Random(seed)
+    lengths, cancelled = {}, set()
+
+    def something():
+        for _ in range(random_.randrange(3)):
+            if random_.random() < 0.7:
+                prompt = tuple(random_.randrange(64) for _ in range(random_.randrange(1, 5)))
+                length = random_.randrange(1, 12)
+                sampling = {"max_tokens": length, "n": random_.randrange(1, 3)}
+                lengths[node.open(prompt=prompt, sampling=sampling)] = (prompt, length, sampling["n"])
+            elif lengths:
+                group = random_.choice(sorted(lengths))
+                cancelled.add(group)
+                node.cancel(group)
+
+    for _ in range(40):
+        node.engine.runner.on_launch = something if random_.random() < 0.8 else (lambda: None)
+        if random_.random() < 0.3:
+            something()
+        node.iterate()
+    node.engine.runner.on_launch = lambda: None
+    node.run()
+    for group, (prompt, length, num_samples) in lengths.items():
+        if group in cancelled or node.find(Rejected, group):
+            continue
+        for sample in range(num_samples):
+            assert node.tokens(group, sample) == node.model.generate(prompt, length)
+    assert any(event.speculation.num_accepted_draft_tokens for event in node.events if isinstance(event, SampleTokens))
+    assert_nothing_is_held(node)
+
+
+def test_the_engine_thread_tells_and_grants_while_the_device_is_busy(node):
+    """With a real thread, and a device that is done when it is told so."""
+    is_waiting, may_finish, has_granted = threading.Event(), threading.Event(), threading.Event()
+    num_told_when_waiting = []
+    emit = node.loop._emit
+
+    def tell(events, stats):
+        emit(events, stats)
+        if any(isinstance(event, Granted) for event in itertools.chain.from_iterable(events.values())):
+            has_granted.set()
+
+    def wait():
+        num_told_when_waiting.append(len(node.find(SampleTokens, first)))
+        is_waiting.set()
+        assert may_finish.wait(PATIENCE_SECONDS)
+
+    node.loop._emit = tell
+    first = node.open(sampling={"max_tokens": 40})
+    node.iterate()  # one token, of which nobody has heard
+    assert not node.find(SampleTokens, first)
+    node.engine.runner.on_wait = wait
+    has_granted.clear()
+    node.engine.runner.on_launch = once(lambda: node.open(prompt=LONG_PROMPT))
+    thread = threading.Thread(target=node.loop.run, daemon=True)
+    thread.start()
+    try:
+        assert is_waiting.wait(PATIENCE_SECONDS)
+        assert node.engine.runner.is_computing
+        assert has_granted.is_set()
+        assert num_told_when_waiting == [1]
+    finally:
+        node.loop.stop()
+        may_finish.set()
+        thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert len(node.find(SampleTokens, first)) == 2  # the last step, too
