@@ -20,7 +20,7 @@ from outrider.answer import Started
 from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.service.telemetry.metrics import RouterMetrics
-from outrider.session import Granted, Rejected, RejectReason, SampleDone, SampleTokens
+from outrider.session import NO_SPECULATION, Granted, Rejected, RejectReason, SampleDone, SampleTokens
 from router.admission import Admission, Waiting
 from router.answer import Answer
 from router.answer_budget import AnswerAccount, AnswerBudget
@@ -329,21 +329,19 @@ class RequestFlow(AttemptListener):
     def on_tokens(self, attempt: Attempt, tokens: SampleTokens) -> None:
         fault_point("router.token")
         num_new, has_ended = self._answer.take(tokens)
-        self._record.speculation.add(tokens.speculation)
+        if tokens.speculation is not NO_SPECULATION:
+            self._record.speculation.add(tokens.speculation)
         if num_new:
             self._telemetry.tokens(tokens.sample, num_new)
             self._num_losses = 0
-            self._take_memory(num_new)
+            try:
+                self._account.grow(num_new)
+            except OutriderError as error:
+                self.fail(error)
         if has_ended:
             self._stop_sample(attempt, tokens.sample)
         if len(self._attempts) > 1:
             self._news.set()
-
-    def _take_memory(self, num_tokens: int) -> None:
-        try:
-            self._account.grow(num_tokens)
-        except OutriderError as error:
-            self.fail(error)
 
     def on_done(self, attempt: Attempt, done: SampleDone) -> None:
         self._answer.finish(done)

@@ -39,15 +39,16 @@ class RequestTelemetry:
 
     def tokens(self, sample: int, num_tokens: int) -> None:
         """New tokens of a sample have come together."""
-        now = self._record.clock()
-        if self._record.first_token_at is None:
-            self._record.first_token_at = now
-            self._metrics.observe_first_token(now - self._record.arrived_at)
+        record = self._record
+        now = record.clock()
+        if record.first_token_at is None:
+            record.first_token_at = now
+            self._metrics.observe_first_token(now - record.arrived_at)
         elif self._has_moved and self._last_at:
             self._metrics.observe_move_gap(now - max(self._last_at.values()))
         self._has_moved = False
         last = self._last_at.get(sample)
-        self._metrics.observe_tokens(num_tokens=num_tokens, seconds_since_last=None if last is None else now - last)
+        self._metrics.observe_tokens(num_tokens, None if last is None else now - last)
         self._last_at[sample] = now
 
     def moved(self, cause: str, *, node: str, error: OutriderError | None, num_generated_tokens: int) -> None:

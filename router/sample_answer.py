@@ -49,7 +49,7 @@ class SampleAnswer:
         self._logprobs: list[TokenLogprobs] = []  # of each token, or empty
         self._tail = ""  # what was held back when the sample ended without another token
         self._shows_text = not request.output.token_ids_only
-        self._echo = request.prompt_text if request.output.echo and not request.generated_token_ids else ""
+        self._echo = request.prompt_text if request.output.echo and self._shows_text and not self._brought else ""
         self.finished: Finished | None = None
         for num_generated, token_id in enumerate(self._brought):
             if self._read(token_id, num_generated)[1]:
@@ -80,36 +80,46 @@ class SampleAnswer:
         Raises: TokenMismatchError when a position already has another token; InternalError
         when they leave a gap, or for logprobs that are not one for each token.
         """
+        token_ids, logprobs = tokens.token_ids, tokens.logprobs
         first = tokens.start_position - self.start_position
-        if not 0 <= first <= len(self._token_ids):
+        num_before = len(self._token_ids)
+        if not 0 <= first <= num_before:
             if self.finished is not None:
                 return 0
             raise InternalError(
                 f"sample {self._sample} got tokens at {tokens.start_position}, {self.next_position} is next"
             )
-        if tokens.logprobs and len(tokens.logprobs) != len(tokens.token_ids):
-            raise InternalError(f"{len(tokens.logprobs)} logprobs came with {len(tokens.token_ids)} tokens")
-        num_known = min(len(self._token_ids) - first, len(tokens.token_ids))  # nearly always 0
-        for offset in range(num_known):
-            if self._token_ids[first + offset] != tokens.token_ids[offset]:
-                raise TokenMismatchError(
-                    f"sample {self._sample} has token {self._token_ids[first + offset]} at position"
-                    f" {tokens.start_position + offset}, another node computed {tokens.token_ids[offset]}"
-                )
+        if logprobs and len(logprobs) != len(token_ids):
+            raise InternalError(f"{len(logprobs)} logprobs came with {len(token_ids)} tokens")
+        if first < num_before:  # of another attempt
+            num_known = self._compare(first, token_ids)
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if self.finished is not None:
             return 0
-        num_new = 0
-        for token_id in tokens.token_ids[num_known:]:
-            released, has_ended = self._read(token_id, len(self._brought) + len(self._token_ids))
+        num_generated = len(self._brought) + num_before
+        for token_id in token_ids:
+            released, has_ended = self._read(token_id, num_generated)
             self._token_ids.append(token_id)
             self._texts.append(released)
-            num_new += 1
+            num_generated += 1
             if has_ended:
                 break
+        num_new = len(self._token_ids) - num_before
         self.next_position += num_new
-        if tokens.logprobs:
-            self._logprobs.extend(tokens.logprobs[num_known : num_known + num_new])
+        if logprobs:
+            self._logprobs.extend(logprobs[:num_new])
         return num_new
+
+    def _compare(self, first: int, token_ids: Sequence[int]) -> int:
+        """How many of the tokens are known already. Raises: TokenMismatchError."""
+        known = self._token_ids[first : first + len(token_ids)]
+        for offset, (mine, theirs) in enumerate(zip(known, token_ids, strict=False)):
+            if mine != theirs:
+                raise TokenMismatchError(
+                    f"sample {self._sample} has token {mine} at position {self.start_position + first + offset},"
+                    f" another node computed {theirs}"
+                )
+        return len(known)
 
     def finish(self, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
         """Ends the sample, unless it has ended; what was held back becomes text."""
@@ -121,7 +131,7 @@ class SampleAnswer:
         """The tokens from a position before the next one on, with what they released."""
         first = position - self.start_position
         text = "".join(self._texts[first:]) if self._shows_text else ""
-        if first == 0 and self._shows_text:
+        if first == 0 and self._echo:
             text = self._echo + text
         logprobs = tuple(self._logprobs[first:]) if self._logprobs else ()
         return Delta(self._sample, position, tuple(self._token_ids[first:]), text, logprobs)

@@ -197,14 +197,12 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
         case "tokens":
             tokens = proto.tokens
             return SampleTokens(
-                sequence_group_id=group_id,
-                sample=tokens.sample,
-                start_position=tokens.start_position,
-                token_ids=tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
-                logprobs=logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
-                speculation=_counts_from_proto(tokens.speculation)
-                if tokens.HasField("speculation")
-                else NO_SPECULATION,
+                group_id,
+                tokens.sample,
+                tokens.start_position,
+                tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
+                logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
+                _counts_from_proto(tokens.speculation) if tokens.HasField("speculation") else NO_SPECULATION,
             )
         case "done":
             return SampleDone(

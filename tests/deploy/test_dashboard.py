@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import promql_parser as promql
 import pytest
@@ -15,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry
 
-from outrider.service.telemetry.metrics import EngineMetrics, ReadUpToDate, RouterMetrics
+from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics, TokenTimes
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "outrider.json").read_text(encoding="utf-8"))
@@ -85,8 +86,9 @@ def by_panel(cases):
 
 def metrics_of(registry):
     for collector in registry._collector_to_names:
-        if isinstance(collector, ReadUpToDate):
-            yield from metrics_of(collector.metrics)
+        if isinstance(collector, TokenTimes):
+            for family in collector.collect():
+                yield SimpleNamespace(_name=family.name, _type=family.type, _labelnames=family._labelnames)
         else:
             yield collector
 

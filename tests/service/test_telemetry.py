@@ -7,14 +7,14 @@ import urllib.request
 
 import pytest
 import structlog
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from outrider.node import NodeLoad
 from outrider.request import FinishReason
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.server import MetricsEndpoint
 from outrider.service.telemetry.logging import configure_logging, get_logger
-from outrider.service.telemetry.metrics import EngineMetrics, RouterMetrics
+from outrider.service.telemetry.metrics import ITL_BUCKETS, EngineMetrics, RouterMetrics
 from outrider.session import SpeculationCounts
 
 
@@ -124,8 +124,8 @@ def test_router_metrics_have_the_names_of_vllm():
     metrics.set_load(num_running=2, num_waiting=5)
     metrics.observe_admitted(queue_seconds=0.1, num_prompt_tokens=7)
     metrics.observe_first_token(0.2)
-    metrics.observe_tokens(num_tokens=1, seconds_since_last=None)
-    metrics.observe_tokens(num_tokens=4, seconds_since_last=0.08)
+    metrics.observe_tokens(1, None)
+    metrics.observe_tokens(4, 0.08)
     metrics.observe_finished_sample(FinishReason.ABORTED)
     metrics.observe_finished_request(e2e_seconds=1.5)
     metrics.add_failure("OVERLOADED")
@@ -165,7 +165,7 @@ def test_names_keep_their_colons_whatever_format_is_asked_for(accept):
 def test_tokens_are_counted_when_metrics_are_read_all_of_them_or_one_by_name(names):
     registry = CollectorRegistry()
     metrics = RouterMetrics(model_name="m", registry=registry)
-    metrics.observe_tokens(num_tokens=7, seconds_since_last=None)
+    metrics.observe_tokens(7, None)
     read = registry.restricted_registry(names) if names else registry
     assert 'vllm:generation_tokens_total{model_name="m"} 7.0' in generate_latest(read).decode()
 
@@ -190,3 +190,20 @@ def test_counts_are_summed_as_they_are_added():
     ]
     assert SpeculationCounts.total(parts) == parts[0] + parts[1] + parts[2]
     assert SpeculationCounts.total([]) == SpeculationCounts()
+
+
+def test_times_between_tokens_are_counted_in_buckets_as_prometheus_does():
+    registry, expected = CollectorRegistry(), CollectorRegistry()
+    metrics = RouterMetrics(model_name="m", registry=registry)
+    name = "vllm:inter_token_latency_seconds"
+    histogram = Histogram(name, "", ("model_name",), registry=expected, buckets=ITL_BUCKETS)
+    for num_tokens, seconds in [(1, 0.01), (2, 0.06), (1, 0.011), (3, 240.0), (1, 100.0), (1, 0.0)]:
+        metrics.observe_tokens(num_tokens, seconds)
+        histogram.labels("m").observe(seconds / num_tokens)
+
+    def samples(of):
+        lines = generate_latest(of).decode().splitlines()
+        return sorted(line for line in lines if line.startswith(f"{name}_") and "created" not in line)
+
+    assert len(samples(registry)) == len(ITL_BUCKETS) + 3
+    assert samples(registry) == samples(expected)

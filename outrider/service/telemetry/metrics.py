@@ -7,11 +7,14 @@ engines do. What vLLM has no name for is `outrider:*`. Every series has the labe
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason, VerificationMethod
@@ -37,8 +40,6 @@ MOVE_CAUSES = (
     *("decode_lost", "decode_silent", "decode_late", "draining", "group_failed", "prefill_lost", "protocol"),
     *("token_mismatch", "hand_off"),
 )
-
-MAX_PENDING_TOKEN_TIMES = 256
 
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
@@ -68,19 +69,39 @@ class _Family:
         return _LabelledGauge(Gauge(name, help_text, ("model_name", label), registry=self._registry), self._model_name)
 
 
-class ReadUpToDate(Collector):
-    """Metrics that are brought up to date when they are read, be it all of them or one by its name."""
+class TokenTimes(Collector):
+    """Tokens sent, and the times between them.
 
-    def __init__(self, metrics: CollectorRegistry, update: Callable[[], None]) -> None:
-        self.metrics = metrics
-        self._update = update
+    One addition for every token of every stream, so without locks: one thread adds, and a scrape in
+    another one may see a token before its time.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._num_tokens = 0
+        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # by bucket; the last has no bound
+        self._seconds = 0.0
+
+    def add(self, num_tokens: int, seconds_since_last: float | None) -> None:
+        """Tokens that arrived together. `seconds_since_last` is None for a sample's first."""
+        self._num_tokens += num_tokens
+        if seconds_since_last is not None:
+            seconds = seconds_since_last / num_tokens
+            self._num_times[bisect_left(ITL_BUCKETS, seconds)] += 1
+            self._seconds += seconds
 
     def describe(self) -> Iterable[Metric]:
-        return self.metrics.collect()
+        return self.collect()
 
     def collect(self) -> Iterable[Metric]:
-        self._update()
-        return self.metrics.collect()
+        labels = ("model_name",)
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens sent to clients.", labels=labels)
+        tokens.add_metric((self._model_name,), self._num_tokens)
+        times = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Between tokens of a sample.", labels=labels)
+        bounds = (*map(floatToGoString, ITL_BUCKETS), "+Inf")
+        buckets = list(zip(bounds, map(float, accumulate(self._num_times)), strict=True))
+        times.add_metric((self._model_name,), buckets, sum_value=self._seconds)
+        return tokens, times
 
 
 class _LabelledGauge:
@@ -229,12 +250,9 @@ class RouterMetrics:
     """What clients of the router see. One for each process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
-        self._token_times: deque[tuple[int, float | None]] = deque()  # not yet in their metrics
-        token_metrics = CollectorRegistry()
-        family = _Family(model_name, token_metrics)
-        self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens sent to clients.")
-        self._itl = family.histogram("vllm:inter_token_latency_seconds", "Between tokens of a sample.", ITL_BUCKETS)
-        registry.register(ReadUpToDate(token_metrics, self._take_token_times))
+        self._token_times = TokenTimes(model_name)
+        registry.register(self._token_times)
+        self.observe_tokens = self._token_times.add
         family = _Family(model_name, registry)
         self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
@@ -278,25 +296,6 @@ class RouterMetrics:
 
     def observe_first_token(self, ttft_seconds: float) -> None:
         self._ttft.observe(ttft_seconds)
-
-    def observe_tokens(self, *, num_tokens: int, seconds_since_last: float | None) -> None:
-        """Tokens that arrived together. `seconds_since_last` is None for a sample's first.
-
-        One call for every token of every stream: their metrics, with their locks, are moved many at a time.
-        """
-        self._token_times.append((num_tokens, seconds_since_last))
-        if len(self._token_times) >= MAX_PENDING_TOKEN_TIMES:
-            self._take_token_times()
-
-    def _take_token_times(self) -> None:
-        while self._token_times:
-            try:
-                num_tokens, seconds_since_last = self._token_times.popleft()
-            except IndexError:  # a scrape, in its thread, was faster
-                return
-            self._generation_tokens.inc(num_tokens)
-            if seconds_since_last is not None and num_tokens:
-                self._itl.observe(seconds_since_last / num_tokens)
 
     def observe_finished_sample(self, reason: FinishReason) -> None:
         self._success(_FINISHED_REASONS[reason]).inc()
