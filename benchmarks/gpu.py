@@ -28,6 +28,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.load import load_model
@@ -58,9 +59,16 @@ class Node:
         self.context = context
         blocks = -(-(context + max(VERIFIED_ROWS)) // self.block_size)
         self.cache = PagedKVCache(
-            self.spec.planes, num_blocks=num_seqs * blocks, block_size=self.block_size, device=self.device
+            self.spec.planes,
+            num_blocks=num_seqs * blocks,
+            block_size=self.block_size,
+            device=self.device,
+            num_scratch_blocks=1,
         )
-        self.runner = ModelRunner(self.loaded, self.cache, attention)
+        self.runner = ModelRunner(
+            self.loaded, self.cache, attention, graphs=GraphShapes() if config.cuda_graphs else None
+        )
+        self.runner.warm_up()
         self.sampler = Sampler(
             vocab_size=self.spec.vocab_size,
             known_token_ids=self.loaded.known_token_ids,

@@ -63,6 +63,7 @@ def make_build(
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.sampler import Sampler
         from outrider.engine.scheduler import Scheduler
+        from outrider.engine.step_graphs import GraphShapes
         from outrider.engine.step_profiler import StepProfiler
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
@@ -73,6 +74,7 @@ def make_build(
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.proposers.ngram import NgramProposer
+        from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
         from outrider.speculation.verify.typical import TypicalThresholds
 
@@ -80,6 +82,7 @@ def make_build(
             model_config,
             config.kv_cache,
             max_rows_per_step=config.max_rows_per_step,
+            graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
             on_rank_lost=end_process,
             progress=announce_progress,
         )
@@ -125,7 +128,9 @@ def make_build(
                 else None
             ),
             controller=DraftController(
-                num_speculative_tokens=config.num_speculative_tokens, verifies_all=config.draft_rows == "all"
+                num_speculative_tokens=config.num_speculative_tokens,
+                cost=StepCostModel(buckets=runner.padded_rows),
+                verifies_all=config.draft_rows == "all",
             ),
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees == "auto",

@@ -15,9 +15,9 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.step_graphs import MOST_ROWS, StepGraphs, capture_cuda_graph
+from outrider.engine.step_graphs import MOST_ROWS, Buckets, GraphShapes, StepGraphs, cuda_graphs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,9 +49,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: RunnableModel, kv_cache: PagedKVCache, attention: AttentionBackend, *, use_graphs: bool = True
+        self,
+        model: RunnableModel,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        *,
+        graphs: GraphShapes | None = None,
     ) -> None:
-        """`use_graphs`: on a GPU with our own attention, of which a captured step is all."""
+        """`graphs`: steps that `warm_up` captures, on a GPU with our own attention. None: none."""
         self._model = model.model
         self._spec = model.spec
         self._kv_cache = kv_cache
@@ -69,12 +74,17 @@ class ModelRunner:
             self.phases = ModulePhases(model.model)
 
         self._graphs: StepGraphs | None = None
-        if use_graphs and self._device.type == "cuda" and attention.name == "triton" and kv_cache.scratch_blocks:
+        self.padded_rows: tuple[int, ...] = ()
+        """Numbers of rows to which steps are padded, rising; steps of more rows are not. Empty: none is."""
+        if graphs is not None and self._device.type == "cuda" and attention.name == "triton":
+            self.padded_rows = graphs.row_counts
             self._graphs = StepGraphs(
                 lambda batch: self._forward_of_modules(batch, None),
+                Buckets(graphs, max_model_len=self._spec.max_model_len, block_size=kv_cache.block_size),
                 device=self._device,
-                scratch_blocks=kv_cache.scratch_blocks,
-                capture=capture_cuda_graph,
+                scratch_block=kv_cache.scratch_blocks[0],
+                block_size=kv_cache.block_size,
+                capture=cuda_graphs(),
             )
 
     @property
@@ -136,10 +146,14 @@ class ModelRunner:
         for num_rows in (most, min(5, most), 1):
             rows = SequenceRows([0] * num_rows, most - num_rows, blocks, num_logits=1)
             self.forward(build_input_batch([rows], block_size))
+        if self._graphs is not None:
+            self._graphs.capture_all()
 
 
-def rehearse(model: RunnableModel, attention: AttentionBackend, *, num_rows: int) -> int:
-    """Runs the largest step once on a GPU, over a cache of its own; returns the bytes that it took beside that.
+def rehearse(
+    model: RunnableModel, attention: AttentionBackend, *, num_rows: int, graphs: GraphShapes | None = None
+) -> int:
+    """Runs the largest step on a GPU and captures all graphs, over a cache of its own; returns the bytes they took.
 
     So many are to stay free of keys and values. 0 on a CPU, whose system finds memory elsewhere.
     """
@@ -149,14 +163,27 @@ def rehearse(model: RunnableModel, attention: AttentionBackend, *, num_rows: int
     num_rows = min(num_rows, spec.max_model_len)
     block_size = attention.block_size(None)
     num_blocks = -(-num_rows // block_size)
-    cache = PagedKVCache(spec.planes, num_blocks=num_blocks, block_size=block_size, device=device)
+    cache = PagedKVCache(
+        spec.planes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        device=device,
+        num_scratch_blocks=1,
+    )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     rows = SequenceRows([0] * num_rows, 0, range(num_blocks), num_logits=min(num_rows, MOST_ROWS))
-    ModelRunner(model, cache, attention, use_graphs=False).forward(build_input_batch([rows], block_size))
+    runner = ModelRunner(model, cache, attention, graphs=graphs)
+    runner.forward(build_input_batch([rows], block_size))
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
-    del cache
+    torch.cuda.empty_cache()
+    free = free_memory_bytes(device)  # graphs take memory of the driver too
+    runner.warm_up()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    taken += free - free_memory_bytes(device)
+    del runner, cache
     torch.cuda.empty_cache()
     return taken
 

@@ -1,152 +1,210 @@
 """Steps as CUDA graphs: one launch for a forward pass whose shape is a bucket's.
 
 A graph reads one buffer and writes one tensor of logits, both at the addresses that they had when it was captured.
-A batch is padded to its bucket with sequences of their own, which write to scratch blocks that no sequence has. So a
-padded batch is a batch like others, and its padding changes no other row.
+A batch is padded to its bucket with sequences of one row, which write to a scratch block that no sequence has, and with
+sequences of none. So a padded batch is a batch like others, and its padding changes no other row.
+
+All graphs are captured before the first request. They share their memory: one is replayed at a time, and what it leaves
+are the logits, which are in a buffer of their own.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.engine.device_batch import DeviceBatch
-from outrider.engine.input_batch import BatchArrays, InputBatch
-from outrider.engine.kv_cache.paged_cache import SCRATCH_TOKENS
+from outrider.engine.input_batch import BatchArrays, InputBatch, SequenceRows, build_input_batch
 
-MOST_ROWS = SCRATCH_TOKENS
+MOST_ROWS = 256
 """Of a bucket. Steps with more rows compute long enough for their launches not to matter."""
 LEAST_KEYS = 512
 """That a bucket's block tables have room for: fewer buckets, and no more splits."""
+KEYS_FACTOR = 4
+"""From one length of block tables to the next. Splits without keys return at once."""
+MOST_DEPTH = 16
+"""Of a draft tree's paths, on average over the rows of a step."""
+LEAST_TREE_ROWS = 4
+"""Fewer rows than a known token and two siblings are no tree; rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The shape of a padded batch; powers of two."""
+    """The shape of a padded batch."""
 
-    num_seqs: int
-    num_rows: int
+    num_rows: int  # a power of two; as many sequences, of which some have no rows
     max_blocks: int
+    has_trees: bool = False
 
-    @classmethod
-    def of(cls, batch: InputBatch) -> Bucket | None:
+
+@dataclass(frozen=True, slots=True)
+class GraphShapes:
+    """Which steps of a node are captured."""
+
+    max_rows: int = MOST_ROWS
+    has_trees: bool = False
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows to which steps are padded, rising."""
+        most = min(_power_of_two(self.max_rows), MOST_ROWS)
+        return tuple(1 << power for power in range(most.bit_length()))
+
+
+class Buckets:
+    """All buckets of a node."""
+
+    def __init__(self, shapes: GraphShapes, *, max_model_len: int, block_size: int) -> None:
+        self._shapes = shapes
+        self._block_size = block_size
+        lengths = [LEAST_KEYS]
+        while lengths[-1] < max_model_len:
+            lengths.append(lengths[-1] * KEYS_FACTOR)
+        lengths[-1] = max(min(lengths[-1], max_model_len), LEAST_KEYS)
+        self._max_blocks = [-(-length // block_size) for length in lengths]
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """The largest first, so that the others find memory that it has left."""
+        for has_trees in (True, False) if self._shapes.has_trees else (False,):
+            for num_rows in reversed(self._shapes.row_counts):
+                if not has_trees or num_rows >= LEAST_TREE_ROWS:
+                    yield from (Bucket(num_rows, max_blocks, has_trees) for max_blocks in reversed(self._max_blocks))
+
+    def of(self, batch: InputBatch) -> Bucket | None:
         """The smallest that holds the batch; None if it is to run as it is.
 
-        Prompt chunks do, of which few rows need logits, and batches with trees.
+        Prompt chunks do, of which few rows need logits.
         """
-        if batch.has_trees or batch.num_logits != batch.num_rows:
+        num_rows = _power_of_two(batch.num_rows)
+        if batch.num_logits != batch.num_rows or num_rows > self._shapes.row_counts[-1]:
             return None
-        num_seqs = _power_of_two(batch.num_seqs)
-        if num_seqs == batch.num_seqs and _power_of_two(batch.num_rows) != batch.num_rows:
-            num_seqs *= 2  # padding has rows, so it needs a sequence
-        num_rows = _power_of_two(batch.num_rows + num_seqs - batch.num_seqs)
-        if num_rows > MOST_ROWS:
-            return None
-        return cls(num_seqs, num_rows, _power_of_two(max(batch.max_blocks, LEAST_KEYS // batch.block_size)))
+        if batch.has_trees:
+            num_rows = max(num_rows, LEAST_TREE_ROWS)
+            if not self._shapes.has_trees or len(batch.arrays.path_slots) > MOST_DEPTH * num_rows:
+                return None
+        max_blocks = next((each for each in self._max_blocks if each >= batch.max_blocks), None)
+        return None if max_blocks is None else Bucket(num_rows, max_blocks, batch.has_trees)
 
 
-def pad(batch: InputBatch, bucket: Bucket, scratch_blocks: Sequence[int]) -> InputBatch:
-    """The batch with more sequences: one row each, but the last, which has the rows that are left."""
+def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
+    """The batch with more sequences: as many of one row as rows are missing, then some without any."""
     arrays, size = batch.arrays, batch.block_size
-    num_seqs = bucket.num_seqs - batch.num_seqs
     num_rows = bucket.num_rows - batch.num_rows
-    assert 0 <= num_seqs <= num_rows, "the bucket is one of this batch"
-    assert num_seqs or not num_rows, "padding has rows, so it needs a sequence"
-    rows = [1] * (num_seqs - 1) + [num_rows - num_seqs + 1] * bool(num_seqs)  # of each sequence
-    positions = [position for count in rows for position in range(count)]
-    starts, tables = array("i", arrays.query_start_loc), array("i")
+    num_empty = bucket.num_rows - batch.num_seqs - num_rows
+    assert min(num_rows, num_empty, bucket.max_blocks - batch.max_blocks) >= 0, "the bucket is one of this batch"
+    tables = array("i")
     for seq in range(batch.num_seqs):
         table = arrays.block_tables[seq * batch.max_blocks : (seq + 1) * batch.max_blocks]
         tables.extend(table)
         tables.extend([table[0]] * (bucket.max_blocks - len(table)))
-    for count in rows:
-        starts.append(starts[-1] + count)
-        used = scratch_blocks[: -(-count // size)]
-        tables.extend([*used, *[used[0]] * (bucket.max_blocks - len(used))])
+    tables.extend([scratch_block] * (bucket.max_blocks * (num_rows + num_empty)))
+    starts, slots = arrays.path_starts, arrays.path_slots
+    if bucket.has_trees:
+        starts = starts or array("q", [0] * (batch.num_rows + 1))
+        starts = starts + array("q", [starts[-1]] * num_rows)
+        slots = slots + array("q", [0] * (MOST_DEPTH * bucket.num_rows - len(slots)))
     padded = BatchArrays(
         token_ids=arrays.token_ids + array("q", [0] * num_rows),
-        positions=arrays.positions + array("q", positions),
-        slot_mapping=arrays.slot_mapping
-        + array("q", [scratch_blocks[position // size] * size + position % size for position in positions]),
+        positions=arrays.positions + array("q", [0] * num_rows),
+        slot_mapping=arrays.slot_mapping + array("q", [scratch_block * size] * num_rows),
         logits_rows=arrays.logits_rows + array("q", range(batch.num_rows, bucket.num_rows)),
-        query_start_loc=starts,
-        seq_lens=arrays.seq_lens + array("i", rows),
+        query_start_loc=arrays.query_start_loc
+        + array("i", range(batch.num_rows + 1, bucket.num_rows + 1))
+        + array("i", [bucket.num_rows] * num_empty),
+        seq_lens=arrays.seq_lens + array("i", [1] * num_rows + [0] * num_empty),
         block_tables=tables,
+        path_starts=starts,
+        path_slots=slots,
     )
     return InputBatch(padded, bucket.max_blocks, size)
 
 
 class Captured(Protocol):
-    """A forward pass that can be run again over what lies at the same addresses."""
+    """Work that can be queued again over what lies at the same addresses."""
 
     def replay(self) -> None:
         """Queues it; nobody waits."""
 
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Captured, Tensor]]
-"""Runs a function, and captures what it does; gives its result, whose memory a replay writes again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StepGraph:
-    batch: DeviceBatch
-    captured: Captured
-    logits: Tensor  # [num_rows, vocab_size] float32
+Capture = Callable[[Callable[[], object]], Captured]
+"""Runs a function, and captures what it queues. What it allocates may be taken by other captured work."""
 
 
 class StepGraphs:
-    """A graph for each bucket, captured when it is first met. One owner thread."""
+    """A graph for each bucket. One owner thread."""
 
     def __init__(
         self,
         forward: Callable[[InputBatch], Tensor],
+        buckets: Buckets,
         *,
         device: torch.device,
-        scratch_blocks: Sequence[int],
+        scratch_block: int,
+        block_size: int,
         capture: Capture,
     ) -> None:
         """`forward`: of a batch whose tensors are on `device` already, from which alone it takes what differs."""
         self._forward = forward
+        self._buckets = buckets
         self._device = device
-        self._scratch_blocks = scratch_blocks
+        self._scratch_block = scratch_block
+        self._block_size = block_size
         self._capture = capture
-        self._graphs: dict[Bucket, _StepGraph] = {}
+        self._graphs: dict[Bucket, tuple[DeviceBatch, Captured]] = {}
+        self._logits: Tensor | None = None  # [most rows, vocab_size] float32, which every graph writes
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """A graph for each bucket, of steps that write to the scratch block only."""
+        nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
+        for bucket in self._buckets:
+            padded = pad(nothing, bucket, self._scratch_block)
+            on_device = padded.copy_to(self._device)
+            if self._logits is None:
+                self._logits = torch.empty_like(self._forward(padded))
+            logits = self._logits.narrow(0, 0, bucket.num_rows)
+            self._graphs[bucket] = on_device, self._capture(partial(self._compute, padded, logits))
+
+    def _compute(self, padded: InputBatch, logits: Tensor) -> None:
+        logits.copy_(self._forward(padded))
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
         """Logits [num_logits, vocab_size] float32, until the next run; None if the batch is to run as it is."""
-        bucket = Bucket.of(batch)
-        if bucket is None:
+        bucket = self._buckets.of(batch)
+        graph = None if bucket is None else self._graphs.get(bucket)
+        if bucket is None or graph is None or self._logits is None:
             return None
-        padded = pad(batch, bucket, self._scratch_blocks)
-        graph = self._graphs.get(bucket)
-        if graph is None:
-            on_device = padded.copy_to(self._device)
-            captured, logits = self._capture(lambda: self._forward(padded))
-            graph = self._graphs[bucket] = _StepGraph(on_device, captured, logits)
-        else:
-            graph.batch.load(padded.packed())
-        graph.captured.replay()
-        return graph.logits.narrow(0, 0, batch.num_logits)
+        on_device, captured = graph
+        on_device.load(pad(batch, bucket, self._scratch_block).packed())
+        captured.replay()
+        return self._logits.narrow(0, 0, batch.num_logits)
 
 
-def capture_cuda_graph(run: Callable[[], Tensor]) -> tuple[Captured, Tensor]:
-    """As CUDA graphs are captured: after a run on another stream, which compiles kernels and takes workspaces."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads go on meanwhile: they copy frames and take page-locked memory.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = run()
-    return graph, logits
+def cuda_graphs() -> Capture:
+    """CUDA graphs that share one pool of memory."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], object]) -> Captured:
+        """After a run on another stream, which compiles kernels and takes workspaces."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on meanwhile: they copy frames and take page-locked memory.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            run()
+        return graph
+
+    return capture
 
 
 def _power_of_two(number: int) -> int:

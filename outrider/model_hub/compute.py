@@ -12,6 +12,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.ranks.channel import RankLostError
+from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
@@ -37,11 +38,13 @@ def open_compute(
     kv_cache: KVCacheConfig,
     *,
     max_rows_per_step: int,
+    graphs: GraphShapes | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
     """Loads the model and makes its cache: in this process, or in `model.tensor_parallel_size` of which this is rank 0.
 
+    `graphs`: steps that are captured, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
     """
@@ -53,13 +56,14 @@ def open_compute(
         )
     model = open_model(config, progress=progress)
     attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
+    graphs = graphs if config.cuda_graphs else None
     cache = PagedKVCache.sized_for(
         model.spec,
         kv_cache,
         block_size=attention.block_size(kv_cache.block_size),
         device=model.device,
-        reserved_bytes=rehearse(model, attention, num_rows=max_rows_per_step),
+        reserved_bytes=rehearse(model, attention, num_rows=max_rows_per_step, graphs=graphs),
     )
-    runner = ModelRunner(model, cache, attention, use_graphs=config.cuda_graphs)
+    runner = ModelRunner(model, cache, attention, graphs=graphs)
     runner.warm_up()
     return Compute(model, cache, runner, nullcontext())

@@ -48,7 +48,7 @@ class ModelConfig:
         "native kernels always do that.",
     )
     cuda_graphs: bool = setting(
-        True, help="On a GPU with triton attention: a step of few rows is one launch, captured when first met."
+        True, help="On a GPU with triton attention: a step of up to 256 rows is one launch, captured at start."
     )
     max_model_len: int = setting(0, at_least=0, help="Most tokens of prompt and answer; 0 is the model's window.")
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")

@@ -43,7 +43,7 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     allocate: Allocate = hello.receive(begins_within_seconds=None)
     cache = shard.make_cache(allocate.num_blocks)
     RankWorker(
-        runner=ModelRunner(shard.model, cache, shard.attention, use_graphs=False),
+        runner=ModelRunner(shard.model, cache, shard.attention),
         kv_cache=cache,
         commands=Channel(commands, peer="rank 0", timeout_seconds=start.timeout_seconds),
         kv=Channel(kv, peer="rank 0", timeout_seconds=start.timeout_seconds),

@@ -57,11 +57,12 @@ class StepCostModel:
     def __init__(self, *, max_rows: int = KNOTS[-1], buckets: Sequence[int] = ()) -> None:
         """For steps of at most `max_rows` rows.
 
-        `buckets`: rising numbers of rows to which a device's graphs pad smaller steps, where it has graphs; the last
-        is no less than any step's rows.
+        `buckets`: rising numbers of rows to which a device's graphs pad smaller steps, where it has graphs. Steps of
+        more rows than the last are not padded.
         """
         self._buckets = tuple(buckets)
-        self._knots = self._buckets or KNOTS[: 2 + sum(knot < max_rows for knot in KNOTS[1:-1])]
+        knots = KNOTS[: 2 + sum(knot < max_rows for knot in KNOTS[1:-1])]
+        self._knots = (*self._buckets, *(knot for knot in knots if knot > self._buckets[-1])) if buckets else knots
         size = len(self._knots) + 1  # the last one: of a sequence
         self._weight = 0.0
         self._mean_rows = 0.0
@@ -179,8 +180,8 @@ class StepCostModel:
         return found
 
     def _padded(self, num_rows: float) -> float:
-        buckets = self._buckets
-        return buckets[min(bisect_left(buckets, num_rows), len(buckets) - 1)] if buckets else num_rows
+        place = bisect_left(self._buckets, num_rows)
+        return self._buckets[place] if place < len(self._buckets) else num_rows
 
     def _place(self, num_rows: float) -> tuple[int, float]:
         """The knot at or before so many rows, and how far they are on the way to the next one."""

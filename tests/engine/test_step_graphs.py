@@ -9,70 +9,92 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.step_graphs import MOST_ROWS, Bucket, StepGraphs, pad
+from outrider.engine.step_graphs import MOST_DEPTH, MOST_ROWS, Bucket, Buckets, GraphShapes, StepGraphs, pad
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
-SCRATCH = range(40, 56)
+SCRATCH = 40
+TREES = GraphShapes(has_trees=True)
+
+
+def buckets_of(shapes=TREES, max_model_len=1000):
+    return Buckets(shapes, max_model_len=max_model_len, block_size=BLOCK_SIZE)
 
 
 def batch_of(*sequences):
-    """Of (tokens, start) of each sequence, which has four blocks."""
+    """Of (tokens, start) of each sequence, which has four blocks; or (tokens, start, parents)."""
     return build_input_batch(
         [
-            SequenceRows(tokens, start, range(4 * index, 4 * index + 4), len(tokens))
-            for index, (tokens, start) in enumerate(sequences)
+            SequenceRows(tokens, start, range(4 * index, 4 * index + 4), len(tokens), *parents)
+            for index, (tokens, start, *parents) in enumerate(sequences)
         ],
         BLOCK_SIZE,
     )
 
 
 @pytest.mark.parametrize(
-    ("rows", "bucket"),
-    [
-        ([1], (1, 1)),
-        ([1] * 3, (4, 4)),
-        ([1] * 8, (8, 8)),
-        ([5], (2, 8)),
-        ([5, 5, 1], (4, 16)),
-        ([8, 8], (2, 16)),
-        ([3, 2, 3, 1], (8, 16)),
-        ([1] * MOST_ROWS, (MOST_ROWS, MOST_ROWS)),
-        ([200, 57], None),
-    ],
+    ("rows", "num_rows"),
+    [([1], 1), ([1] * 3, 4), ([1] * 8, 8), ([5], 8), ([5, 5, 1], 16), ([1] * MOST_ROWS, MOST_ROWS), ([200, 57], None)],
 )
-def test_buckets_hold_their_batches(rows, bucket):
+def test_buckets_hold_their_batches(rows, num_rows):
     sequences = [SequenceRows([1] * count, 0, range(16), count) for count in rows]
-    found = Bucket.of(build_input_batch(sequences, BLOCK_SIZE))
-    assert (found and (found.num_seqs, found.num_rows)) == bucket
-    assert found is None or found.max_blocks == 32
+    found = buckets_of().of(build_input_batch(sequences, BLOCK_SIZE))
+    assert found == (num_rows and Bucket(num_rows, 32))
 
 
-def test_prompt_chunks_and_trees_run_as_they_are():
-    assert Bucket.of(build_input_batch([SequenceRows([1, 2, 3], 0, (1,), 1)], BLOCK_SIZE)) is None
-    assert Bucket.of(build_input_batch([SequenceRows([1, 2, 3], 0, (1,), 3, (-1, -1))], BLOCK_SIZE)) is None
+def test_tables_have_few_lengths_and_room_for_the_longest_sequence():
+    buckets = buckets_of(GraphShapes(5), max_model_len=3000)
+    assert [(each.num_rows, each.max_blocks) for each in buckets] == [
+        (rows, blocks) for rows in (8, 4, 2, 1) for blocks in (188, 128, 32)
+    ]
+    longest = build_input_batch([SequenceRows([1], 2999, range(188), 1)], BLOCK_SIZE)
+    assert buckets.of(longest) == Bucket(1, 188)
 
 
-def test_padding_is_sequences_that_write_to_scratch_blocks_only():
-    batch = batch_of(([1, 2, 3], 30), ([4], 5), ([4], 5), ([4], 5), ([4], 5))
-    padded = pad(batch, Bucket.of(batch), SCRATCH)
-    assert (padded.num_seqs, padded.num_rows, padded.max_blocks) == (8, 16, 32)
-    assert padded.slot_mapping[:7].tolist() == batch.slot_mapping.tolist()
-    assert set((padded.slot_mapping[7:] // BLOCK_SIZE).tolist()) <= set(SCRATCH)
-    assert padded.query_start_loc.tolist() == [0, 3, 4, 5, 6, 7, 8, 9, 16]
-    assert padded.positions[7:].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6]
+def test_prompt_chunks_run_as_they_are_and_trees_where_none_are_captured():
+    assert buckets_of().of(build_input_batch([SequenceRows([1, 2, 3], 0, (1,), 1)], BLOCK_SIZE)) is None
+    tree = batch_of(([1, 2, 3], 0, (-1, -1)))
+    assert buckets_of().of(tree) == Bucket(4, 32, has_trees=True)
+    assert buckets_of(GraphShapes()).of(tree) is None
+    chain = [SequenceRows([1] * 60, 0, range(4), 60, range(-1, 58))]
+    assert buckets_of().of(build_input_batch(chain, BLOCK_SIZE)) is None  # longer paths than there is room for
+
+
+def test_every_bucket_of_a_batch_is_captured():
+    """Whatever is met while serving: nothing is captured then."""
+    for shapes in (GraphShapes(1), GraphShapes(100, has_trees=True), TREES):
+        buckets = buckets_of(shapes, max_model_len=4096)
+        captured = set(buckets)
+        for num_rows in range(1, 300):
+            for parents in ((), (-1, -1)):
+                rows = SequenceRows([1] * num_rows, 0, range(256), num_rows, parents if num_rows > 2 else ())
+                found = buckets.of(build_input_batch([rows], BLOCK_SIZE))
+                assert found is None or found in captured
+
+
+def test_padding_is_sequences_of_one_row_in_the_scratch_block_then_some_of_none():
+    batch = batch_of(([1, 2, 3], 30), ([4], 5), ([4], 5))
+    padded = pad(batch, Bucket(8, 32), SCRATCH)
+    assert (padded.num_seqs, padded.num_rows, padded.max_blocks) == (8, 8, 32)
+    assert padded.slot_mapping.tolist() == [*batch.slot_mapping.tolist(), *[SCRATCH * BLOCK_SIZE] * 3]
+    assert padded.query_start_loc.tolist() == [0, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert padded.positions[5:].tolist() == [0, 0, 0]
+    assert padded.seq_lens.tolist() == [33, 6, 6, 1, 1, 1, 0, 0]
     assert padded.block_tables[0, :3].tolist() == [0, 1, 2]
-    assert padded.block_tables[:5, 3:].eq(padded.block_tables[:5, :1]).all()
-    assert padded.logits_rows.tolist() == list(range(16))
+    assert padded.block_tables[:3, 3:].eq(padded.block_tables[:3, :1]).all()
+    assert padded.block_tables[3:].eq(SCRATCH).all()
+    assert padded.logits_rows.tolist() == list(range(8))
 
 
-def test_every_padding_fits_the_scratch_blocks():
-    batch = build_input_batch([SequenceRows([1] * 129, 0, range(9), 129)], BLOCK_SIZE)
-    padded = pad(batch, Bucket.of(batch), SCRATCH)
-    assert padded.num_rows == MOST_ROWS
-    assert len(set(padded.slot_mapping[129:].tolist())) == MOST_ROWS - 129
+def test_a_padded_tree_keeps_its_paths():
+    batch = batch_of(([1, 2, 3, 4], 30, (-1, -1, 1)), ([4], 5))
+    padded = pad(batch, Bucket(8, 32, has_trees=True), SCRATCH)
+    num_slots = len(batch.path_slots)
+    assert padded.path_starts.tolist() == [*batch.path_starts.tolist(), *[num_slots] * 3]
+    assert padded.path_slots[:num_slots].tolist() == batch.path_slots.tolist()
+    assert len(padded.path_slots) == 8 * MOST_DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -83,35 +105,40 @@ def model(tiny_model):
 
 def test_padding_changes_no_other_row(model):
     """With kernels whose rows have the same bits in any batch, or torch's."""
-    cache = PagedKVCache(model.spec.planes, num_blocks=40, block_size=BLOCK_SIZE, num_scratch_blocks=16)
-    assert cache.scratch_blocks == SCRATCH
+    cache = PagedKVCache(model.spec.planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
+    assert cache.scratch_blocks == range(SCRATCH, SCRATCH + 1)
     runner = ModelRunner(model, cache, make_attention_backend())
     batch = batch_of(([5, 6, 7], 0), ([9], 0), ([2], 0))
     plain = runner.forward(batch).clone()
-    before = [layer[: SCRATCH.start].clone() for layer in (*cache.keys, *cache.values)]
-    padded = runner.forward(pad(batch, Bucket.of(batch), SCRATCH))[:5]
+    before = [layer[:SCRATCH].clone() for layer in (*cache.keys, *cache.values)]
+    padded = runner.forward(pad(batch, buckets_of().of(batch), SCRATCH))[:5]
     if model.native is None:
         torch.testing.assert_close(padded, plain)
     else:
         assert torch.equal(padded, plain)
-    after = [layer[: SCRATCH.start] for layer in (*cache.keys, *cache.values)]
+    after = [layer[:SCRATCH] for layer in (*cache.keys, *cache.values)]
     assert model.native is None or all(map(torch.equal, before, after))
 
 
 class Replay:
-    """A graph as far as a CPU has one: the same call again, with its result where the first one was."""
+    """A graph as far as a CPU has one: the same call again."""
 
     def __init__(self, run):
-        self._run = run
-        self.logits = run()
-
-    def replay(self):
-        self.logits.copy_(self._run())
+        self.replay = run
+        run()
 
 
-def capture(run):
-    replay = Replay(run)
-    return replay, replay.logits
+def graphs_of(forward, *, shapes=TREES, max_model_len=512):
+    graphs = StepGraphs(
+        forward,
+        buckets_of(shapes, max_model_len),
+        device=CPU,
+        scratch_block=SCRATCH,
+        block_size=BLOCK_SIZE,
+        capture=Replay,
+    )
+    graphs.capture_all()
+    return graphs
 
 
 def test_a_captured_step_reads_and_writes_the_same_addresses():
@@ -120,23 +147,27 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
     def forward(batch):
         tensors = batch.on(CPU)
         names = ("token_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_tables", "logits_rows")
-        seen.append([getattr(tensors, name).data_ptr() for name in names])
-        assert len({address % 16 for address in seen[-1]}) == 1  # or kernels would be compiled for each alignment
+        seen.append([getattr(tensors, name).data_ptr() for name in (*names, "path_starts", "path_slots")])
+        assert len({address % 16 for address in seen[-1] if address}) == 1  # or each alignment would be a kernel
         return (tensors.token_ids * 1000 + tensors.positions).float().unsqueeze(1)
 
-    graphs = StepGraphs(forward, device=CPU, scratch_blocks=SCRATCH, capture=capture)
+    graphs = graphs_of(forward, shapes=GraphShapes(8, has_trees=True))
+    captured = {tuple(each) for each in seen}
+    seen.clear()
     addresses = set()
-    for tokens, start in (([1, 2, 3], 30), ([7, 8, 9], 2), ([4, 5], 11)):
-        logits = graphs.run(batch_of((tokens, start), ([6], 3)))
+    for tokens, start, *parents in (([1, 2, 3], 30), ([7, 8, 9], 2), ([4, 5], 11), ([1, 2, 3], 5, (-1, -1))):
+        logits = graphs.run(batch_of((tokens, start, *parents), ([6], 3)))
         addresses.add(logits.data_ptr())
-        expected = [1000 * token + start + index for index, token in enumerate(tokens)] + [6003]
+        depths = [0, 1, 1] if parents else range(len(tokens))
+        expected = [1000 * token + start + depth for token, depth in zip(tokens, depths, strict=True)] + [6003]
         assert logits.squeeze(1).tolist() == expected
-    assert len(addresses) == 2  # three rows and one are in a bucket of eight, two and one in one of four
-    assert len({tuple(each) for each in seen}) == 2
+    assert len(addresses) == 1
+    assert len({tuple(each) for each in seen}) == 2  # of four rows, with and without trees
+    assert {tuple(each) for each in seen} <= captured
     assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)) is None
 
 
-def test_a_model_with_our_attention_can_be_captured(model, monkeypatch):
+def test_a_model_with_our_attention_can_be_captured(model):
     """Whatever a forward takes from the host is the same for a whole bucket: the interpreter's kernels show it."""
     pytest.importorskip("triton")
     from tests.interpreted_triton import interpreted_attention
@@ -144,13 +175,13 @@ def test_a_model_with_our_attention_can_be_captured(model, monkeypatch):
     loaded = load_model(ModelConfig(id=str(model.directory), kernels="torch"))
     runners = []
     for _ in range(2):
-        cache = PagedKVCache(loaded.spec.planes, num_blocks=40, block_size=BLOCK_SIZE, num_scratch_blocks=16)
+        cache = PagedKVCache(loaded.spec.planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
         runners.append(ModelRunner(loaded, cache, interpreted_attention()))
     captured = runners[1]
-    captured._graphs = StepGraphs(
-        lambda batch: captured._forward_of_modules(batch, None), device=CPU, scratch_blocks=SCRATCH, capture=capture
+    captured._graphs = graphs_of(
+        lambda batch: captured._forward_of_modules(batch, None), shapes=GraphShapes(4, has_trees=True)
     )
-    for tokens, start in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4), ([5], 7)):
-        batch = [batch_of((tokens, start), ([6], 3 * (start > 0))) for _ in runners]
+    for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7)):
+        batch = [batch_of((tokens, start, *parents), ([6], 3 * (start > 0))) for _ in runners]
         logits = [runner.forward(each).clone() for runner, each in zip(runners, batch, strict=True)]
         torch.testing.assert_close(*logits)

@@ -38,7 +38,7 @@ CURVES: dict[str, Callable[[int], float]] = {
 
 
 def cost_model(curve: str) -> StepCostModel:
-    """What a node would have that knew the sizes to which its device pads steps; none passes them yet (ADR 25)."""
+    """That of a node which knows the sizes to which its device pads steps, if it does (ADR 25)."""
     return StepCostModel(buckets=BUCKETS) if curve == "stairs" else StepCostModel()
 
 

@@ -21,8 +21,6 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 DEFAULT_FRACTIONS = {"cpu": 0.2, "cuda": 0.9}
 """Of free memory, by type of device: a machine's memory has other users, a GPU's has what captured steps still take."""
-SCRATCH_TOKENS = 256
-"""Of a cache on a GPU: as many as the rows that pad a step there (see `step_graphs`)."""
 
 
 class PagedKVCache:
@@ -91,7 +89,7 @@ class PagedKVCache:
             num_blocks=num_blocks,
             block_size=block_size,
             device=device,
-            num_scratch_blocks=0 if torch.device(device).type == "cpu" else -(-SCRATCH_TOKENS // block_size),
+            num_scratch_blocks=0 if torch.device(device).type == "cpu" else 1,  # for rows that pad (`step_graphs`)
         )
 
     @staticmethod

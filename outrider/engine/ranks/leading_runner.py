@@ -20,7 +20,7 @@ class LeadingRunner(ModelRunner):
     def __init__(
         self, model: RunnableModel, kv_cache: ShardedKVCache, attention: AttentionBackend, ranks: RankGroup
     ) -> None:
-        super().__init__(model, kv_cache.local, attention, use_graphs=False)
+        super().__init__(model, kv_cache.local, attention)
         self._ranks = ranks
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:

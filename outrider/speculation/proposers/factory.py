@@ -87,6 +87,7 @@ def make_proposer(
     if name == "suffix":
         return SuffixProposer(remembered_tokens=settings.remembered_tokens)
     if name == "draft_model":
+        from outrider.engine.step_graphs import GraphShapes
         from outrider.model_hub.kernels import attention_of
         from outrider.model_hub.open import open_model
         from outrider.speculation.proposers.draft_model import DraftModelProposer
@@ -98,7 +99,7 @@ def make_proposer(
                 model,
                 kv_cache=settings.kv_cache,
                 attention=attention_of(settings.model, model.device),
-                use_graphs=settings.model.cuda_graphs,
+                graphs=GraphShapes() if settings.model.cuda_graphs else None,
             ),
             model_name=model.info.name,
             vocabulary_fingerprint=model.info.vocabulary_fingerprint,

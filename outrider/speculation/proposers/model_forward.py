@@ -13,9 +13,10 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
+from outrider.engine.step_graphs import MOST_ROWS, GraphShapes
 from outrider.engine.transfer import Arrays, read, upload_ids
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.draft_stream import SequenceStart
@@ -36,14 +37,18 @@ class ModelForward:
 
     @classmethod
     def of(
-        cls, model: LoadedModel, *, kv_cache: KVCacheConfig, attention: str = "auto", use_graphs: bool = True
+        cls, model: LoadedModel, *, kv_cache: KVCacheConfig, attention: str = "auto", graphs: GraphShapes | None = None
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
         backend = make_attention_backend(attention, model.device, model.spec.dtype)
         cache = PagedKVCache.sized_for(
-            model.spec, kv_cache, block_size=backend.block_size(kv_cache.block_size), device=model.device
+            model.spec,
+            kv_cache,
+            block_size=backend.block_size(kv_cache.block_size),
+            device=model.device,
+            reserved_bytes=rehearse(model, backend, num_rows=MOST_ROWS, graphs=graphs),
         )
-        runner = ModelRunner(model, cache, backend, use_graphs=use_graphs)
+        runner = ModelRunner(model, cache, backend, graphs=graphs)
         runner.warm_up()
         pool = BlockPool(
             num_blocks=cache.num_blocks,
