@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outrider.engine.gpu_kernels import attention, edits, filters, layers, race
+from outrider.engine.gpu_kernels import attention, cache, edits, filters, layers, race
 
 CAPABILITIES = (80, 90, 100)
 TILE = attention.Tile()
@@ -101,6 +101,7 @@ def cases() -> Iterator[Case]:
         most_registers=184,
         num_warps=filters.NUM_WARPS,
     )
+    yield _storing()
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
     yield Case(
         "edit_rows",
@@ -136,6 +137,21 @@ def cases() -> Iterator[Case]:
     types = {"rows": "*bf16", "weight": "*fp32", "output": "*bf16", "width": "i32", "epsilon": "fp32"}
     yield Case(
         "normalise", layers.normalise, types, {"WIDTH": 4096}, most_shared=4 << 10, most_spilled=0, most_registers=144
+    )
+
+
+def _storing() -> Case:
+    types = dict.fromkeys(("keys", "values", "key_cache", "value_cache"), "*bf16") | {"slots": "*i64"}
+    strides = tuple(f"{tensor}_{of}_stride" for tensor in ("key", "value") for of in ("row", "head"))
+    return Case(
+        "store_rows",
+        cache.store_rows,
+        types | dict.fromkeys(strides, "i32"),
+        {"NUM_HEADS": 8, "HEAD": 128, "WIDTH": 1024},
+        most_shared=0,
+        most_spilled=0,
+        most_registers=40,
+        multiples_of_16=strides,
     )
 
 

@@ -14,6 +14,7 @@ from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
+from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
 from outrider.engine.model_spec import ModelSpec
@@ -188,10 +189,16 @@ def rehearse(
     return taken
 
 
+def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """As `gpu_kernels.cache.store`."""
+    key_cache.flatten(0, 1).index_copy_(0, slots, keys)
+    value_cache.flatten(0, 1).index_copy_(0, slots, values)
+
+
 class _PagedStep:
     """One forward's attention: writes each layer's new keys and values, then attends over the cache."""
 
-    __slots__ = ("_attention", "_kv_cache", "_on_layer_done", "_plan", "_slots")
+    __slots__ = ("_attention", "_kv_cache", "_on_layer_done", "_plan", "_slots", "_store")
 
     def __init__(
         self,
@@ -205,6 +212,11 @@ class _PagedStep:
         self._on_layer_done = on_layer_done
         self._plan = attention.prepare(batch)
         self._slots = batch.on(kv_cache.device).slot_mapping
+        self._store = store_in_torch
+        if not why_no_triton(kv_cache.device):
+            from outrider.engine.gpu_kernels.cache import store
+
+            self._store = store
 
     def attend(
         self,
@@ -218,8 +230,7 @@ class _PagedStep:
         """Returns [num_rows, num_heads, head_dim]."""
         key_cache = self._kv_cache.keys[layer]
         value_cache = self._kv_cache.values[layer]
-        key_cache.flatten(0, 1).index_copy_(0, self._slots, key)
-        value_cache.flatten(0, 1).index_copy_(0, self._slots, value)
+        self._store(key, value, key_cache, value_cache, self._slots)
         if self._on_layer_done is not None:
             self._on_layer_done(layer)
         return self._attention.attend(self._plan, query, key_cache, value_cache, options)

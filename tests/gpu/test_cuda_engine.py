@@ -55,3 +55,36 @@ def test_deterministic_mode_says_exact_after_rows_in_company_have_been_compared(
 
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="bfloat16", deterministic=True))
     assert model.info.numerics.startswith("exact (triton ")
+
+
+def test_steps_as_graphs_have_the_same_logits(tiny_model):
+    """Verification, decoding and draft trees, in batches that share a bucket."""
+    import torch
+
+    from outrider.engine.attention import make_attention_backend
+    from outrider.engine.input_batch import SequenceRows, build_input_batch
+    from outrider.engine.kv_cache.config import KVCacheConfig
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.engine.model_runner import ModelRunner, rehearse
+    from outrider.engine.step_graphs import GraphShapes
+    from outrider.model_hub.config import ModelConfig
+    from outrider.model_hub.load import load_model
+
+    model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32"))
+    attention = make_attention_backend("triton", model.device, model.spec.dtype)
+    shapes = GraphShapes(16, has_trees=True)
+    assert rehearse(model, attention, num_rows=64, graphs=shapes) > 0
+    runners = []
+    for graphs in (None, shapes):
+        cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), block_size=16, device=model.device)
+        runners.append(ModelRunner(model, cache, attention, graphs=graphs))
+        runners[-1].warm_up()
+    assert runners[1].padded_rows == (1, 2, 4, 8, 16)
+    parts = [([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7), ([5, 6, 7, 8, 9], 8)]
+    for tokens, start, *parents in parts:
+        rows = [
+            SequenceRows(tokens, start, range(8), len(tokens), *parents),
+            SequenceRows([6], 3 * (start > 0), range(8, 16), 1),
+        ]
+        plain, replayed = (runner.forward(build_input_batch(rows, 16)).clone() for runner in runners)
+        torch.testing.assert_close(plain, replayed)

@@ -131,6 +131,9 @@ class PagedKVCache:
         sources = upload_ids([source for source, _ in pairs], self.device)
         destinations = upload_ids([destination for _, destination in pairs], self.device)
         for tensor in self._tensors.values():
+            if self.device.type == "cuda":  # in two launches
+                tensor.index_copy_(1, destinations, tensor.index_select(1, sources))
+                continue
             for layer in tensor.unbind(0):
                 layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
