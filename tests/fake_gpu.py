@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +33,7 @@ def fake_gpu(monkeypatch):
     # Their Python bindings, and only theirs, ask a torch without CUDA for the real device.
     monkeypatch.setattr(torch.Tensor, "copy_", _copy)
     monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
+    monkeypatch.setattr(torch.Tensor, "numpy", _numpy)
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_of", contextlib.nullcontext)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -70,6 +71,14 @@ def _copy(tensor, source, non_blocking=False):
     return torch.ops.aten.copy_(tensor, source, non_blocking)
 
 
+_own_numpy = torch.Tensor.numpy
+
+
+def _numpy(tensor):
+    with unset_fake_temporarily():  # else a fake view of a real tensor, with any memory
+        return _own_numpy(tensor)
+
+
 _own_get_item = torch.Tensor.__getitem__
 
 
@@ -101,16 +110,23 @@ class OneDevice(TorchDispatchMode):
     """Refuses what makes the host wait for the GPU, and operations of mixed devices, which torch allows for numbers.
 
     A copy to the GPU waits for all work before it, unless it comes from page-locked memory and is told not to wait.
+    With `takes_frames`, copies to page-locked memory are allowed too, whose reader waits for an event.
     """
+
+    def __init__(self, *, takes_frames=False):
+        super().__init__()
+        self._takes_frames = takes_frames
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         before, after = devices_of((args, kwargs)), devices_of(result)
         if function in _COPIES and before | after == {"cpu", "cuda"}:
             source = args[1] if function is torch.ops.aten.copy_.default else args[0]
-            assert source.device.type == "cpu", f"{function} reads from the GPU"
+            to_host = source.device.type == "cuda"
+            assert self._takes_frames or not to_host, f"{function} reads from the GPU"
             assert (kwargs or {}).get("non_blocking") or args[2:3] == (True,), f"{function} waits for the GPU"
-            assert source.is_pinned(), f"{function} waits for the GPU: its source is in pageable memory"
+            on_host = args[0] if to_host else source
+            assert on_host.is_pinned(), f"{function} waits for the GPU: it is from or to pageable memory"
             return result
         assert not (before == {"cuda"} and after == {"cpu"}), f"{function} reads from the GPU"
         assert len(before) <= 1, f"{function} mixes devices"

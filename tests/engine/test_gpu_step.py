@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,8 +21,10 @@ from outrider.engine import transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache import copy_stream
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
@@ -31,7 +34,7 @@ from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.fake_gpu import GPU, OneDevice, devices_of, fake_gpu
+from tests.fake_gpu import GPU, OneDevice, devices_of, fake_gpu, fake_streams
 
 VOCAB_SIZE = 5000
 BATCH = [
@@ -241,6 +244,24 @@ def test_a_captured_step_copies_its_batch_and_allocates_nothing(gpu):
             batch = build_input_batch(rows, 16)
             assert graphs.run(batch).shape == (batch.num_rows, 1)
     assert operations.names <= {"aten.copy_.default", "aten.slice.Tensor", "aten.narrow.default"}
+
+
+def test_a_frame_of_the_hand_off_waits_for_its_own_copy_only(gpu, monkeypatch):
+    def page_locked(shape, dtype):
+        with unset_fake_temporarily():  # numpy reads and writes it
+            return torch.empty(tuple(shape), dtype=dtype).pin_memory()
+
+    monkeypatch.setattr(copy_stream, "empty_page_locked", page_locked)
+    log = fake_streams(monkeypatch)
+    planes = [PlaneSpec(name, 3, 2, 16, "bfloat16") for name in ("k", "v")]
+    cache = PagedKVCache(planes, num_blocks=6, block_size=16, device=GPU)
+    with unset_fake_temporarily():
+        slots = torch.arange(5, 60)
+    with OneDevice(takes_frames=True):
+        frame = cache._copies.gather(cache._rows("k", range(1, 3), slots, None), slots, cache.fence())
+        assert (frame.shape, frame.device.type) == ((2, 55, 2 * 16), "cpu")
+        cache.write("v", range(1, 3), slots, bytes(2 * 55 * 2 * 16 * 2))
+    assert [line for line in log if line.startswith("host")] == ["host waits for copies"] * 2
 
 
 def test_rows_of_a_draft_tree_do_not_wait_either(node):

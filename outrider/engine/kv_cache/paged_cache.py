@@ -210,7 +210,8 @@ class PagedKVCache:
             raise InternalError(f"no plane {plane!r} in the KV cache, only {', '.join(self._tensors)}")
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= tensor.shape[0]:
             raise InternalError(f"layers {layers} of {tensor.shape[0]}")
-        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_blocks * self.block_size:
+        ids = slots.numpy()
+        if ids.size and not 0 <= ids.min() <= ids.max() < self.num_blocks * self.block_size:
             raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
         rows = tensor[layers.start : layers.stop].flatten(1, 2)  # [layers, slots, heads, dim]
         if heads is None:
