@@ -212,6 +212,7 @@ class DecodeLoop:
         draft_rows = [item.draft_rows() for item in verifying]
         pending = self._verifier.queue(logits, draft_rows)
         if self._engine.is_asynchronous:
+            self._time.mark(Part.SAMPLING)
             self._attend_while_computing()
         (verified,) = read(pending)  # the one place that waits for the device
         self._cpu_turns.give()  # the rest of the step needs one thread

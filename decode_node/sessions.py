@@ -248,6 +248,9 @@ def _refuse_to_keep(session: RouterSession) -> None:
 
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
     """Consecutive SampleTokens of one sample become one; the order of everything else stays."""
+    of_tokens = [(event.sequence_group_id, event.sample) for event in events if isinstance(event, SampleTokens)]
+    if len(set(of_tokens)) == len(of_tokens):  # one step
+        return list(events)
     merged: list[SequenceGroupEvent] = []
     places: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in merged of its first tokens
     parts: dict[int, list[SampleTokens]] = {}  # by that index: of samples that have more
