@@ -100,8 +100,7 @@ def _spawn(start: Start) -> Member:
         [sys.executable, "-m", "outrider.model_hub.rank_process", *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
-        # LOCAL_RANK is what transformers takes its device from.
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "LOCAL_RANK": str(start.rank)},
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
     )
     for end in theirs:
         end.close()

@@ -60,6 +60,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
     num_ranks = config.tensor_parallel_size
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
+    os.environ["LOCAL_RANK"] = str(rank)  # of which transformers makes its device
     torch.set_num_threads(config.num_threads or max(len(usable_cpus()) // num_ranks, 1))
     device = rank_device(config, rank)
     is_cuda = device.type == "cuda"

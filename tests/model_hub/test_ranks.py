@@ -31,18 +31,20 @@ TABLE, OTHER_TABLE, THIRD_TABLE = [9, 2, 17, 30, 4, 21, 8, 0, 13, 26, 11, 5], li
 PATIENCE_SECONDS = 60.0
 
 
-def open_one(path):
-    config = ModelConfig(id=str(path), kernels="torch", num_threads=1)
-    return open_compute(
-        config, KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE), max_rows_per_step=64, on_rank_lost=print
-    )
+KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
+SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
 
-def open_two(path, on_rank_lost, *, timeout_seconds=PATIENCE_SECONDS):
-    config = ModelConfig(id=str(path), tensor_parallel_size=2, num_threads=1)
+def open_one(path, **settings):
+    config = ModelConfig(id=str(path), kernels="torch", **SETTINGS, **settings)
+    return open_compute(config, KV_CACHE, max_rows_per_step=64, on_rank_lost=print)
+
+
+def open_two(path, on_rank_lost, *, timeout_seconds=PATIENCE_SECONDS, **settings):
+    config = ModelConfig(id=str(path), tensor_parallel_size=2, **SETTINGS, **settings)
     return open_ranks(
         config,
-        KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE),
+        KV_CACHE,
         max_rows_per_step=64,
         on_rank_lost=on_rank_lost,
         timeout_seconds=timeout_seconds,
@@ -50,8 +52,7 @@ def open_two(path, on_rank_lost, *, timeout_seconds=PATIENCE_SECONDS):
 
 
 def make_model(tmp_path):
-    overrides = {"max_position_embeddings": 128, "tie_word_embeddings": True}
-    return make_tiny_model(tmp_path / "model", seed=5, overrides=overrides)
+    return make_tiny_model(tmp_path / "model", seed=5, overrides={"tie_word_embeddings": True})
 
 
 def forward(compute, *rows):
@@ -149,6 +150,23 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
         with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
             forward(two, SequenceRows(PROMPT[-1:], len(PROMPT) - 1, TABLE, 1))
         assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("qwen2", "float32"), ("qwen3", "float32"), ("mistral", "float32"), ("gemma2", "float32"), ("llama", "bfloat16")],
+)
+def test_plans_of_other_families_compute_the_same_too(tmp_path, architecture, dtype):
+    """Norms of single heads, biases, windows, soft caps; and a dtype in which the ranks' sums are rounded."""
+    path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture)
+    one, two = open_one(path, dtype=dtype), open_two(path, print, dtype=dtype)
+    rows = SequenceRows(PROMPT, 0, TABLE, len(PROMPT))
+    with two.ranks:
+        logits, expected = forward(two, rows), forward(one, rows)
+        allowed = 1e-4 if dtype == "float32" else 0.05
+        assert (logits - expected).abs().max() < allowed * expected.abs().max()
+        push(two, one, OTHER_TABLE)
 
 
 @pytest.mark.full

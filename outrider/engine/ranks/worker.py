@@ -63,6 +63,8 @@ class RankWorker:
                 self._kv_cache.move_slots(command.pairs)
 
     def _serve_kv(self) -> None:
+        if self._kv_cache.device.type == "cuda":
+            torch.cuda.set_device(self._kv_cache.device)  # a thread begins on the first GPU
         try:
             while True:
                 request: KvRequest = self._kv.receive(begins_within_seconds=None)
