@@ -4,13 +4,15 @@
 
 The floor of a step is the time to read all weights, and the keys and values of its sequences, once, at the speed of a
 large copy on the same device. Times are medians of whole steps: batch, forward pass, race, and tokens on the host.
-`busy` is the share of a step in which the device computes, by torch's profiler. `--device cpu` runs the same on a
-CPU, to try the script.
+With --draft the three lines follow: plain decoding, a drafter beside the target, and one across a network.
+`busy` is the share of a step in which the device computes, by torch's profiler. `--device cpu` runs the same on a CPU,
+to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import platform
 import sys
 import time
@@ -23,8 +25,12 @@ from statistics import median
 import torch
 
 from outrider.bench.machine import describe_machine
+from outrider.cli.bench import DEFAULT_PROMPTS
+from outrider.cli.three_lines.lines import Comparison, as_text, compare_lines
+from outrider.cli.three_lines.models import ModelPair
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows
@@ -38,6 +44,8 @@ BATCHES = (1, 8, 32, 128)
 VERIFIED_ROWS = (4, 8)
 PACKAGES = ("torch", "triton", "flash-attn", "transformers")
 COPY_BYTES = 1 << 30
+LINES_BLOCKS = 1024
+LINES_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +217,20 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
     for num_seqs in arguments.batches:
         own = generate_seconds(node, num_seqs, arguments.generate_tokens)
         yield f"| {num_seqs} | {1e3 * own:.2f} | {1e3 * plain[num_seqs]:.2f} | {own / plain[num_seqs]:.2f} |"
+    if arguments.draft:
+        del node
+        if is_gpu:
+            torch.cuda.empty_cache()
+        yield f"\n```\n{three_lines(config, arguments.draft)}\n```"
+
+
+def three_lines(config: ModelConfig, draft: str) -> str:
+    """As `outrider bench --three-lines`, at temperatures 0 and 1."""
+    pair = ModelPair.open(
+        config, draft, kv_cache=KVCacheConfig(num_blocks=LINES_BLOCKS), prompts_file=DEFAULT_PROMPTS, draft_cpus=()
+    )
+    comparison = Comparison(pair=pair, num_rounds=LINES_ROUNDS)
+    return as_text(comparison, asyncio.run(compare_lines(comparison)))
 
 
 def version_of(package: str) -> str:
@@ -229,6 +251,7 @@ def main() -> int:
     parser.add_argument("--batches", type=lambda text: tuple(map(int, text.split(","))), default=BATCHES)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--generate-tokens", type=int, default=64)
+    parser.add_argument("--draft", help="drafter of the three lines: ngram, suffix or draft_model:ID; default: none")
     parser.add_argument("--report", type=Path, default=Path("gpu-report.md"))
     arguments = parser.parse_args()
     if arguments.device != "cpu" and not torch.cuda.is_available():

@@ -98,6 +98,7 @@ class SimulatedRunner:
     seconds: float
     hides_overhead: bool = False
     is_asynchronous: bool = field(default=False, init=False)
+    padded_rows: tuple[int, ...] = field(default=(), init=False)
     _ended_at: float = field(default=float("-inf"), init=False)
 
     def forward(self, batch: InputBatch) -> Tensor:

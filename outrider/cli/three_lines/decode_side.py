@@ -34,6 +34,7 @@ from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
+from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.verify.by_request import RequestVerifier
 
 MAX_RUNNING = 64
@@ -100,15 +101,18 @@ class LineNode:
     ) -> None:
         self.drafts = drafts
         self.passed = Passed()
+        self._engine = pair.engine()
         num_speculative_tokens = 0 if type(drafts) is NoDrafts else pair.num_speculative_tokens
         gatherer = DraftGatherer(
             client=drafts,
             fallback=None,
-            controller=DraftController(num_speculative_tokens=num_speculative_tokens),
+            controller=DraftController(
+                num_speculative_tokens=num_speculative_tokens,
+                cost=StepCostModel(buckets=self._engine.runner.padded_rows),
+            ),
             max_wait_seconds=MAX_WAIT_SECONDS,
             takes_trees=takes_trees,
         )
-        self._engine = pair.engine()
         self._loop = DecodeLoop(
             engine=self._engine,
             drafts=gatherer,

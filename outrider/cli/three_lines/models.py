@@ -12,6 +12,7 @@ from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.client import ChatMessage
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
@@ -88,7 +89,11 @@ class ModelPair:
         return self.model.info.max_model_len
 
     def engine(self) -> Engine:
-        forward = ModelForward.of(self.model, kv_cache=replace(self.kv_cache, prefix_cache=False))
+        forward = ModelForward.of(
+            self.model,
+            kv_cache=replace(self.kv_cache, prefix_cache=False),
+            graphs=GraphShapes(has_trees=True) if self.settings.model.cuda_graphs else None,
+        )
         scheduler = Scheduler(forward.pool, max_running=MAX_RUNNING, max_rows_per_step=MAX_ROWS)
         return Engine(forward.pool, scheduler, forward.kv_cache, forward.runner, forward.sampler)
 
