@@ -116,7 +116,7 @@ class HandOff:
     def on_standing(self) -> None:
         """Of the prefill node. One that is late is not waited for where another could do its work."""
         prefill = self._place.prefill
-        if prefill.is_late and self._place.has_other_prefill() and self._hedges.may_move():
+        if prefill.is_late and self._place.has_other_prefill() and self._hedges.may_move(prefill):
             self._hedges.add_move(prefill)
             self.give_up(PeerLostError(f"prefill node {prefill.name} is late", node=prefill.name))
 

@@ -13,15 +13,20 @@ HEDGED_SHARE = 0.1
 class HedgeBudget:
     """Counts the requests that were opened elsewhere because a node is late, until it is on time again or lost.
 
-    One may always be, more only as far as a tenth of all that run. What moves because a node
-    is lost or drains is not counted.
+    One may always be, more only as far as a tenth of all that run, and all of a node that is
+    silent while every other one is on time: then it is that node, and not the machine. What moves
+    because a node is lost or drains is not counted.
     """
 
-    def __init__(self, num_running: Callable[[], int]) -> None:
+    def __init__(self, num_running: Callable[[], int], *, are_others_timely: Callable[[NodeLink], bool]) -> None:
         self._num_running = num_running
+        self._are_others_timely = are_others_timely
         self._moves: Counter[tuple[NodeLink, int]] = Counter()  # by node and the time that it became late
 
-    def may_move(self) -> bool:
+    def may_move(self, late: NodeLink) -> bool:
+        """Whether one more request may be opened elsewhere because this node is late."""
+        if late.is_silent and self._are_others_timely(late):
+            return True
         self._moves = Counter(
             {
                 (link, nth): num

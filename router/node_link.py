@@ -66,6 +66,7 @@ class NodeLink:
         self.is_alias = False  # another link leads to the same process
         self.is_late = False  # its progress is overdue; it is not lost yet
         self.num_latenesses = 0  # how often it became late
+        self.is_silent = False  # it is late, and no report has come for longer
         self.transport = transport
         self._identity = identity
         self._liveness_timeout_seconds = liveness_timeout_seconds
@@ -162,6 +163,7 @@ class NodeLink:
         self.state = report.state
         self._progress.feed(report)
         self._set_late(is_late=self._progress.is_late())
+        self.is_silent = False
         self._set_late_timer()
         if has_changed:
             self._tell_standing()
@@ -175,9 +177,11 @@ class NodeLink:
 
     def _set_late_timer(self) -> None:
         """One timer a link, moved only when it fires: reports come many times a second."""
-        if self._late_timer is None and not self.is_late:
+        if self._late_timer is None and not self.is_silent:
             loop = asyncio.get_running_loop()
-            due = loop.time() + max(self._progress.seconds_until_late(), 0.01)
+            progress = self._progress
+            left_seconds = progress.seconds_until_silent() if self.is_late else progress.seconds_until_late()
+            due = loop.time() + max(left_seconds, 0.01)
             self._late_timer = loop.call_at(due, self._on_late_timer, due)
 
     def _on_late_timer(self, due: float) -> None:
@@ -186,13 +190,20 @@ class NodeLink:
         if loop.time() - due > STALL_SECONDS:  # this process was stalled: reports may lie unread
             again = loop.time() + STALL_SECONDS
             self._late_timer = loop.call_at(again, self._on_late_timer, again)
-        elif not self._progress.is_late():
-            self._set_late_timer()
-        elif self.is_connected:
+        elif not self.is_connected:
+            return
+        elif self.is_late and not self._progress.seconds_until_silent():
+            self.is_silent = True
+            _log.info("node is silent", node=self.name, address=self.address)
+            self._tell_standing()
+        elif not self.is_late and self._progress.is_late():
             self._set_late(is_late=True)
+            self._set_late_timer()
             _log.info("node is late", node=self.name, address=self.address)
             self._tell_standing()
             self._on_change()
+        else:
+            self._set_late_timer()
 
     def _stop_late_timer(self) -> None:
         if self._late_timer is not None:
@@ -207,7 +218,7 @@ class NodeLink:
         was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
         self.last_error = error.message
         self._stop_late_timer()
-        self.is_late = False
+        self.is_late = self.is_silent = False
         if isinstance(error, (MismatchError, ModelError)):
             if self.refusal != error.message:
                 _log.error("node refused", node=self.name, address=self.address, error=error.message)

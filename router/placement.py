@@ -218,6 +218,11 @@ class Placement:
         """Whether work could move to a decode node that is not among these."""
         return any(not link.is_late and link.incarnation not in excluded for link in self._nodes.decode_nodes)
 
+    def are_others_timely(self, late: NodeLink) -> bool:
+        """Whether every prefill and decode node but this one is on time."""
+        links = (*self._nodes.decode_nodes, *self._nodes.prefill_nodes)
+        return not any(link.is_late for link in links if link is not late)
+
     def of_other_numerics(self, numerics: str) -> frozenset[bytes]:
         """Incarnations of decode nodes that compute differently."""
         return frozenset(link.incarnation for link in self._nodes.decode_nodes if link.numerics != numerics)

@@ -207,13 +207,13 @@ class RequestFlow(AttemptListener):
     def _hedge(self, suspect: Attempt, excluded: frozenset[bytes]) -> None:
         """Opens a second attempt now, or looks again soon; never by way of the queue."""
         services = self._services
+        late = suspect.place.decode
         place = None
-        if services.hedges.may_move():
+        if services.hedges.may_move(late):
             place = services.placement.place(self._demand(excluded), must_be_timely=True)
         if place is None:
             self._look_again_soon()
             return
-        late = suspect.place.decode
         services.hedges.add_move(late)
         services.metrics.add_hedge()
         self._open(place)

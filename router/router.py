@@ -92,7 +92,7 @@ class Router:
             config=config,
             admission=admission,
             placement=placement,
-            hedges=HedgeBudget(lambda: placement.num_placed),
+            hedges=HedgeBudget(lambda: placement.num_placed, are_others_timely=placement.are_others_timely),
             answers=AnswerBudget(config.journal_bytes),
             departures=Departures(config.max_left_requests),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),

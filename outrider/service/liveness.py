@@ -2,9 +2,10 @@
 
 SIGSTOP looks alive to TCP. Every report carries the step counter and the expected time
 of the step at hand. A process is late when its next report or the end of its step is
-overdue by `LATE_SECONDS`: a suspicion, taken back when it moves. It is lost when no report
-came for the grace and a few expected steps, or when reports come and one step has gone on
-for far longer than it was expected to.
+overdue by `LATE_SECONDS`: a suspicion, taken back when it moves. It is silent when its
+reports are overdue by `SILENT_SECONDS`. It is lost when no report came for the grace and a
+few expected steps, or when reports come and one step has gone on for far longer than it was
+expected to.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ REPORT_TOLERANCE = 2.0
 """Reports may be missing for the grace and this many expected steps: native kernels release the interpreter."""
 LATE_SECONDS = 0.5
 """How far a report or a step may be overdue before the process is suspected."""
+SILENT_SECONDS = 1.0
+"""How far reports may be overdue before the process is silent: a long step delays none of them for so long."""
 REPORT_SECONDS = 0.2
 """Reports come at least this often."""
 LATE_STEP_TOLERANCE = 2.0
@@ -82,6 +85,10 @@ class ProgressDeadline:
     def seconds_until_late(self) -> float:
         """At least 0."""
         return max(self.late_at - self._clock(), 0.0)
+
+    def seconds_until_silent(self) -> float:
+        """At least 0."""
+        return max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS - self._clock(), 0.0)
 
     def is_late(self, now: float | None = None) -> bool:
         return (self._clock() if now is None else now) >= self.late_at

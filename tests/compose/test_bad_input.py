@@ -16,12 +16,18 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 MODEL_FOLDER = f"/var/lib/outrider/models/{DIRECTORY_NAME}"
 WEIGHTS = f"{MODEL_FOLDER}/model.safetensors"
 FLIP_BETWEEN_SAMPLES = """
-import os, sys
+import json, os, sys
 from outrider.model_hub.fingerprint import SAMPLE_BYTES, SAMPLES_PER_FILE
 stride = -(-os.path.getsize(sys.argv[1]) // SAMPLES_PER_FILE)
 assert stride > 2 * SAMPLE_BYTES
 with open(sys.argv[1], "r+b") as file:
-    offset = 100 * stride + (SAMPLE_BYTES + stride) // 2
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    start, end = max((tensor["data_offsets"] for tensor in header.values()), key=lambda at: at[1] - at[0])
+    first = -(-(8 + length + start) // stride)  # sample in the largest tensor: small ones count whole
+    offset = first * stride + (SAMPLE_BYTES + stride) // 2
+    assert offset < 8 + length + end
     file.seek(offset)
     byte = file.read(1)[0]
     file.seek(offset)

@@ -157,7 +157,8 @@ async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes
     await pair.is_empty()
 
 
-async def test_suspicion_has_a_budget(pair):
+async def eight_on_one_node(pair):
+    """(their tasks, how many the other node has refused); there is room on it now."""
     for node in pair.decodes:
         node.step_seconds = 0.02
     pair.decodes[1].max_running = 0
@@ -167,7 +168,12 @@ async def test_suspicion_has_a_budget(pair):
     ]
     await pair.eventually(lambda: len(pair.decodes[0].groups) == 8)
     pair.decodes[1].max_running = 64
-    num_refused = len(pair.decodes[1].opened)
+    return tasks, len(pair.decodes[1].opened)
+
+
+async def test_suspicion_has_a_budget(pair, monkeypatch):
+    monkeypatch.setattr("outrider.service.liveness.SILENT_SECONDS", FOREVER_SECONDS)
+    tasks, num_refused = await eight_on_one_node(pair)
     pair.decodes[0].freeze()
     await pair.eventually(lambda: len(pair.decodes[1].opened) > num_refused)
     await asyncio.sleep(5 * HEDGE_RETRY_SECONDS)
@@ -175,6 +181,19 @@ async def test_suspicion_has_a_budget(pair):
     pair.decodes[0].thaw()
     answers = await asyncio.gather(*tasks)
     assert all(len(answer.token_ids()) == 100 for answer in answers)
+    await pair.is_empty()
+
+
+async def test_the_work_of_a_silent_node_moves_while_the_others_are_on_time(pair):
+    tasks, num_refused = await eight_on_one_node(pair)
+    silent = pair.link_of(pair.decodes[0])
+    pair.decodes[0].freeze()
+    await pair.eventually(lambda: len(pair.decodes[1].opened) == num_refused + 8)
+    assert silent.is_silent
+    answers = await asyncio.gather(*tasks)
+    assert all(len(answer.token_ids()) == 100 for answer in answers)
+    pair.decodes[0].thaw()
+    await pair.eventually(lambda: not silent.is_silent)
     await pair.is_empty()
 
 

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
 from outrider.node import NodeReport, NodeState
-from outrider.service.liveness import REPORT_TOLERANCE, STEP_TOLERANCE, ProgressDeadline
+from outrider.service.liveness import (
+    REPORT_SECONDS,
+    REPORT_TOLERANCE,
+    SILENT_SECONDS,
+    STEP_TOLERANCE,
+    ProgressDeadline,
+)
 
 
 class FakeClock:
@@ -32,6 +38,20 @@ def test_silence_past_the_grace_is_a_loss():
     clock.now += 0.2
     assert deadline.is_lost()
     assert deadline.remaining_seconds() == 0.0
+
+
+def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
+    deadline, clock = make_deadline()
+    for age in range(10):
+        deadline.feed(report(1, expected=0.1, age=0.5 * age))
+        clock.now += 0.1
+        assert deadline.seconds_until_silent() > 0.0
+    assert deadline.is_late()
+    clock.now += REPORT_SECONDS + SILENT_SECONDS + 0.09
+    assert deadline.seconds_until_silent() > 0.0
+    clock.now += 0.02
+    assert deadline.seconds_until_silent() == 0.0
+    assert not deadline.is_lost()
 
 
 def test_an_idle_node_lives_as_long_as_it_reports():
