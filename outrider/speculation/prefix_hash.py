@@ -46,10 +46,12 @@ class HashedTokens:
         self._hasher = xxhash.xxh3_64()
         self.hash = self._hasher.intdigest()
         """Hash of all tokens."""
-        self._behind = xxhash.xxh3_64()  # of the first `_num_behind` tokens; the lengths up to there have their hashes
-        self._num_behind = 0
+        num_old = max(0, len(token_ids) - history)
+        self.extend(token_ids[:num_old])
+        self._behind = self._hasher.copy()  # of the first `_num_behind` tokens; lengths up to there have their hashes
+        self._num_behind = num_old
         self._hashes: deque[int] = deque((self.hash,), maxlen=history)
-        self.extend(token_ids)
+        self.extend(token_ids[num_old:])
 
     def __len__(self) -> int:
         return len(self.token_ids)

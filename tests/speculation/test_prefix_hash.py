@@ -16,11 +16,13 @@ def test_the_hash_is_xxh3_64_over_little_endian_uint32():
     assert prefix_hash([1, 258, 2**32 - 1]) == xxhash.xxh3_64_intdigest(struct.pack("<3I", 1, 258, 2**32 - 1))
 
 
-@given(st.lists(TOKENS, max_size=6), st.integers(1, 40))
-def test_every_prefix_has_the_hash_of_its_tokens_however_it_grew(pieces, history):
-    hashed = HashedTokens(history=history)
-    everything: list[int] = []
-    for piece in pieces:
+@given(TOKENS, st.lists(TOKENS, max_size=6), st.integers(1, 40), st.sets(st.integers(0, 6)))
+def test_every_prefix_has_the_hash_of_its_tokens_however_it_grew(begin, pieces, history, asked_after):
+    hashed = HashedTokens(begin, history=history)
+    everything = list(begin)
+    for index, piece in enumerate(pieces):
+        if index in asked_after and everything:
+            assert hashed.hash_at(len(everything) - 1) == prefix_hash(everything[:-1])
         hashed.extend(piece)
         everything += piece
     assert list(hashed.token_ids) == everything
