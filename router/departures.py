@@ -27,7 +27,8 @@ class Departures:
 
     A departure costs a client a credit; an answer that it reads to its end brings one, a second two, up
     to `max_left`. With half of them a client is not limited. With fewer it may have as many requests
-    as it has credits at a time.
+    as it has credits at a time. Nobody owes credits: a gateway that restarts leaves all its requests at once, and
+    is back at its old load after it has read a few answers.
     """
 
     def __init__(self, max_left: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,7 +66,7 @@ class Departures:
         self._refill(standing)
         if len(self._clients) > MAX_CLIENTS:
             self._clients = {
-                name: other for name, other in self._clients.items() if other.num_running or other.credits < 0.0
+                name: other for name, other in self._clients.items() if other.num_running or other.credits < 1.0
             }
 
     def _standing(self, client: str) -> _Standing:
@@ -74,5 +75,5 @@ class Departures:
     def _refill(self, standing: _Standing) -> None:
         now = self._clock()
         most = float(self._max_left)
-        standing.credits = min(max(standing.credits, -most) + (now - standing.at) * CREDITS_PER_SECOND, most)
+        standing.credits = min(max(standing.credits, 0.0) + (now - standing.at) * CREDITS_PER_SECOND, most)
         standing.at = now

@@ -52,15 +52,25 @@ def test_a_client_that_reads_as_many_answers_as_it_leaves_is_not_limited():
             departures.end("gateway", was_left=number % 2 == 0)
 
 
-def test_nobody_waits_longer_than_for_all_its_credits():
+def test_who_has_left_hundreds_at_once_waits_for_one_credit_and_earns_the_others_by_reading():
     clock = Clock()
     departures = Departures(8, clock=clock)
-    for _ in range(500):  # a gateway of many clients, which ends
+    for _ in range(500):  # a gateway of many clients, which restarts
         departures.begin("gateway")
     for _ in range(500):
         departures.end("gateway", was_left=True)
-    clock.now += (8 + 1) / CREDITS_PER_SECOND
-    departures.check("gateway")
+    with pytest.raises(CapacityError):
+        departures.check("gateway")
+    clock.now += 1.0 / CREDITS_PER_SECOND
+    for num_at_once in (1, 2, 4):
+        for _ in range(num_at_once):
+            departures.check("gateway")
+            departures.begin("gateway")
+        for _ in range(num_at_once):
+            departures.end("gateway", was_left=False)
+    for _ in range(100):
+        departures.check("gateway")
+        departures.begin("gateway")
 
 
 def test_zero_limits_nobody():
