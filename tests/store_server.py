@@ -13,7 +13,9 @@ from typing import Self
 
 from outrider.rpc.credentials import TlsConfig
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
+STORE_PATIENCE = "router.store_timeout_seconds=30"
+"""Of routers whose store answers: a busy machine may take its time. One that is dead refuses connections at once."""
 PROGRAM = shutil.which("valkey-server") or shutil.which("redis-server")
 MISSING = "neither valkey-server nor redis-server is on the path (Debian: apt-get install redis-server)"
 

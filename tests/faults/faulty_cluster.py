@@ -20,6 +20,7 @@ from outrider.kv_transfer.arena import NAME_PREFIX
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.fault_points import FaultPoints
 from tests.faults.network import Network, free_port
+from tests.store_server import STORE_PATIENCE
 
 HOST = "127.0.0.1"
 KV_HOST = "127.0.0.2"  # where prefill nodes find proxies at the ports of the decode nodes' ingest
@@ -57,7 +58,7 @@ class FaultyCluster(RunningCluster):
                 f"decode_node.kv_cache.num_blocks={NUM_BLOCKS}",
                 *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),
                 f"decode_node.draft_targets={_targets(ports, 'draft')}",
-                *((f"router.store={store}",) if store else ()),
+                *((f"router.store={store}", STORE_PATIENCE) if store else ()),
                 *settings,
             ),
             node_overrides={

@@ -12,6 +12,7 @@ from outrider.client import Client
 from outrider.cluster import ChildState, ClusterConfig
 from tests import store_server
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.store_server import STORE_PATIENCE
 
 PROMPT = [7, 3, 9, 4, 1, 8] * 8
 SAMPLING = {"seed": 11, "max_tokens": 300, "ignore_eos": True, "stop": ["never said"]}
@@ -25,7 +26,7 @@ def sharing(start_cluster, tmp_path_factory):
         pytest.skip(store_server.MISSING)
     with (
         store_server.StoreServer(tmp_path_factory.mktemp("store")) as server,
-        start_cluster(ROUTERS, f"router.store={server.url}") as cluster,
+        start_cluster(ROUTERS, f"router.store={server.url}", STORE_PATIENCE) as cluster,
     ):
         cluster.wait_serving(START_SECONDS)
         running = RunningCluster(cluster)

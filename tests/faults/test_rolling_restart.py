@@ -12,6 +12,7 @@ from outrider.client import Client
 from outrider.cluster import ClusterConfig
 from tests import store_server
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.store_server import STORE_PATIENCE
 
 PROMPTS = tuple([seed + 3, 5, 9, 4, 1, 8] * 10 for seed in range(3))
 SAMPLING = {"max_tokens": 200, "ignore_eos": True, "temperature": 0.9}
@@ -31,7 +32,7 @@ def elastic(is_full, start_cluster, tmp_path_factory):
         pytest.skip(store_server.MISSING)
     with (
         store_server.StoreServer(tmp_path_factory.mktemp("store")) as server,
-        start_cluster(CLUSTER, f"router.store={server.url}") as cluster,
+        start_cluster(CLUSTER, f"router.store={server.url}", STORE_PATIENCE) as cluster,
     ):
         cluster.wait_serving(START_SECONDS)
         yield RunningCluster(cluster)

@@ -12,6 +12,7 @@ import pytest
 from outrider.client import AsyncClient
 from router.fakes import FakeDecodeNode, FakePrefillNode
 from tests.processes import RoleProcess
+from tests.store_server import STORE_PATIENCE
 
 SILENCE_SECONDS = 5.0
 """After which a client gives up a router that answers no ping. A connection that is reset tells it at once."""
@@ -86,12 +87,12 @@ async def check_goes_on(pair, number, *, most_seconds, **options):
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 3])
 async def test_a_killed_router_of_a_store_costs_a_moment(pair, store_server, n):
-    await pair.start(f"router.store={store_server.url}")
+    await pair.start(f"router.store={store_server.url}", STORE_PATIENCE)
     await check_goes_on(pair, signal.SIGKILL, n=n, most_seconds=SILENCE_SECONDS)
 
 
 async def test_a_frozen_router_of_a_store_costs_the_time_to_notice(pair, store_server):
-    await pair.start(f"router.store={store_server.url}")
+    await pair.start(f"router.store={store_server.url}", STORE_PATIENCE)
     await check_goes_on(pair, signal.SIGSTOP, n=2, most_seconds=PATIENCE_SECONDS)
     # It comes back, learns that it lost the request, and leaves nothing behind.
     pair.processes[0].process.send_signal(signal.SIGCONT)
@@ -107,7 +108,7 @@ async def test_without_a_common_store_one_sample_goes_on_as_well(pair):
 
 @pytest.mark.full  # tests/faults/test_lost_routers.py has it with real nodes
 async def test_a_store_that_dies_holds_up_nothing_that_runs(pair, store_server):
-    await pair.start(f"router.store={store_server.url}")
+    await pair.start(f"router.store={store_server.url}", STORE_PATIENCE)
     undisturbed, _ = await pair.run(pair.addresses)
     answer, gap_seconds = await pair.run(pair.addresses, strike=store_server.kill)
     assert answer == undisturbed
