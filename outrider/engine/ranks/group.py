@@ -15,7 +15,7 @@ from outrider.engine.ranks.commands import Command, KvRefused, KvRequest, Mark, 
 from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
-SEEN_SECONDS = 2.0
+SEEN_SECONDS = 5.0
 """After a collective has failed: for the end of the process that caused it to be seen."""
 _POLL_SECONDS = 0.02
 
