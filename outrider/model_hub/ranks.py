@@ -58,10 +58,14 @@ def open_ranks(
         max_rows_per_step=max_rows_per_step,
         timeout_seconds=timeout_seconds,
     )
-    members = [_spawn(replace(start, rank=rank)) for rank in range(1, config.tensor_parallel_size)]
     # A request for KV may wait for a step on the other side first.
-    ranks = RankGroup(members, answer_seconds=2 * timeout_seconds, on_lost=on_rank_lost, release=release.close)
+    ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=on_rank_lost, release=release.close)
     try:
+        for rank in range(1, config.tensor_parallel_size):
+            ranks.add(_spawn(rank, timeout_seconds=timeout_seconds))
+        members = ranks.members
+        for member in members:
+            member.commands.send(replace(start, rank=member.rank))
         _receive(members, Ready)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
@@ -74,7 +78,8 @@ def open_ranks(
         runner.warm_up()
     except Exception as error:
         try:
-            ranks.raise_if_lost(error)
+            if _may_be_a_loss(error):
+                ranks.raise_if_lost(error)
         finally:
             ranks.close()
         raise
@@ -93,7 +98,13 @@ def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> 
     )
 
 
-def _spawn(start: Start) -> Member:
+def _may_be_a_loss(error: Exception) -> bool:
+    """Whether a channel or a collective may have raised it. What is wrong with settings or the model ends all ranks."""
+    return isinstance(error, RankLostError | RuntimeError) or isinstance(error.__cause__, RuntimeError)
+
+
+def _spawn(rank: int, *, timeout_seconds: float) -> Member:
+    """A process that waits for its `Start`."""
     ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
     descriptors = [end.fileno() for end in theirs]
     process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
@@ -104,9 +115,8 @@ def _spawn(start: Start) -> Member:
     )
     for end in theirs:
         end.close()
-    commands, kv = (Channel(end, peer=f"rank {start.rank}", timeout_seconds=start.timeout_seconds) for end in ours)
-    commands.send(start)
-    return Member(start.rank, process, commands, kv)
+    commands, kv = (Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours)
+    return Member(rank, process, commands, kv)
 
 
 def _receive(members: Sequence[Member], kind: type[Any]) -> list[Any]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 
 import numpy as np
@@ -14,11 +18,13 @@ import torch
 from decode_node.ingest import ReservedBlocks
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.ranks.channel import RankLostError
-from outrider.errors import ConfigError
+from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.engine.ranks.group import Member
+from outrider.errors import ConfigError, ModelError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
+from outrider.model_hub import ranks
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.ranks import open_ranks
@@ -40,8 +46,8 @@ def open_one(path, **settings):
     return open_compute(config, KV_CACHE, max_rows_per_step=64, on_rank_lost=print)
 
 
-def open_two(path, on_rank_lost, *, timeout_seconds=PATIENCE_SECONDS, **settings):
-    config = ModelConfig(id=str(path), tensor_parallel_size=2, **SETTINGS, **settings)
+def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, **settings):
+    config = ModelConfig(id=str(path), tensor_parallel_size=num_ranks, **SETTINGS, **settings)
     return open_ranks(
         config,
         KV_CACHE,
@@ -222,3 +228,50 @@ def test_a_process_alone_loads_no_shard(tmp_path):
     path = make_tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="only prefill and decode nodes"):
         open_model(ModelConfig(id=str(path), tensor_parallel_size=2))
+
+
+class StartUp:
+    """Stands in for the processes of ranks 1 and up: each ends at once with status 1, as a rank does that fails."""
+
+    def __init__(self, tmp_path, monkeypatch):
+        self.processes, self.far_ends, self.temporary = [], [], tmp_path / "temporary"
+        self.temporary.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
+        monkeypatch.setattr(ranks, "_spawn", self.spawn)
+
+    def spawn(self, rank, *, timeout_seconds):
+        self.processes.append(subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(1)"]))
+        ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+        self.far_ends += theirs
+        channels = [Channel(end, peer=f"rank {rank}", timeout_seconds=timeout_seconds) for end in ours]
+        return Member(rank, self.processes[-1], *channels)
+
+
+def test_a_model_that_no_rank_can_load_is_named_though_other_ranks_have_ended(tmp_path, monkeypatch):
+    start_up = StartUp(tmp_path, monkeypatch)
+
+    def refuse(*_args, **_named):
+        start_up.processes[0].wait(PATIENCE_SECONDS)
+        raise ModelError("a weight file is damaged")
+
+    monkeypatch.setattr(ranks, "_receive", lambda *_: [])
+    monkeypatch.setattr(ranks, "open_shard", refuse)
+    with pytest.raises(ModelError, match="a weight file is damaged"):
+        open_two(make_model(tmp_path), print)
+    assert not list(start_up.temporary.iterdir())
+
+
+def test_a_rank_that_cannot_be_started_leaves_none_of_the_others(tmp_path, monkeypatch):
+    start_up = StartUp(tmp_path, monkeypatch)
+
+    def spawn(rank, **named):
+        if rank == 2:
+            raise OSError("too many processes")
+        return start_up.spawn(rank, **named)
+
+    monkeypatch.setattr(ranks, "_spawn", spawn)
+    model = make_tiny_model(tmp_path / "model", overrides={"num_key_value_heads": 4})
+    with pytest.raises(OSError, match="too many processes"):
+        open_two(model, print, num_ranks=4)
+    assert start_up.processes[0].returncode is not None
+    assert not list(start_up.temporary.iterdir())

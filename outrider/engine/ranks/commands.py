@@ -73,6 +73,6 @@ KvRequest = ReadKv | WriteKv
 
 @dataclass(frozen=True, slots=True)
 class KvRefused:
-    """The answer to a request that does not fit the cache, or whose mark was not reached in time."""
+    """The answer to a request that does not fit the cache, that failed, or whose mark was not reached in time."""
 
     message: str

@@ -48,7 +48,7 @@ class RankGroup:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[Member] = (),
         *,
         answer_seconds: float,
         on_lost: Callable[[RankLostError], None],
@@ -59,7 +59,7 @@ class RankGroup:
         `answer_seconds`: for a request for KV. `release`: what the group holds besides its members; called by `close`.
         """
         self._answer_seconds = answer_seconds
-        self._members = tuple(members)
+        self._members = list(members)
         self._on_lost = on_lost
         self._release = release
         self._is_closing = False
@@ -73,7 +73,11 @@ class RankGroup:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return self._members
+        return tuple(self._members)
+
+    def add(self, member: Member) -> None:
+        """Before anything is asked of the group, which ends the member from now on."""
+        self._members.append(member)
 
     # ---- commands
 
@@ -113,11 +117,15 @@ class RankGroup:
     # ---- KV
 
     def ask(self, rank: int, request: KvRequest) -> Any:
-        """The answer of a rank other than 0. Raises: RankLostError; InternalError for what it refuses."""
+        """The answer of a rank other than 0. Raises: InternalError for what it refuses; RankLostError, and ends it."""
         member = self._members[rank - 1]
         with member.kv_lock:
-            member.kv.send(request)
-            answer = member.kv.receive(begins_within_seconds=self._answer_seconds)
+            try:
+                member.kv.send(request)
+                answer = member.kv.receive(begins_within_seconds=self._answer_seconds)
+            except RankLostError:
+                member.process.kill()  # steps might go on for ever while no KV comes or goes any more
+                raise
         if isinstance(answer, KvRefused):
             raise InternalError(f"tensor-parallel rank {rank}: {answer.message}")
         return answer

@@ -83,4 +83,6 @@ class RankWorker:
             cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)
         except InternalError as error:
             return KvRefused(error.message)
+        except Exception as error:  # noqa: BLE001 the border of the process: rank 0 reports it
+            return KvRefused(f"{type(error).__name__}: {error}")
         return None

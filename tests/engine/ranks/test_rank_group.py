@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 from outrider.engine.ranks.channel import Channel, RankLostError
-from outrider.engine.ranks.commands import CopyBlocks, Mark, Stop
+from outrider.engine.ranks.commands import CopyBlocks, Mark, ReadKv, Stop
 from outrider.engine.ranks.group import Member, RankGroup
 from outrider.engine.ranks.progress import RankProgress
 
@@ -89,6 +90,15 @@ def test_a_message_to_a_rank_whose_end_is_closed_is_its_loss(rig):
     rig.process.kill()
     with pytest.raises(RankLostError, match="status -9"), rig.group.running(CopyBlocks(())):
         raise AssertionError("this rank must not begin what the others do not do")
+
+
+def test_a_rank_that_leaves_a_request_for_kv_unanswered_is_lost(rig):
+    """Its messages and ours are out of step from then on: a node that went on would refuse all KV."""
+    with rig.group:
+        rig.far_kv.close()
+        with pytest.raises(RankLostError, match="rank 1"):
+            rig.group.ask(1, ReadKv(plane="k", layers=range(1), slots=np.zeros(1, int), heads=range(1), after=Mark(0)))
+        assert "status -9" in str(rig.lost.get(timeout=PATIENCE_SECONDS))
 
 
 def test_silence_ends_a_wait(rig):

@@ -30,6 +30,9 @@ class EndlessProcess:
 
     pid = 0
 
+    def kill(self):
+        """Of a group that is closed: see `RankGroup.ask`."""
+
     def poll(self):
         return None
 
@@ -207,3 +210,15 @@ def test_a_rank_that_is_gone_is_an_error_for_every_caller(ranks):
         ranks.cache.read("k", range(1), SLOTS)
     with pytest.raises(RankLostError):
         ranks.cache.write("k", range(1), torch.tensor([1]), bytes(48))
+
+
+def test_a_rank_whose_kv_cannot_be_read_for_any_reason_says_so_and_goes_on(ranks, monkeypatch):
+    def fail(*_args, **_named):
+        raise RuntimeError("out of memory")
+
+    last = range(NUM_HEADS - 1, NUM_HEADS)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks.caches[-1], "read", fail)
+        with pytest.raises(InternalError, match=r"RuntimeError: out of memory"):
+            ranks.cache.read("k", range(1), SLOTS, heads=last)
+    assert ranks.cache.read("k", range(1), SLOTS, heads=last).nbytes == len(SLOTS) * HEAD_DIM * 4
