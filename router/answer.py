@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from outrider.answer import AnswerEvent, Started, Summary
-from outrider.errors import AbortedError, InternalError, OutOfRangeError, OutriderError
+from outrider.errors import InternalError, OutOfRangeError, OutriderError
 from outrider.request import FinishReason, Request
 from outrider.session import SampleDone, SampleStart, SampleTokens
 from router.answer_reader import AnswerReader, NewsBoard
@@ -56,10 +56,9 @@ class Answer:
         return self.summary is not None or self.failure is not None
 
     @property
-    def was_left(self) -> bool:
-        """Of an answer that is dropped: its client, not its tokens and not a failure, has ended it."""
-        has_failed = self.failure is not None and not isinstance(self.failure, AbortedError)
-        return not has_failed and not all(sample.is_whole for sample in self.samples)
+    def is_whole(self) -> bool:
+        """Every sample has ended by its tokens."""
+        return all(sample.is_whole for sample in self.samples)
 
     @property
     def has_reader(self) -> bool:

@@ -46,11 +46,15 @@ class RequestDesk:
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
         services, served = self._services(), self._nodes.model()
-        services.departures.check(caller.share or address)
+        # Two kinds: a client may call itself by the address of another one.
+        departs_as = f"name {caller.share}" if caller.share else f"address {address}"
+        services.departures.check(departs_as)
         check_request(proto, served.info)
         caller.check_priority(proto.priority)
         request_id = proto.request_id or str(uuid.uuid4())
         running = self.running.enter(caller.key_of(request_id))
+        services.departures.begin(departs_as)
+        running.on_close(lambda: services.departures.end(departs_as))
         try:
             default_method = VerificationMethod(services.config.verification_method)
             request = await read_request(proto, served, caller, request_id=request_id, default_method=default_method)
@@ -64,7 +68,7 @@ class RequestDesk:
                 arrived_at=arrived_at,
                 window=window,
                 client=caller.share,
-                departs_as=caller.share or address,
+                departs_as=departs_as,
             )
             if window is not None:  # while the prompt is being computed; nobody has been told of the request yet
                 fingerprint = served.info.fingerprint
@@ -74,6 +78,10 @@ class RequestDesk:
                     running.key, request, message, fingerprint=fingerprint, window=window, numerics=numerics
                 )
                 running.is_kept = await self.keeper.keep(running, answer, stored)
+        except StoreError as error:
+            running.fail(error)
+            running.close()
+            raise
         except BaseException:
             running.close()
             raise
@@ -169,10 +177,10 @@ def _begin(
     arrived_at: float,
     window: float | None,
     client: str = "",
-    departs_as: str = "",
+    departs_as: str | None = None,
     was_admitted: bool = False,
 ) -> None:
-    """Starts to compute the answer. `departs_as`: whose departure it is if nobody waits for its end.
+    """Starts to compute the answer. `departs_as`: whose departure it is if nobody waits for its end; None: nobody's.
 
     Raises: CapacityError when there is no memory for it, InvalidRequestError.
     """
@@ -181,11 +189,13 @@ def _begin(
     record = RequestRecord(request, arrived_at)
     stop_token_ids = _stop_token_ids(request, served)
 
-    def release() -> None:
-        account.close()
-        services.departures.end(departs_as, was_left=record.admitted_at is not None and answer.was_left)
+    def settle() -> None:
+        """What fails, and what nodes have not worked on, counts for nothing."""
+        if departs_as is not None and record.admitted_at is not None and answer.failure is None:
+            services.departures.settle(departs_as, was_left=not answer.is_whole)
 
-    services.departures.begin(departs_as)
+    running.on_close(account.close)
+    running.on_close(settle)
     running.begin(
         answer,
         RequestFlow(
@@ -204,6 +214,5 @@ def _begin(
             method=request.verification_method,
             is_kept=running.is_kept,
         ),
-        release=release,
         resume_window_seconds=window,
     )

@@ -31,7 +31,7 @@ class RunningRequest:
         self._answer: Answer | None = None
         self._flow: RequestFlow | None = None
         self._trailers: Callable[[], Trailers] = lambda: NOTHING_GENERATED
-        self._release: Callable[[], None] = lambda: None
+        self._releases: list[Callable[[], None]] = []
         self._resume_window_seconds: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
@@ -63,12 +63,10 @@ class RunningRequest:
         flow: RequestFlow,
         *,
         trailers: Callable[[], Trailers],
-        release: Callable[[], None],
         resume_window_seconds: float | None,
     ) -> None:
-        """Starts to compute. `release` is called once the answer is dropped."""
-        self._answer, self._flow = answer, flow
-        self._trailers, self._release = trailers, release
+        """Starts to compute."""
+        self._answer, self._flow, self._trailers = answer, flow, trailers
         self._resume_window_seconds = resume_window_seconds
         if self._is_aborted:
             flow.abort()
@@ -76,6 +74,10 @@ class RunningRequest:
             flow.fail(self._error)
         self._task = asyncio.create_task(flow.run(), name=f"request {self.key}")
         self._task.add_done_callback(self._take_end)
+
+    def on_close(self, release: Callable[[], None]) -> None:
+        """`release` is called when the answer is dropped, also where there was none yet."""
+        self._releases.append(release)
 
     def trailers(self) -> Trailers:
         """What a call's trailers say of the answer so far."""
@@ -144,7 +146,8 @@ class RunningRequest:
             self._task.cancel()
         if self._answer is not None and self._answer.has_reader:
             self._answer.fail(AbortedError("the answer was dropped", reason="DROPPED"))  # its reader waits for no more
-        self._release()
+        for release in self._releases:
+            release()
         self._on_change(self)
 
     def leave(self) -> None:
