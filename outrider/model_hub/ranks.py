@@ -49,17 +49,23 @@ def open_ranks(
     """
     check_tensor_parallel(config, read_config(locate_model(config, progress=progress).directory))
     release = ExitStack()
-    folder = release.enter_context(tempfile.TemporaryDirectory(prefix="outrider-ranks-"))
+    folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
+    release.callback(folder.cleanup)
+
+    def rank_lost(loss: RankLostError) -> None:
+        folder.cleanup()  # `on_rank_lost` may end the process on the spot
+        on_rank_lost(loss)
+
     start = Start(
         config=config,
         rank=0,
-        store=Path(folder, "store"),
+        store=Path(folder.name, "store"),
         block_size=kv_cache.block_size,
         max_rows_per_step=max_rows_per_step,
         timeout_seconds=timeout_seconds,
     )
     # A request for KV may wait for a step on the other side first.
-    ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=on_rank_lost, release=release.close)
+    ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=rank_lost, release=release.close)
     try:
         for rank in range(1, config.tensor_parallel_size):
             ranks.add(_spawn(rank, timeout_seconds=timeout_seconds))

@@ -128,9 +128,12 @@ def push(source, destination, table, *, max_frame_bytes=700):
         assert np.array_equal(sent, came)
 
 
-def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_path):
+def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_path, monkeypatch):
     """One test: to start a rank takes seconds."""
     path, lost = make_model(tmp_path), queue.SimpleQueue()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     one, two = open_one(path), open_two(path, lost.put)
     with two.ranks:
         assert two.model.spec.num_kv_heads == 1
@@ -156,6 +159,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
         with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9"):
             forward(two, SequenceRows(PROMPT[-1:], len(PROMPT) - 1, TABLE, 1))
         assert "status -9" in str(lost.get(timeout=PATIENCE_SECONDS))
+        assert not list(temporary.iterdir()), "the process ends here, and nothing is removed any more"
 
 
 @pytest.mark.full
