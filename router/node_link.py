@@ -11,7 +11,7 @@ from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostEr
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
-from outrider.service.liveness import STALL_SECONDS, ProgressDeadline
+from outrider.service.liveness import LATE_SECONDS, SILENT_SECONDS, STALL_SECONDS, ProgressDeadline
 from outrider.service.telemetry.logging import get_logger
 from router.sessions import DecodeSession
 from router.transport import NodeTransport, RouterIdentity
@@ -175,13 +175,13 @@ class NodeLink:
         self.num_latenesses += is_late and not self.is_late
         self.is_late = is_late
 
-    def _set_late_timer(self) -> None:
+    def _set_late_timer(self, least_seconds: float = 0.01) -> None:
         """One timer a link, moved only when it fires: reports come many times a second."""
         if self._late_timer is None and not self.is_silent:
             loop = asyncio.get_running_loop()
             progress = self._progress
             left_seconds = progress.seconds_until_silent() if self.is_late else progress.seconds_until_late()
-            due = loop.time() + max(left_seconds, 0.01)
+            due = loop.time() + max(left_seconds, least_seconds)
             self._late_timer = loop.call_at(due, self._on_late_timer, due)
 
     def _on_late_timer(self, due: float) -> None:
@@ -198,7 +198,8 @@ class NodeLink:
             self._tell_standing()
         elif not self.is_late and self._progress.is_late():
             self._set_late(is_late=True)
-            self._set_late_timer()
+            # After a stall of this process both may be long overdue: silent is only what stays away from here on, too.
+            self._set_late_timer(SILENT_SECONDS - LATE_SECONDS)
             _log.info("node is late", node=self.name, address=self.address)
             self._tell_standing()
             self._on_change()

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.node import NodeState
 from outrider.request import VerificationMethod
+from outrider.service.liveness import LATE_SECONDS, SILENT_SECONDS
 from outrider.v1 import router_pb2
 from router.fakes import fake_model_info
 from router.fakes.decode_node import letters
@@ -195,6 +196,18 @@ async def test_the_work_of_a_silent_node_moves_while_the_others_are_on_time(pair
     pair.decodes[0].thaw()
     await pair.eventually(lambda: not silent.is_silent)
     await pair.is_empty()
+
+
+async def test_a_router_that_was_stalled_does_not_take_a_late_node_for_silent_at_once(pair):
+    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    link = pair.link_of(pair.decodes[0])
+    link._stop_late_timer()  # as if this process had not run for a minute, and reports lay unread
+    link._progress._late_report_at -= 60.0
+    now = asyncio.get_running_loop().time()
+    link._on_late_timer(now)
+    assert link.is_late
+    assert not link.is_silent
+    assert link._late_timer.when() >= now + SILENT_SECONDS - LATE_SECONDS
 
 
 async def test_what_moved_on_one_suspicion_is_not_counted_in_the_next(pair):
