@@ -11,7 +11,7 @@ from outrider.errors import CapacityError
 from outrider.v1 import router_pb2
 from router.departures import CREDITS_PER_SECOND, MAX_CLIENTS, Departures
 from router.intake import read_request
-from tests.router.conftest import PATIENCE_SECONDS
+from tests.router.conftest import PATIENCE_SECONDS, told
 from tests.router.test_overload_and_abort import EXHAUSTED, LONG, start_long
 
 
@@ -218,7 +218,7 @@ async def test_what_the_store_or_another_router_ends_its_client_has_not_left(rou
     monkeypatch.setattr("router.departures.CREDITS_PER_SECOND", 1e-6)
     pair = router_pair
     await pair.serve(max_left_requests=1)
-    pair.first.decode.step_seconds = 0.002
+    pair.first.decode.tokens_per_step = 0  # nothing ends by itself
     create = type(pair.stores[0]).create
 
     async def lose(store, stored):
@@ -235,7 +235,9 @@ async def test_what_the_store_or_another_router_ends_its_client_has_not_left(rou
         patch.setattr(type(pair.stores[0]), "create", lose)
         assert (await pair.first.fail(pair.request())).reason == "STORE_LOST"
     await pair.first.is_empty()
-    await pair.begin(num_deltas=1)
-    await pair.resume()
-    await pair.first.is_empty()
+    await pair.begin(num_deltas=0)
+    resumed = asyncio.ensure_future(pair.resume())
+    await pair.first.eventually(lambda: not pair.first.service.desk.running.has("r"))
+    pair.first.decode.tokens_per_step = 50
+    assert told(await resumed)
     assert (await pair.first.generate(sampling=pair.first.sampling(max_tokens=2))).token_ids()
