@@ -31,16 +31,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _work(commands: socket.socket, kv: socket.socket) -> None:
     from outrider.engine.model_runner import ModelRunner
+    from outrider.engine.ranks.commands import Stop
     from outrider.engine.ranks.worker import RankWorker
 
     hello = Channel(commands, peer="rank 0", timeout_seconds=START_SECONDS)
-    start: Start = hello.receive(begins_within_seconds=START_SECONDS)
+    start: Start | Stop = hello.receive(begins_within_seconds=START_SECONDS)
+    if isinstance(start, Stop):
+        return  # the node cannot start
     import outrider.model_hub.load  # noqa: F401 takes seconds, for which nobody should wait in a collective
 
     hello.send(Ready())
     shard = open_shard(start)
     hello.send(Loaded(shard.free_bytes))
-    allocate: Allocate = hello.receive(begins_within_seconds=None)
+    allocate: Allocate | Stop = hello.receive(begins_within_seconds=None)
+    if isinstance(allocate, Stop):
+        return
     cache = shard.make_cache(allocate.num_blocks)
     RankWorker(
         runner=ModelRunner(shard.model, cache, shard.attention),

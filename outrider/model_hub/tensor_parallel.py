@@ -87,7 +87,7 @@ def own_rank(config: ModelConfig) -> int:
 
 
 def rank_device(config: ModelConfig, rank: int) -> torch.device:
-    """Each rank has a GPU of its own; on a CPU they share it."""
+    """Each rank has its own GPU; on a CPU all share it."""
     device = resolve_device(config.device)
     return torch.device(device.type, rank) if device.type == "cuda" else device
 

@@ -1,0 +1,40 @@
+"""A rank other than 0 before it computes: what it does when rank 0 goes no further."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.engine.ranks.channel import Channel
+from outrider.engine.ranks.commands import Stop
+from outrider.model_hub import rank_process
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.shard import Loaded, Ready, Start
+
+PATIENCE_SECONDS = 30.0
+START = Start(
+    config=ModelConfig(tensor_parallel_size=2),
+    rank=1,
+    store=Path("store"),
+    block_size=None,
+    max_rows_per_step=1,
+    timeout_seconds=PATIENCE_SECONDS,
+)
+
+
+@pytest.mark.parametrize("told", [(), (START,)])
+def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch, told):
+    """Such as by a node that has found its cache to be too large, and says so."""
+    monkeypatch.setattr(rank_process, "open_shard", lambda _: SimpleNamespace(free_bytes=7))
+    (commands, far), (kv, far_kv) = socket.socketpair(), socket.socketpair()
+    rank_0 = Channel(far, peer="rank 1", timeout_seconds=PATIENCE_SECONDS)
+    for message in (*told, Stop()):
+        rank_0.send(message)
+    with commands, kv, far_kv:
+        rank_process._work(commands, kv)
+        answers = [rank_0.receive(begins_within_seconds=PATIENCE_SECONDS) for _ in range(2 * len(told))]
+    rank_0.close()
+    assert answers == [Ready(), Loaded(7)][: 2 * len(told)]
