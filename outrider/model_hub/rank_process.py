@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from outrider.engine.ranks.channel import Channel, RankLostError
+from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Start, open_shard
 from outrider.parent_death import die_with_parent
 
@@ -26,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
         _work(commands, kv)
     except RankLostError:
         return 1  # rank 0 has gone, and says why if it can
+    except (ConfigError, ModelError) as error:
+        sys.stderr.write(f"a tensor-parallel rank cannot start: {error}\n")
+        return 1
     return 0
 
 

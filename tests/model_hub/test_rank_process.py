@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from outrider.engine.ranks.channel import Channel
 from outrider.engine.ranks.commands import Stop
+from outrider.errors import ModelError
 from outrider.model_hub import rank_process
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.shard import Loaded, Ready, Start
@@ -38,3 +40,16 @@ def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch
         answers = [rank_0.receive(begins_within_seconds=PATIENCE_SECONDS) for _ in range(2 * len(told))]
     rank_0.close()
     assert answers == [Ready(), Loaded(7)][: 2 * len(told)]
+
+
+def test_a_model_that_a_rank_cannot_load_is_one_line(monkeypatch, capsys):
+    """Rank 0 says the same, but where only this rank has seen it."""
+
+    def refuse(*_):
+        raise ModelError("a weight file is damaged")
+
+    monkeypatch.setattr(rank_process, "_work", refuse)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    ends = [end.detach() for end in socket.socketpair()]
+    assert rank_process.main([str(end) for end in ends]) == 1
+    assert capsys.readouterr().err == "a tensor-parallel rank cannot start: a weight file is damaged\n"
