@@ -13,7 +13,7 @@ MAX_COMMANDS = 128
 """Of one router, that wait here: what the engine thread handles in a few iterations."""
 
 MAX_TOKENS = 1 << 20
-"""In the prompts of those; a single one may have more."""
+"""In the prompts of those, without the last one's, which may be of any length."""
 
 MAX_WORK = 4096
 """Of all routers, between two steps, in prompt tokens: some milliseconds."""
@@ -37,7 +37,7 @@ class _Lane:
             self.given_up.add(command.cancel.sequence_group_id)
 
     def take(self) -> RouterCommand:
-        """The first that is not for nothing: an open whose cancel waits is dropped, and the cancel finds no group."""
+        """The next one that has an effect: an open whose cancel waits is dropped, and the cancel finds no group."""
         while True:
             command = self.commands.popleft()
             self.num_tokens -= _num_tokens(command)

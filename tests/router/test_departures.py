@@ -96,7 +96,7 @@ def test_names_that_clients_make_up_take_bounded_memory():
     for number in range(MAX_CLIENTS):
         leave(departures, f"name {number}")
     assert len(departures) <= MAX_CLIENTS
-    with pytest.raises(CapacityError):  # who owes is remembered
+    with pytest.raises(CapacityError):  # who has no credits is remembered
         departures.check("hostile")
     end(departures, "running", was_left=False)
 
