@@ -162,7 +162,7 @@ def opening(number, *, num_tokens=1):
 
 @pytest.mark.parametrize("bounds", [{"max_commands": 3}, {"max_tokens": 150}], ids=["commands", "tokens"])
 async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bounds):
-    async with serving(timeout_seconds=PATIENCE_SECONDS) as (engine, _, channel):
+    async with serving() as (engine, _, channel):
         engine.inbox = inbox = Inbox(**bounds)
         engine.take = lambda command: (inbox.put(command), Engine.submit(engine, command))
         flooding, other = await connect(channel), await connect(channel)
