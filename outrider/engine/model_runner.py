@@ -16,6 +16,7 @@ from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.step_graphs import MOST_ROWS, Buckets, GraphShapes, StepGraphs, cuda_graphs
@@ -149,6 +150,30 @@ class ModelRunner:
             self.forward(build_input_batch([rows], block_size))
         if self._graphs is not None:
             self._graphs.capture_all()
+
+
+def open_runner(
+    model: RunnableModel,
+    attention: AttentionBackend,
+    kv_cache: KVCacheConfig,
+    *,
+    num_rows: int,
+    graphs: GraphShapes | None = None,
+) -> tuple[PagedKVCache, ModelRunner]:
+    """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
+
+    Raises what PagedKVCache.sized_for does.
+    """
+    cache = PagedKVCache.sized_for(
+        model.spec,
+        kv_cache,
+        block_size=attention.block_size(kv_cache.block_size),
+        device=model.device,
+        reserved_bytes=rehearse(model, attention, num_rows=num_rows, graphs=graphs),
+    )
+    runner = ModelRunner(model, cache, attention, graphs=graphs)
+    runner.warm_up()
+    return cache, runner
 
 
 def rehearse(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner, rehearse
+from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.ranks.channel import RankLostError
 from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
@@ -57,13 +56,5 @@ def open_compute(
     model = open_model(config, progress=progress)
     attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
     graphs = graphs if config.cuda_graphs else None
-    cache = PagedKVCache.sized_for(
-        model.spec,
-        kv_cache,
-        block_size=attention.block_size(kv_cache.block_size),
-        device=model.device,
-        reserved_bytes=rehearse(model, attention, num_rows=max_rows_per_step, graphs=graphs),
-    )
-    runner = ModelRunner(model, cache, attention, graphs=graphs)
-    runner.warm_up()
+    cache, runner = open_runner(model, attention, kv_cache, num_rows=max_rows_per_step, graphs=graphs)
     return Compute(model, cache, runner, nullcontext())

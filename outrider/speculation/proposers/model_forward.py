@@ -13,7 +13,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.model_runner import ModelRunner, rehearse
+from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
 from outrider.engine.step_graphs import MOST_ROWS, GraphShapes
@@ -41,15 +41,7 @@ class ModelForward:
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
         backend = make_attention_backend(attention, model.device, model.spec.dtype)
-        cache = PagedKVCache.sized_for(
-            model.spec,
-            kv_cache,
-            block_size=backend.block_size(kv_cache.block_size),
-            device=model.device,
-            reserved_bytes=rehearse(model, backend, num_rows=MOST_ROWS, graphs=graphs),
-        )
-        runner = ModelRunner(model, cache, backend, graphs=graphs)
-        runner.warm_up()
+        cache, runner = open_runner(model, backend, kv_cache, num_rows=MOST_ROWS, graphs=graphs)
         pool = BlockPool(
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
