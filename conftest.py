@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.matrices import cover_pairs
+from tests.support.matrices import cover_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ def _left_out_of_matrices(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     def matrix_of(item: pytest.Item) -> tuple[str, bool]:
         """What cannot run here covers nothing of what can."""
         is_skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
-        return item.nodeid.partition("[")[0], is_skipped or item.get_closest_marker("cannot_run") is not None
+        return item.nodeid.partition("[")[0], is_skipped
 
     left_out: set[pytest.Item] = set()
     for _, group in itertools.groupby(

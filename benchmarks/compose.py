@@ -183,7 +183,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], target: str) -> None:
 def bench(target: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One pass of `outrider bench` at each concurrency."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "outrider.cli.main", "bench", "--target", target, "--json", file.name]
+        command = [sys.executable, "-m", "outrider.cli.main", "bench", "load", "--target", target, "--json", file.name]
         command += ["--concurrency", arguments.concurrency, "--limit", str(arguments.limit), "--ignore-eos"]
         subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=COMMAND_SECONDS)
         levels: list[dict[str, Any]] = json.loads(Path(file.name).read_bytes())["levels"]

@@ -134,7 +134,7 @@ def status_nodes(client: Client) -> tuple[NodeStatus, ...]:
 
 
 def measure(num_decode_nodes: int, ways: dict[str, tuple[signal.Signals, int]], rounds: int, *, is_cold: bool) -> None:
-    config = ClusterConfig(port=0, decode_nodes=num_decode_nodes, stable_seconds=0.1)
+    config = ClusterConfig(port=0, decode_nodes=num_decode_nodes)
     with Cluster(config, Launch()) as cluster, Client(cluster.router_address) as client:
         first = 0
         for way, (number, num_streams) in ways.items():

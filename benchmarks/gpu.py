@@ -1,6 +1,6 @@
 """A model on a GPU, as a report to paste into an issue: step times against the bandwidth floor, verification, generate.
 
-    .venv/bin/python benchmarks/gpu.py --model meta-llama/Llama-3.1-8B-Instruct [--report gpu-report.md]
+    .venv/bin/python -m benchmarks.gpu --model meta-llama/Llama-3.1-8B-Instruct [--report gpu-report.md]
 
 The floor of a step is the time to read all weights, and the keys and values of its sequences, once, at the speed of a
 large copy on the same device. Times are medians of whole steps: batch, forward pass, race, and tokens on the host.
@@ -24,10 +24,10 @@ from statistics import median
 
 import torch
 
+from benchmarks.three_lines.lines import Comparison, as_text, compare_lines
+from benchmarks.three_lines.models import ModelPair
 from outrider.bench.machine import describe_machine
-from outrider.cli.bench import DEFAULT_PROMPTS
-from outrider.cli.three_lines.lines import Comparison, as_text, compare_lines
-from outrider.cli.three_lines.models import ModelPair
+from outrider.bench.prompts import DEFAULT_PROMPTS
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -63,7 +63,7 @@ class Node:
         self.loaded = load_model(config)
         self.spec, self.device = self.loaded.spec, self.loaded.device
         attention = make_attention_backend(attention_of(config, self.device), self.device, self.spec.dtype)
-        self.block_size = attention.block_size(None)
+        self.block_size = KVCacheConfig().block_size
         self.context = context
         blocks = -(-(context + max(VERIFIED_ROWS)) // self.block_size)
         self.cache = PagedKVCache(
@@ -225,7 +225,7 @@ def report(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def three_lines(config: ModelConfig, draft: str) -> str:
-    """As `outrider bench --three-lines`, at temperatures 0 and 1."""
+    """As `python -m benchmarks.three_lines`, at temperatures 0 and 1."""
     pair = ModelPair.open(
         config, draft, kv_cache=KVCacheConfig(num_blocks=LINES_BLOCKS), prompts_file=DEFAULT_PROMPTS, draft_cpus=()
     )

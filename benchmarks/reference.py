@@ -31,8 +31,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.bench.machine import CpuMeter, describe_machine
-from outrider.bench.prompts import BenchPrompt, load_prompts
-from outrider.cli.bench import DEFAULT_PROMPTS
+from outrider.bench.prompts import DEFAULT_PROMPTS, BenchPrompt, load_prompts
 from outrider.client import ChatMessage
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device

@@ -62,7 +62,7 @@ def start_role(role: str) -> Start:
     """One service by itself, without peers."""
     reading, writing = os.pipe()
     started = time.monotonic()
-    command = [sys.executable, "-m", role, "--set", f"{role}.server.port=0"]
+    command = [sys.executable, "-m", role, "--set", "server.port=0"]
     if role == "router":
         command += ["--set", "router.prefill_targets=127.0.0.1:1", "--set", "router.decode_targets=127.0.0.1:1"]
     process = subprocess.Popen(

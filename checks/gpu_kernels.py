@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
     types |= dict.fromkeys(("num_seqs", "max_blocks", "max_splits", "window"), "i32")
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
-    sizes = {"HEADS_PER_KV": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
+    sizes = {"HEADS_PER_KV": 4, "HEADS_PER_TILE": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}
     for has_paths in (False, True):
         for is_split in (False, True):
@@ -76,7 +76,7 @@ def cases() -> Iterator[Case]:
                 num_stages=TILE.num_stages,
             )
     flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False, "IS_SPLIT": False}
-    large = sizes | {"HEADS_PER_KV": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
+    large = sizes | {"HEADS_PER_KV": 2, "HEADS_PER_TILE": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
     yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=64)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
     yield Case(

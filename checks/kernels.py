@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from outrider.engine.cpu_kernels.build import LIBRARIES, describe, ensure_built
-from outrider.engine.cpu_kernels.compiler import CompileError, no_compiler
+from outrider.engine.cpu_kernels.compiler import CompileError, path_flags
+from outrider.engine.cpu_kernels.library_cache import compiled_libraries
 
 
 def main() -> int:
     try:
-        manifest = ensure_built(LIBRARIES)  # those that nodes and tests load: warnings are kept with a library
+        libraries, left_out = compiled_libraries(path_flags())
     except CompileError as error:
         print(error)
         return 1
-    if manifest is None:
-        print(f"kernels: not compiled, {no_compiler()}")
-        return 0
-    if manifest.warnings:
-        print(manifest.warnings)
+    if warnings := "".join(library.warnings for library in libraries.values()):
+        print(warnings)
         return 1
-    print(f"kernels: no warning from {manifest.compiler}; {describe(manifest)}")
+    print(f"kernels: no warning from {', '.join(libraries)}", *(f"; without {path}" for path in left_out.items()))
     return 0
 
 

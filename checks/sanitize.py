@@ -7,19 +7,21 @@ be caught in the same environment. Arguments go to pytest.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from outrider.engine.cpu_kernels.build import build
-from outrider.engine.cpu_kernels.compiler import COMPILE_FLAGS, LINK_FLAGS, SANITIZER_FLAGS, Compiler, find_compiler
-from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE
+from outrider.engine.cpu_kernels import build
+from outrider.engine.cpu_kernels.compiler import COMPILE_FLAGS, LINK_FLAGS, Compiler, find_compiler
+from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "engine" / "cpu_kernels"
 TURNS = TESTS.parent / "test_cpu_turns.py"
 NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # they run compilers, or have their own
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 MISTAKES = {
     "heap-buffer-overflow": "int outrider_mistake(int n) { int* p = new int[n]; int x = p[n]; delete[] p; return x; }",
     "signed integer overflow": "int outrider_mistake(int n) { return 0x7ffffff0 + (n << 8); }",
@@ -32,14 +34,16 @@ def main() -> int:
     if compiler is None:
         print("sanitize: there is no C++ compiler")
         return 1
+    sanitizing = Compiler((*compiler.command, *SANITIZED), compiler.version)
     with tempfile.TemporaryDirectory(prefix="outrider-sanitized-") as name:
         folder = Path(name)
-        environment = os.environ | sanitizer_environment(compiler) | {LIBRARIES_VARIABLE: name}
+        compiling = os.environ | {LIBRARIES_VARIABLE: name, "CXX": shlex.join(sanitizing.command)}
+        environment = compiling | sanitizer_environment(compiler)
         for kind, source in MISTAKES.items():
-            if not is_caught(kind, source, folder, compiler, environment):
+            if not is_caught(kind, source, folder, sanitizing, environment):
                 print(f"sanitize: a mistake of kind {kind!r} was not caught, so this run would show nothing")
                 return 1
-        build(folder, compiler, extra_flags=SANITIZER_FLAGS)
+        subprocess.run([sys.executable, "-m", build.__name__, "--all"], cwd=ROOT, env=compiling, check=True)
         tests = [str(TESTS), str(TURNS), *(f"--ignore={TESTS / test}" for test in NOT_OVER_LIBRARIES)]
         command = [sys.executable, "-m", "pytest", *tests, "-p", "no:cacheprovider", *sys.argv[1:]]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -64,7 +68,7 @@ def sanitizer_environment(compiler: Compiler) -> dict[str, str]:
 def is_caught(kind: str, source: str, folder: Path, compiler: Compiler, environment: dict[str, str]) -> bool:
     library = folder / "mistake.so"
     (folder / "mistake.cpp").write_text(f'extern "C" __attribute__((visibility("default"))) {source}\n')
-    compiler.run([*COMPILE_FLAGS, *LINK_FLAGS, *SANITIZER_FLAGS, str(folder / "mistake.cpp"), "-o", str(library)])
+    compiler.run([*COMPILE_FLAGS, *LINK_FLAGS, str(folder / "mistake.cpp"), "-o", str(library)])
     command = [sys.executable, "-c", CALL, str(library)]
     result = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     return result.returncode != 0 and kind in result.stderr

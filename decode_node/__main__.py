@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import SPIN_LONG, prepare_environment, usable_cpus
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.processor import prepare_environment, usable_cpus
+from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
-from outrider.service.config import TelemetryConfig
+from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
 
@@ -25,43 +27,59 @@ ROLE = "decode_node"
 def main(argv: list[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE,
-        {"model": ModelConfig, "telemetry": TelemetryConfig, "security": SecurityConfig, ROLE: DecodeNodeConfig},
+        {
+            "model": ModelConfig,
+            "kv_cache": KVCacheConfig,
+            "kv_transfer": KvTransferConfig,
+            "server": ServerConfig,
+            "telemetry": TelemetryConfig,
+            "security": SecurityConfig,
+            ROLE: DecodeNodeConfig,
+        },
         argv,
     )
-    prepare_environment(spin_count=SPIN_LONG, cpus=sections["model"].cpus)
+    prepare_environment(sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from decode_node.node import DecodeNode
 
-    config: DecodeNodeConfig = sections[ROLE]
+    config: DecodeNodeConfig = replace(
+        sections[ROLE], kv_cache=sections["kv_cache"], kv_transfer=sections["kv_transfer"]
+    )
+    server: ServerConfig = sections["server"]
     security = make_security(sections["security"])
     node = DecodeNode(
-        build=make_build(config, sections["model"], security),
-        configured_name=config.server.name,
+        build=make_build(config, sections["model"], security, server=server),
+        configured_name=server.name,
         session_timeout_seconds=config.session_timeout_seconds,
         allows_profiles=sections["telemetry"].profiling,
     )
-    return run_service(node, server=config.server, telemetry=sections["telemetry"], security=security, role=ROLE)
+    return run_service(node, server=server, telemetry=sections["telemetry"], security=security, role=ROLE)
 
 
 def make_build(
-    config: DecodeNodeConfig, model_config: ModelConfig, security: PeerSecurity = PLAINTEXT
+    config: DecodeNodeConfig,
+    model_config: ModelConfig,
+    security: PeerSecurity = PLAINTEXT,
+    *,
+    server: ServerConfig | None = None,
 ) -> Callable[[bytes, str, Emit], DecodeParts]:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
+    server = server or ServerConfig()
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
-        from decode_node.draft_gathering import DraftGatherer, log_failed_fallback
-        from decode_node.drafts import DraftClient, NoDrafts
-        from decode_node.drafts_on_trial import DraftsOnTrial
-        from decode_node.group_desk import GroupDesk
+        from decode_node.drafting.client import DraftClient, NoDrafts
+        from decode_node.drafting.gather import DraftGatherer, log_failed_proposer
         from decode_node.ingest import Ingest
         from decode_node.node import DecodeParts
+        from decode_node.sequence_group_manager import SequenceGroupManager
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
         from outrider.engine.engine import Engine
         from outrider.engine.kv_cache.block_pool import BlockPool
         from outrider.engine.sampler import Sampler
+        from outrider.engine.sampler.warm_up import warm_up_sampler
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_graphs import GraphShapes
         from outrider.engine.step_profiler import StepProfiler
@@ -72,17 +90,23 @@ def make_build(
         from outrider.service.telemetry.logging import get_logger
         from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello
+        from outrider.speculation.proposers.factory import NO_PROPOSER, make_proposer
         from outrider.speculation.proposers.isolated import IsolatedProposer
-        from outrider.speculation.proposers.ngram import NgramProposer
         from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
         from outrider.speculation.verify.typical import TypicalThresholds
 
+        proposers = [
+            IsolatedProposer(make_proposer(each), on_failure=log_failed_proposer)
+            for each in (config.local_fallback,)
+            if each != NO_PROPOSER
+        ]
         compute = open_compute(
             model_config,
             config.kv_cache,
             max_rows_per_step=config.max_rows_per_step,
             graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
+            main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
             on_rank_lost=end_process,
             progress=announce_progress,
         )
@@ -103,6 +127,7 @@ def make_build(
             device=model.device,
             kernels=model.cpu_kernels,
         )
+        warm_up_sampler(sampler, model.device)
         engine = Engine(pool, scheduler, kv_cache, runner, sampler)
         client = (
             DraftClient(
@@ -121,12 +146,8 @@ def make_build(
             else NoDrafts()
         )
         drafts = DraftGatherer(
-            client=DraftsOnTrial(client) if config.drafts_share_processors else client,
-            fallback=(
-                IsolatedProposer(NgramProposer(), on_failure=log_failed_fallback)
-                if config.local_fallback == "ngram"
-                else None
-            ),
+            client=client,
+            proposers=proposers,
             controller=DraftController(
                 num_speculative_tokens=config.num_speculative_tokens,
                 cost=StepCostModel(buckets=runner.padded_rows),
@@ -138,15 +159,15 @@ def make_build(
         ingest = Ingest(
             kv_cache=kv_cache,
             incarnation=incarnation,
-            host=config.kv_host or config.server.host,
-            port=config.kv_port,
-            connectors=config.connectors,
-            advertise_address="" if config.kv_host else config.server.advertise_address,
+            host=config.kv_transfer.host or server.host,
+            port=config.kv_transfer.port,
+            connectors=config.kv_transfer.accepted,
+            advertise_address="" if config.kv_transfer.host else server.advertise_address,
             on_complete=lambda transfer_id, stats: loop.submit(TransferCompleted(transfer_id, stats)),
             on_failed=lambda transfer_id, reason: loop.submit(TransferFailed(transfer_id, reason)),
             security=security,
         )
-        desk = GroupDesk(
+        groups = SequenceGroupManager(
             engine=engine,
             drafts=drafts,
             ingest=ingest,
@@ -161,16 +182,16 @@ def make_build(
         )
         profiler = StepProfiler(engine.clock, runner.phases, read_event_loop=event_loop_clock())
         cpu_turns = open_turns(
-            config.turns_file,
+            model_config.turns_file,
             model.cpu_kernels,
             cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
         )
-        typical = TypicalThresholds(threshold=config.typical_threshold, alpha=config.typical_alpha)
+        typical = TypicalThresholds()
         loop = DecodeLoop(
             engine=engine,
             drafts=drafts,
-            desk=desk,
+            groups=groups,
             profiler=profiler,
             verifier=RequestVerifier(sampler, typical=typical),
             emit=emit,
@@ -179,7 +200,7 @@ def make_build(
         return DecodeParts(
             engine=engine,
             loop=loop,
-            desk=desk,
+            groups=groups,
             ingest=ingest,
             drafts=client,
             model=info,

@@ -34,11 +34,11 @@ class Admission:
 
     def why_invalid(self, opened: OpenSequenceGroup) -> tuple[RejectReason, str] | None:
         """Reasons that no waiting changes; a router that validates never sees them."""
-        sampling = opened.sampling
+        sampling = opened.options.sampling
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
             return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
-        if len(opened.cache_salt) > MAX_CACHE_SALT_BYTES:
+        if len(opened.options.cache_salt) > MAX_CACHE_SALT_BYTES:
             return RejectReason.INVALID, f"a cache_salt has at most {MAX_CACHE_SALT_BYTES} bytes"
         longest = num_prompt + sampling.max_tokens
         if longest > self._max_model_len:
@@ -53,7 +53,7 @@ class Admission:
                 return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
         if max(opened.prompt_token_ids) >= self._vocab_size:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
-        if not (_is_in_range(sampling) and _may_be_answered(opened.logprobs)):
+        if not (_is_in_range(sampling) and _may_be_answered(opened.options.logprobs)):
             return RejectReason.INVALID, "a sampling parameter is out of its range"
         num_samples = len(opened.samples)
         if num_samples > self.max_running_sequences:
@@ -100,7 +100,7 @@ class Admission:
         """
         num_generated = len(start.generated_token_ids)
         num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
-        left = opened.sampling.max_tokens - num_generated
+        left = opened.options.sampling.max_tokens - num_generated
         expected = max(1.0, min(left, self._mean_output_tokens - num_generated))
         return max(1, self._blocks(num_own + int(expected)))
 

@@ -29,24 +29,21 @@ from decode_node.commands import (
     TransferCompleted,
     TransferFailed,
 )
-from decode_node.draft_gathering import DraftGatherer
-from decode_node.group_desk import GroupDesk
+from decode_node.drafting.client import StepDrafts
+from decode_node.drafting.gather import DraftGatherer
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
-from decode_node.planned_sequence import PlannedSequence, granted
+from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.statistics import StepStats
-from decode_node.step_drafts import NO_DRAFT, StepDrafts
-from decode_node.step_report import StepReport, step_kind, step_stats
-from decode_node.verdict import Verdict, judge
+from decode_node.step import PlannedSequence, StepReport, Verdict, apply_stop_conditions, step_kind, step_stats
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
-from outrider.engine.scheduler import DraftRoom, StepPlan
+from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
 from outrider.engine.transfer import read
 from outrider.faults import fault_point
 from outrider.profile import EndProfile, Part, StartProfile
-from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.verify.base import Verified
 from outrider.speculation.verify.by_request import RequestVerifier
 
@@ -70,7 +67,7 @@ class DecodeLoop:
         *,
         engine: Engine,
         drafts: DraftGatherer,
-        desk: GroupDesk,
+        groups: SequenceGroupManager,
         profiler: StepProfiler,
         verifier: RequestVerifier,
         emit: Callable[[EventsBySession, StepStats | None], None],
@@ -79,7 +76,7 @@ class DecodeLoop:
     ) -> None:
         self._engine = engine
         self._drafts = drafts
-        self._desk = desk
+        self._groups = groups
         self._profiler = profiler
         self._verifier = verifier
         self._time = engine.clock
@@ -112,7 +109,7 @@ class DecodeLoop:
             self.iterate()
         self._report()
         self._profiler.end()
-        self._desk.free_all()
+        self._groups.free_all()
 
     def iterate(self) -> None:
         """Commands and their answers, then a step if there is work, and what it has to tell.
@@ -121,7 +118,7 @@ class DecodeLoop:
         allows runs beside it.
         """
         self.progress.begin()
-        self._attend(wait=not self._engine.scheduler.has_work)
+        self._process_commands(wait=not self._engine.scheduler.has_work)
         try:
             if self._engine.scheduler.has_work and self._take_turn():
                 self.step()
@@ -131,14 +128,14 @@ class DecodeLoop:
             self._report()  # else while the device computes the next step
         self.progress.end()
 
-    def _attend(self, *, wait: bool = False) -> None:
-        """To commands; with `wait` until there is one, for a little while."""
+    def _process_commands(self, *, wait: bool = False) -> None:
+        """Processes queued commands; with `wait`, blocks briefly for one."""
         self._handle_commands(wait=wait)
-        self._desk.tend_groups()
+        self._groups.tend_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
-    def _attend_while_computing(self) -> None:
+    def _process_commands_while_computing(self) -> None:
         """What needs no result of the step that the device computes: the last step's report, and what comes in.
 
         A command that may end a sequence of the running step waits for it, and those behind it, so that
@@ -157,7 +154,7 @@ class DecodeLoop:
         if report is None:
             return
         report.publish_blocks()
-        self._desk.report_all(report.events())
+        self._groups.report_all(report.events())
         fault_point("decode.before_emit")
         self._emit_events(report.stats)
 
@@ -171,15 +168,15 @@ class DecodeLoop:
             is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
             self.progress.resume()
             self._time.mark(Part.CPU_TURN)
-            self._attend()  # with the turn, too: what has come meanwhile is in the step
+            self._process_commands()  # with the turn, too: what has come meanwhile is in the step
         return is_taken and self._engine.scheduler.has_work
 
     def _emit_events(self, stats: StepStats | None) -> None:
-        events = self._desk.take_events()
+        events = self._groups.take_events()
         if events or stats:
             self._emit(events, stats)
         has_commands = self._delayed or not self._inbox.is_empty
-        self.is_drained = self._desk.is_draining and self._desk.num_groups == 0 and not has_commands
+        self.is_drained = self._groups.is_draining and self._groups.num_groups == 0 and not has_commands
         self._time.mark(Part.EMIT)
 
     def step(self) -> None:
@@ -213,12 +210,12 @@ class DecodeLoop:
         pending = self._verifier.queue(logits, draft_rows)
         if self._engine.is_asynchronous:
             self._time.mark(Part.SAMPLING)
-            self._attend_while_computing()
+            self._process_commands_while_computing()
         (verified,) = read(pending)  # the one place that waits for the device
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, verified)
-        forecast = self._drafts.observe_step(
+        self._drafts.observe_step(
             seconds=self.progress.age_seconds() - age_before,
             num_rows=num_rows,
             num_sequences=len(plan.scheduled),
@@ -226,10 +223,10 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self._clock() - started, self._time.take()
-        stats = step_stats(
-            plan, draft_rows, verdicts, forecast, num_rows=num_rows, seconds=seconds, nanoseconds=nanoseconds
+        stats = step_stats(plan, draft_rows, verdicts, num_rows=num_rows, seconds=seconds, nanoseconds=nanoseconds)
+        self._unreported = StepReport(
+            [item.sample for item in verifying], verdicts, drafts.requested, drafts.hits, stats
         )
-        self._unreported = StepReport([item.sample for item in verifying], verdicts, drafts, stats)
         if self._profiler.is_capturing:
             with self.progress.paused():  # torch's profiler takes seconds to start and stop: that is no long step
                 self._profiler.step_ended(
@@ -239,25 +236,22 @@ class DecodeLoop:
     def _gather(self) -> StepDrafts:
         # Processors that another node waits for are not to stand idle: drafts had the time until this turn.
         may_wait = not self._cpu_turns.is_over(0.0)
-        drafts = self._drafts.gather(self._desk.samples_at_decode_row(), may_wait=may_wait)
+        drafts = self._drafts.gather(self._groups.samples_at_decode_row(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts
 
     def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[PlannedSequence]]:
-        """The step's rows, and what of the drafts gets some."""
-        chosen: dict[int, DraftTree] = {}
+        """Who runs in the step, and which draft tokens get rows."""
+        scheduler, samples_of = self._engine.scheduler, self._groups.samples_of
         # Prompts that are computed on these processors, as soon as the turn is given.
-        num_waiting = max(1, self._desk.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
-
-        def choose(room: DraftRoom) -> dict[int, int]:
-            chosen.update(self._drafts.choose(drafts, room, num_waiting=num_waiting))
-            return {sequence_id: len(draft.token_ids) for sequence_id, draft in chosen.items()}
-
-        plan = self._engine.scheduler.plan(choose, reclaim=self._desk.reclaim_reservation)
-        samples = self._desk.samples_of([item.sequence for item in plan.scheduled])
+        num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
+        room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
+        chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
+        plan = scheduler.hand_out(room, {sequence_id: draft.num_tokens for sequence_id, draft in chosen.items()})
+        samples = samples_of([item.sequence for item in plan.scheduled])
         return plan, [
-            PlannedSequence(item, sample, granted(chosen.get(item.sequence.key, NO_DRAFT), item))
+            PlannedSequence.of(item, sample, chosen.get(item.sequence.key))
             for item, sample in zip(plan.scheduled, samples, strict=True)
         ]
 
@@ -280,21 +274,21 @@ class DecodeLoop:
     def _handle(self, command: Command) -> None:
         match command:
             case GroupOpened():
-                self._desk.open(command)
+                self._groups.open(command)
             case GroupRetargeted():
-                self._desk.retarget(command)
+                self._groups.retarget(command)
             case GroupCancelled():
-                self._desk.cancel(command)
+                self._groups.cancel(command)
             case TransferCompleted():
-                self._desk.transfer_completed(command)
+                self._groups.transfer_completed(command)
             case TransferFailed():
-                self._desk.transfer_failed(command)
+                self._groups.transfer_failed(command)
             case SessionEnded():
-                self._desk.end_session(command.session_id)
+                self._groups.end_session(command.session_id)
             case DrainStarted():
-                self._desk.refuse_new_groups()
+                self._groups.refuse_new_groups()
             case DrainExpired():
-                self._desk.give_up_all("the node is draining")
+                self._groups.give_up_all("the node is draining")
             case StartProfile():
                 self._profiler.begin(command.capture)
             case EndProfile():
@@ -319,7 +313,7 @@ class DecodeLoop:
     # --- verify and commit ----------------------------------------------------------------
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
-        """Judges, frees rejected slots, ends what is finished, announces what goes on."""
+        """Cuts at stops, frees rejected slots, ends what is finished, announces what goes on."""
         moved = [
             pair
             for item, outcome in zip(verifying, verified, strict=True)
@@ -329,17 +323,17 @@ class DecodeLoop:
         if moved:  # before anything is published
             self._engine.kv_cache.move_slots(moved)
         verdicts = [
-            judge(
-                verified=outcome,
+            apply_stop_conditions(
+                outcome,
                 num_draft_tokens=len(item.draft.token_ids),
                 stop_token_ids=item.sample.stop_token_ids,
-                num_tokens_left=item.sample.max_length - len(item.sample.sequence.token_ids),
+                num_tokens_left=item.sample.num_tokens_left,
             )
             for item, outcome in zip(verifying, verified, strict=True)
         ]
         self._drafts.observe_verdicts(
             [
-                (item.sample, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
+                (item.sample.sequence.key, item.draft, outcome.path or range(len(outcome.token_ids) - 1))
                 for item, outcome in zip(verifying, verified, strict=True)
                 if item.draft.token_ids
             ]
@@ -366,4 +360,4 @@ class DecodeLoop:
         self._engine.sampler.commit(sample.sampling, verdict.token_ids)
         if verdict.finish_reason is not None:
             kv.publish(token_ids)
-            self._desk.finish(sample)
+            self._groups.finish(sample)

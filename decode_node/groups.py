@@ -22,10 +22,14 @@ class Sample:
     sampling: SequenceSampling
     stop_token_ids: frozenset[int]
     max_length: int = field(init=False)  # tokens with which the sample is complete, the prompt's among them
+    _asked_draft_tokens: int = field(init=False)  # the most that the request allows in a step
 
     def __post_init__(self) -> None:
         opened = self.group.opened
-        self.max_length = len(opened.prompt_token_ids) + opened.sampling.max_tokens
+        options = opened.options
+        self.max_length = len(opened.prompt_token_ids) + options.sampling.max_tokens
+        asked = options.num_speculative_tokens
+        self._asked_draft_tokens = self.max_length if asked is None else asked
 
     @property
     def sequence_id(self) -> int:
@@ -39,6 +43,16 @@ class Sample:
     @property
     def num_tokens_left(self) -> int:
         return self.max_length - len(self.sequence.token_ids)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the request allows drafts at all."""
+        return self._asked_draft_tokens > 0
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """In the next step: its last token needs no draft. May be negative."""
+        return min(self.max_length - len(self.sequence.token_ids) - 1, self._asked_draft_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +74,7 @@ class SequenceGroup:
     @property
     def rank(self) -> tuple[int, int]:
         """Lower runs first: by priority, then age."""
-        return -self.opened.priority, self.arrival
+        return -self.opened.options.priority, self.arrival
 
     @property
     def unstarted_samples(self) -> list[SampleStart]:

@@ -5,35 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from outrider.kv_transfer.base import DrainState, Region, TransferSpec, TransferStats
+from outrider.kv_transfer.base import DrainState, TransferSpec, TransferStats
 from outrider.kv_transfer.receiver import KvReceiver
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.service.address import is_local, is_wildcard, own_host, split_port
 from outrider.service.security import warn_if_exposed
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.base import KVCache
-
-
-class ReservedBlocks:
-    """A KvSink over one group's reserved blocks. Called from receiver threads.
-
-    Safe beside running forwards: reserved blocks are in no running sequence's block
-    table, and the receiver has drained its writes before they are freed.
-    """
-
-    def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
-        self._kv_cache = kv_cache
-        self._block_ids = torch.tensor(block_ids, dtype=torch.int64)  # [num_blocks]
-
-    def write(self, region: Region, payload: memoryview) -> None:
-        block_size = self._kv_cache.block_size
-        positions = torch.arange(region.start_token, region.end_token)  # [num_tokens]
-        slots = self._block_ids[positions // block_size] * block_size + positions % block_size
-        heads = None if region.has_all_heads else range(region.start_head, region.end_head)
-        self._kv_cache.write(region.plane, region.layers, slots, payload, heads=heads)
 
 
 class Ingest:
@@ -75,7 +55,7 @@ class Ingest:
             self._host,
             what="this node's KV ingest",
             is_protected=self._security.is_enabled,
-            fix="bind decode_node.kv_host to a private network, or set security.tls",
+            fix="bind kv_transfer.host to a private network, or set security.tls",
         )
         self._port = self.receiver.start()
 
@@ -97,6 +77,10 @@ class Ingest:
             ),
             ReservedBlocks(self._kv_cache, block_ids),
         )
+
+    def received_until(self, transfer_id: bytes) -> int | None:
+        """Ends a transfer; the token up to which its KV is there. None while it is still written; 0: not known."""
+        return self.receiver.received_until(transfer_id)
 
     def has_seen(self, transfer_id: bytes) -> bool:
         """Whether the id is taken, or was until lately: what is still under way for it must not meet another."""

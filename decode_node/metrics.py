@@ -7,9 +7,9 @@ from itertools import chain
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from decode_node.commands import EventsBySession
-from decode_node.draft_book import DraftCounters
-from decode_node.drafts import DraftClientStatus
-from decode_node.statistics import PrefixLookups, RecentRates, StepStats
+from decode_node.drafting.book import DraftCounters
+from decode_node.drafting.client import DraftClientStatus
+from decode_node.statistics import PrefixLookups, StepStats
 from outrider.kv_transfer.inbox import ReceiverCounters
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
@@ -66,11 +66,9 @@ class DecodeMetrics:
         received: ReceiverCounters,
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
-        rates: RecentRates,
     ) -> None:
         """What others count in totals, and gauges. Called now and then."""
         self._engine.set_load(load)
-        self._engine.set_speedup(expected=rates.expected_speedup(), measured=rates.measured_speedup())
         for reason, name in REFUSED.items():
             num_new = getattr(received, name) - getattr(self._counters, name)
             if num_new:
@@ -81,7 +79,7 @@ class DecodeMetrics:
             num_hit_tokens=prefix_lookups.num_hit_tokens - self._prefix_lookups.num_hit_tokens,
         )
         self._prefix_lookups = prefix_lookups
-        self._engine.set_breakers({target.target: target.is_breaker_open for target in drafts.targets})
+        self._engine.set_breakers({node.address: node.is_late for node in drafts.nodes})
         now, before = drafts.counters, self._drafts
         self._engine.add_refused_proposals("quarantined", now.num_quarantined - before.num_quarantined)
         self._engine.add_refused_proposals("stale", now.num_stale_answers - before.num_stale_answers)

@@ -12,10 +12,10 @@ import grpc.aio
 
 from decode_node.commands import DrainExpired, DrainStarted, EventsBySession
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafts import DraftClient, NoDrafts
-from decode_node.group_desk import GroupDesk
+from decode_node.drafting.client import DraftClient, NoDrafts
 from decode_node.ingest import Ingest
 from decode_node.metrics import DecodeMetrics
+from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions
 from decode_node.statistics import RecentRates, StepStats
@@ -42,7 +42,7 @@ class DecodeParts:
 
     engine: Engine
     loop: DecodeLoop
-    desk: GroupDesk
+    groups: SequenceGroupManager
     ingest: Ingest
     drafts: DraftClient | NoDrafts
     model: ModelInfo
@@ -133,13 +133,13 @@ class DecodeNode:
             async with asyncio.timeout(deadline_seconds):
                 await self._until_idle(parts)
         except TimeoutError:
-            _log.warning("drain deadline passed", num_groups=parts.desk.num_groups)
+            _log.warning("drain deadline passed", num_groups=parts.groups.num_groups)
             self._submit(DrainExpired())
             try:
                 async with asyncio.timeout(1.0):
                     await self._until_idle(parts)
             except TimeoutError:
-                _log.error("groups were not given up in time", num_groups=parts.desk.num_groups)
+                _log.error("groups were not given up in time", num_groups=parts.groups.num_groups)
 
     async def stop(self) -> None:
         parts = self._parts
@@ -188,13 +188,15 @@ class DecodeNode:
 
     async def _sync_metrics(self) -> None:
         while self._parts is not None and self._metrics is not None:
-            self._metrics.sync(
-                load=self._load(),
-                received=self._parts.ingest.receiver.counters,
-                drafts=self._parts.drafts.status(),
-                prefix_lookups=self._parts.desk.prefix_lookups,
-                rates=self._rates,
-            )
+            try:
+                self._metrics.sync(
+                    load=self._load(),
+                    received=self._parts.ingest.receiver.counters,
+                    drafts=self._parts.drafts.status(),
+                    prefix_lookups=self._parts.groups.prefix_lookups,
+                )
+            except Exception as error:  # noqa: BLE001 a bug in one figure must not stop all figures for good
+                _log.error("metrics failed", error=str(error), exc_info=error)
             await asyncio.sleep(METRICS_SECONDS)
 
     # --- who this is, and how it is doing -------------------------------------------------
@@ -228,12 +230,12 @@ class DecodeNode:
         engine = self._parts.engine
         return NodeLoad(
             num_running=engine.scheduler.num_running,
-            num_waiting=self._parts.desk.num_waiting,
+            num_waiting=self._parts.groups.num_waiting,
             kv_blocks_total=engine.pool.num_blocks,
             kv_blocks_free=engine.pool.num_free_blocks,
             tokens_per_second=self._rates.tokens_per_second(),
             mean_acceptance_length=self._rates.mean_acceptance_length(),
-            num_sequences_free=self._parts.desk.num_sequences_free,
+            num_sequences_free=self._parts.groups.num_sequences_free,
         )
 
 

@@ -13,6 +13,9 @@ from outrider.faults import fault_point
 from outrider.kv_transfer.base import DrainState, TransferStats
 from outrider.session import Granted, KvFailed, KvReady, SequenceGroupEvent
 
+WRITE_SECONDS = 0.5
+"""A frame is written in milliseconds: longer, and what has been received is not worth the wait."""
+
 
 @dataclass(slots=True)
 class _Filling:
@@ -22,14 +25,18 @@ class _Filling:
     transfer_id: bytes = b""  # the receiver expects it; empty: the last one has failed
     undrained_id: bytes = b""  # closed, but a write of it may be under way
     next_id: bytes | None = None  # what follows once that has drained; empty: the node computes itself
+    received_until: int = 0  # the token up to which the last transfer has brought its KV; 0: not known
+    keeps_received: bool = False  # what follows goes on from there
+    waits_until: float = 0.0  # for a write under way, before other blocks are taken and nothing is kept
 
 
 class Reservations:
     """A reservation outlives its transfers. Engine thread only.
 
-    KV of two transfers is never mixed: the next one is opened for the same blocks only when
-    the one before has been closed and has drained, and it has to bring every token itself.
-    While a write into them is still under way it gets other blocks, or waits where there are none.
+    The next transfer is opened for the same blocks only when the one before has been closed and has
+    drained. Where the router says so (nodes of equal numerics) it goes on behind the tokens that have
+    arrived whole, else it has to bring every token itself. While a write into them is still under way it
+    gets other blocks, or waits where there are none.
     """
 
     def __init__(
@@ -71,11 +78,16 @@ class Reservations:
         filling = self._fillings[group] = _Filling(deadline=0.0)
         self._open(group, filling, transfer_id)
 
-    def retarget(self, group: SequenceGroup, transfer_id: bytes) -> bool:
-        """Another transfer, or none (empty). True: the group waits no more, its samples compute what is missing."""
+    def retarget(self, group: SequenceGroup, transfer_id: bytes, *, keeps_received: bool = False) -> bool:
+        """Another transfer, or none (empty). True: the group waits no more, its samples compute what is missing.
+
+        `keeps_received`: tokens whose KV has arrived whole stay.
+        """
         filling = self._fillings[group]
         self._close(filling)
         filling.next_id = transfer_id
+        filling.keeps_received = keeps_received
+        filling.waits_until = self._clock() + WRITE_SECONDS
         return self._go_on(group, filling)
 
     def complete(self, transfer_id: bytes, stats: TransferStats) -> SequenceGroup | None:
@@ -192,9 +204,11 @@ class Reservations:
 
     def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
         """With what was asked for, once the blocks are safe to write. True: the node computes itself."""
-        is_undrained = filling.undrained_id and self._ingest.close(filling.undrained_id) is DrainState.UNKNOWN
-        if is_undrained and not self._change_blocks(group, filling.undrained_id):
+        is_undrained = filling.undrained_id and not self._is_drained(filling, filling.undrained_id)
+        waits = filling.keeps_received and self._clock() < filling.waits_until
+        if is_undrained and (waits or not self._change_blocks(group, filling.undrained_id)):
             return False
+        self._keep_received(group, filling)
         next_id, filling.next_id, filling.undrained_id = filling.next_id, None, b""
         if next_id:
             self._open(group, filling, next_id)
@@ -203,11 +217,30 @@ class Reservations:
         self.grant(group, b"")
         return True
 
+    def _keep_received(self, group: SequenceGroup, filling: _Filling) -> None:
+        """What has arrived whole is valid from now on; or nothing that has arrived is."""
+        kv, received_until = group.kv, filling.received_until
+        filling.received_until = 0
+        assert kv is not None
+        if not filling.keeps_received:
+            kv.truncate(kv.num_cached_tokens)
+            kv.reserve(len(group.shared_token_ids))  # the blocks that `truncate` has freed
+        elif received_until > kv.num_tokens:
+            kv.advance(received_until)
+
+    def _is_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
+        """Closes a transfer. True: nothing is written any more, and what it has brought is known."""
+        received_until = self._ingest.received_until(transfer_id)
+        if received_until is None or self._ingest.close(transfer_id) is DrainState.UNKNOWN:
+            return False
+        filling.received_until = received_until
+        return True
+
     def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
         """Reserves others; those that may still be written into are freed once they have drained. False: no room."""
         num_shared = len(group.shared_token_ids)
         kv = SequenceKV.create(
-            self._pool, group.shared_token_ids, max_cached_tokens=num_shared, cache_salt=group.opened.cache_salt
+            self._pool, group.shared_token_ids, max_cached_tokens=num_shared, cache_salt=group.opened.options.cache_salt
         )
         try:
             kv.reserve(num_shared)
@@ -224,7 +257,7 @@ class Reservations:
         if not transfer_id:
             return
         del self._by_transfer[transfer_id]
-        if self._ingest.close(transfer_id) is DrainState.UNKNOWN:
+        if not self._is_drained(filling, transfer_id):
             filling.undrained_id = transfer_id
 
     def _has_moved(self, filling: _Filling, now: float) -> bool:

@@ -8,30 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from outrider.request import VerificationMethod
-from outrider.speculation.draft_controller import StepForecast
 
 RATE_WINDOW_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSpeedup:
-    """What drafts were expected to win in one step, and what they won."""
-
-    plain_rate: float  # tokens a second that the step would make without drafts, as far as times are known
-    expected_tokens: float
-    expected_seconds: float
-    num_tokens: int
-    seconds: float
-
-    @classmethod
-    def of(cls, forecast: StepForecast, *, num_tokens: int, seconds: float) -> StepSpeedup:
-        return cls(
-            plain_rate=forecast.num_sequences / forecast.plain_seconds,
-            expected_tokens=forecast.num_tokens,
-            expected_seconds=forecast.seconds,
-            num_tokens=num_tokens,
-            seconds=seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +25,6 @@ class StepStats:
     num_drafts: int  # verifications with a draft
     num_draft_tokens: int
     num_accepted_draft_tokens: int
-    speedup: StepSpeedup | None = None  # unknown for steps that computed prompts
     num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)
 
 
@@ -75,10 +52,6 @@ class RecentRates:
     _num_generated_tokens: int = 0
     _num_drafts: int = 0
     _num_accepted: int = 0
-    _num_forecast: int = 0  # steps with a speedup
-    # Seconds that plain decoding would take for what was generated, or expected, over those it took.
-    _expected: tuple[float, float] = (0.0, 0.0)
-    _measured: tuple[float, float] = (0.0, 0.0)
 
     def add(self, stats: StepStats) -> None:
         self._steps.append((self.clock(), stats))
@@ -94,35 +67,12 @@ class RecentRates:
         self._forget_old()
         return 1.0 + self._num_accepted / self._num_drafts if self._num_drafts else 0.0
 
-    def expected_speedup(self) -> float:
-        """Over plain decoding, by what the draft controller expected; 0 where it expected nothing."""
-        self._forget_old()
-        return self._expected[0] / self._expected[1] if self._expected[1] > 0 else 0.0
-
-    def measured_speedup(self) -> float:
-        """Over plain decoding, whose time is the controller's estimate; 0 where there is none."""
-        self._forget_old()
-        return self._measured[0] / self._measured[1] if self._measured[1] > 0 else 0.0
-
     def _count(self, stats: StepStats, sign: int) -> None:
         self._num_generated_tokens += sign * stats.num_generated_tokens
         self._num_drafts += sign * stats.num_drafts
         self._num_accepted += sign * stats.num_accepted_draft_tokens
-        one = stats.speedup
-        if one is not None:
-            self._expected = _plus(
-                self._expected, sign * one.expected_tokens / one.plain_rate, sign * one.expected_seconds
-            )
-            self._measured = _plus(self._measured, sign * one.num_tokens / one.plain_rate, sign * one.seconds)
-            self._num_forecast += sign
-            if not self._num_forecast:  # what rounding leaves is no speed
-                self._expected = self._measured = (0.0, 0.0)
 
     def _forget_old(self) -> None:
         oldest = self.clock() - RATE_WINDOW_SECONDS
         while self._steps and self._steps[0][0] < oldest:
             self._count(self._steps.popleft()[1], -1)
-
-
-def _plus(sums: tuple[float, float], one: float, other: float) -> tuple[float, float]:
-    return sums[0] + one, sums[1] + other

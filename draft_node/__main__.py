@@ -10,26 +10,41 @@ from prometheus_client import REGISTRY
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import SPIN_SHORT, prepare_environment
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.processor import prepare_environment
+from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.config import TelemetryConfig
+from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
+from outrider.speculation.proposers.factory import ProposerSettings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a drain."""
     sections = parse_role_arguments(
         "draft_node",
-        {"telemetry": TelemetryConfig, "security": SecurityConfig, "draft_node": DraftNodeConfig},
+        {
+            "model": ModelConfig,
+            "kv_cache": KVCacheConfig,
+            "server": ServerConfig,
+            "telemetry": TelemetryConfig,
+            "security": SecurityConfig,
+            "draft_node": DraftNodeConfig,
+        },
         argv,
     )
     config: DraftNodeConfig = sections["draft_node"]
-    prepare_environment(spin_count=SPIN_SHORT, cpus=config.model.cpus)
-    service = DraftNode(config, registry=REGISTRY)
+    prepare_environment(sections["model"].cpus)
+    settings = ProposerSettings(
+        remembered_tokens=config.remembered_tokens,
+        model=config.draft_model(sections["model"]),
+        kv_cache=sections["kv_cache"],
+    )
+    service = DraftNode(config, name=sections["server"].name, settings=settings, registry=REGISTRY)
     return run_service(
         service,
-        server=config.server,
+        server=sections["server"],
         telemetry=sections["telemetry"],
         security=make_security(sections["security"]),
         role="draft_node",

@@ -2,48 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from outrider.config import setting
-from outrider.service.config import ServerConfig
+from outrider.model_hub.config import ModelConfig
 from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
-from outrider.speculation.proposers.factory import PROPOSERS, SECOND_PROPOSERS, ProposerSettings
+from outrider.speculation.proposers.factory import (
+    LOOKUP_NAMES,
+    NO_PROPOSER,
+    PROPOSER_NAMES,
+    PROPOSER_SUMMARY,
+)
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
 """All of them and the main path fit one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftNodeConfig(ProposerSettings):
+class DraftNodeConfig:
     """Section `draft_node`."""
 
-    server: ServerConfig = field(default_factory=ServerConfig)
-    proposer: str = setting(
-        "ngram", choices=PROPOSERS, help="Who guesses: prompt lookup, what most often followed, or a smaller model."
-    )
+    proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What guesses: {PROPOSER_SUMMARY}.")
     second_proposer: str = setting(
-        "none", choices=SECOND_PROPOSERS, help="Who guesses for a sequence for which the first has nothing."
+        NO_PROPOSER, choices=(NO_PROPOSER, *LOOKUP_NAMES), help="What guesses where the first has nothing."
+    )
+    model: str = setting("", help="The draft model: a directory or a Hugging Face id.")
+    remembered_tokens: int = setting(
+        0,
+        at_least=0,
+        at_most=1 << 24,
+        help="Past outputs that `suffix` drafts from, of all requests of this node: tokens, half a kilobyte each. "
+        "0: a request's own text only.",
     )
     num_speculative_tokens: int = setting(
         5, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
     )
     look_ahead: str = setting(
         "auto",
-        help="Alternatives of a sequence that a draft model follows while the target verifies: off, auto, or "
-        f"1 to {MAX_ALTERNATIVES}. auto: as many as its time allows; off where processors are shared with the target.",
+        help="Alternative paths of a sequence that a draft model follows while the target verifies: auto (as many as "
+        f"the time allows), 1 to {MAX_ALTERNATIVES}, or off (for processors shared with a target model).",
     )
-    shares_processors: bool = setting(False, help="Whether target models compute on this node's processors.")
-    max_sequences: int = setting(512, at_least=1, at_most=65_536, help="Sequences held, of all decode nodes together.")
 
     def __post_init__(self) -> None:
-        ProposerSettings.__post_init__(self)
         is_number = self.look_ahead.isdecimal() and 1 <= int(self.look_ahead) <= MAX_ALTERNATIVES
         if self.look_ahead not in ("off", "auto") and not is_number:
             raise ValueError(f"look_ahead {self.look_ahead!r} is not off, auto or 1 to {MAX_ALTERNATIVES}")
+        if self.proposer == "draft_model" and not self.model:
+            raise ValueError("proposer draft_model needs draft_node.model")
+
+    def draft_model(self, model: ModelConfig) -> ModelConfig:
+        """The draft model, computed as section `model` says, in one process and up to its own window."""
+        return replace(
+            model,
+            id=self.model,
+            revision="",
+            name="",
+            max_model_len=0,
+            tensor_parallel_size=1,
+            deterministic=False,
+        )
 
     @property
     def max_alternatives(self) -> int:
         """Paths beside the main one that a look-ahead follows for a sequence; 0: there is no look-ahead."""
-        if self.look_ahead == "off" or (self.look_ahead == "auto" and self.shares_processors):
+        if self.look_ahead == "off":
             return 0
         return MAX_ALTERNATIVES if self.look_ahead == "auto" else int(self.look_ahead)

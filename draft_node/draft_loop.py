@@ -1,12 +1,13 @@
 """READ FIRST. The draft node's engine thread: receive newest states → catch up → propose → look ahead → push.
 
-One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward
-pass, so that a new state waits for no more than that. Sequences that wait for a draft come first. While the
-targets of the others verify, their next drafts are made ahead, until each target is expected to be done.
+One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward pass and
+takes a limited number of updates of each decode node, so that a new state waits for no more than that. Sequences that
+wait for a draft come first. While the targets of the others verify, their next drafts are made ahead, until each target
+is expected to be done.
 
-The event loop (`server`) only moves messages between the streams and the peers' boxes. No state here is
-essential: lost state is sent again where a prefix is not known, and a decode node that hears nothing
-continues without drafts.
+The event loop (`DraftServicer`) only moves messages between the streams and the peers' boxes. No state here is
+essential: the decode node sends a sequence again if its prefix is not known here, and continues without drafts if it
+hears nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from outrider.speculation.draft_stream import (
     most_tokens_offered,
 )
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import AheadBranch, Progress, Proposal, ProposalRequest, Proposer
+from outrider.speculation.proposers.base import MAX_SEQUENCES, Progress, Proposal, ProposalRequest, Proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
 
 RATE_WINDOW_SECONDS = 10.0
 IDLE_SECONDS = 0.5
 
-ROUND_SMOOTHING = 0.2
-FADING = 0.95
+TIME_SMOOTHING = 0.2
+TIME_FADING = 0.95
+"""Of the expected time of a look-ahead: each such step, and each other step."""
 
 _log = get_logger("draft_loop")
 
@@ -46,11 +48,11 @@ Answers = list[tuple[DraftPeer, SequenceProposals]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLimits:
-    """How much the node offers and holds."""
+    """Limits of what the node offers and holds."""
 
     num_speculative_tokens: int
-    max_sequences: int
     max_alternatives: int = 0  # of a sequence, while its target verifies; 0: no look-ahead
+    max_sequences: int = MAX_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +60,12 @@ class DraftStepStats:
     """One step, for reports and metrics."""
 
     seconds: float
-    num_updates: int
-    num_refused: int
     num_held: int  # sequences
-    num_waiting: int  # of them, not caught up yet
+    num_waiting: int  # of them, without an answer yet
     num_requests: int
-    num_proposed_tokens: int  # in drafts that were waited for
-    num_ahead_tokens: int = 0  # in branches ahead, those sent again when they had grown included
-    num_wasted_tokens: int = 0  # drafted by a model, and now known never to be committed
+    num_proposed_tokens: int  # in answers
+    num_ahead_tokens: int  # in branches ahead; a branch that grew counts again
+    num_wasted_tokens: int  # drafted by a model, and now known never to be committed
 
 
 class DraftLoop:
@@ -87,9 +87,12 @@ class DraftLoop:
         self._limits = limits
         self._on_step = on_step
         self._clock = clock
-        self._held = HeldSequences(max_sequences=limits.max_sequences, on_forgotten=self._proposer.forget)
-        self._pending: dict[int, HeldSequence] = {}  # by key: want a proposal, or to be caught up with
-        self._ahead: dict[int, HeldSequence] = {}  # by key: answered, and their target verifies
+        self._held = HeldSequences(
+            max_sequences=limits.max_sequences, on_forgotten=self._forget, on_displaced=self._refuse_pending
+        )
+        self._refused: Answers = []  # of the updates at hand
+        self._pending: dict[int, HeldSequence] = {}  # by key: their last update is not answered yet
+        self._ahead: dict[int, HeldSequence] = {}  # by key: answered, and looked ahead for
         self._ahead_seconds = 0.0  # running mean of a step that only looks ahead
         self._changed = threading.Condition()
         self._peers: dict[int, DraftPeer] = {}
@@ -100,14 +103,13 @@ class DraftLoop:
         self._proposed: deque[tuple[float, int]] = deque()
         self._num_running = 0
         self.num_steps = 0
-        self.num_refused = 0
         self.step_started_at: float | None = None
         self.last_step_seconds = 0.0
 
     # Any thread.
 
     def connect(self, hello: DraftHello, notify: Callable[[], None]) -> DraftPeer:
-        """A decode node's stream is up. `notify` is called when there are answers to take."""
+        """A decode node's stream has begun. `notify` is called when there are answers to take, or room again."""
         with self._changed:
             peer = DraftPeer(self._next_peer_id, hello, notify)
             self._next_peer_id += 1
@@ -115,20 +117,20 @@ class DraftLoop:
         return peer
 
     def disconnect(self, peer: DraftPeer) -> None:
-        """The stream is gone, and with it everything that was held for it."""
+        """The stream has ended: everything that is held for it is freed."""
         with self._changed:
             if self._peers.pop(peer.peer_id, None) is not None:
                 self._gone.append(peer.peer_id)
             self._wake()
 
     def submit(self, peer: DraftPeer, updates: Sequence[SequenceUpdate], *, step_seconds: float = 0.0) -> None:
-        """Newest states have come. `step_seconds`: how long their target will verify; 0: unknown."""
+        """Queues newest states. `step_seconds`: how long their target verifies; 0: unknown."""
         peer.submit(updates, verified_by=self._clock() + step_seconds)
         with self._changed:
             self._wake()
 
     def stop(self) -> None:
-        """Lets `run` return after the step at hand."""
+        """`run` returns after the current step."""
         with self._changed:
             self._is_stopping = True
             self._wake()
@@ -156,62 +158,66 @@ class DraftLoop:
             self._on_step(self.step())
 
     def step(self) -> DraftStepStats:
-        """Newest states in, proposals out. What is not drafted yet stays for the next step."""
+        """Newest states in, proposals out. Unfinished drafts are continued in the next step."""
         self.step_started_at = started = self._clock()
-        updates = self._take_updates()  # the newest state of every sequence that moved
-        refused = self._apply(updates)  # unknown prefixes, no room, nonsense
-        requests = self._requests(started)  # who waits for a draft, then whose target verifies
+        self._apply(self._take_updates())
+        refused, self._refused = self._refused, []  # unknown prefixes, no room, nonsense
+        requests = self._requests(started)  # unanswered updates, then look-ahead
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward
         answers = self._answers(requests, proposals)
         self._push([*refused, *answers])
         self._learn_time(requests, self._clock() - started)
         num_wasted = self._proposer.num_wasted_tokens - num_wasted
-        return self._finish(started, len(updates), len(refused), len(requests), answers, num_wasted)
+        return self._finish(started, len(requests), answers, num_wasted)
 
     def _learn_time(self, requests: Sequence[ProposalRequest], seconds: float) -> None:
-        """How long a step that only looks ahead takes. While there are none, an estimate that forbids them fades."""
+        """Updates the mean time of steps that only look ahead. Other steps shrink it: look-ahead is tried again."""
         if requests and requests[0].looks_ahead:
-            weight = ROUND_SMOOTHING if self._ahead_seconds > 0.0 else 1.0
+            weight = TIME_SMOOTHING if self._ahead_seconds > 0.0 else 1.0
             self._ahead_seconds += weight * (seconds - self._ahead_seconds)
         else:
-            self._ahead_seconds *= FADING
+            self._ahead_seconds *= TIME_FADING
 
     def _take_updates(self) -> list[tuple[DraftPeer, ReceivedUpdate]]:
+        """Some of every peer's: one that sends many delays its own answers only."""
         with self._changed:
             self._has_news = False
             peers = list(self._peers.values())
             gone, self._gone = self._gone, []
         for peer_id in gone:
             self._held.close_peer(peer_id)
-        if gone:
-            self._pending = {key: held for key, held in self._pending.items() if held.name[0] not in gone}
-            self._ahead = {key: held for key, held in self._ahead.items() if held.name[0] not in gone}
-        return [(peer, update) for peer in peers for update in peer.take_updates()]
+        updates = [(peer, update) for peer in peers for update in peer.take_updates()]
+        if any(peer.has_updates for peer in peers):
+            self._has_news = True
+        return updates
 
-    def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> Answers:
-        refused: Answers = []
-        for peer, received in updates:
-            update = received.update
-            name = (peer.peer_id, update.sequence_id)
-            before = self._held.get(name)
-            if before is not None:
-                self._pending.pop(before.key, None)
-                self._ahead.pop(before.key, None)
+    def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> None:
+        for peer, (update, verified_by) in updates:
             if update.closed:
-                self._held.close(name)
+                self._held.close(peer, update.sequence_id)
                 continue
-            outcome = self._held.apply(peer.peer_id, peer.hello, update)
+            outcome = self._held.apply(peer, update)
             if isinstance(outcome, DraftStatus):
-                refused.append((peer, SequenceProposals(sequence_id=update.sequence_id, status=outcome)))
+                self._refused.append((peer, SequenceProposals(update.sequence_id, outcome)))
             else:
-                outcome.verified_by = received.verified_by
+                outcome.verified_by = verified_by
                 outcome.num_branches_left = MAX_AHEAD_BRANCHES
+                self._ahead.pop(outcome.key, None)
                 self._pending[outcome.key] = outcome
-        return refused
+
+    def _refuse_pending(self, held: HeldSequence) -> None:
+        """A decode node that waits for an answer gets one: it sends nothing more of the sequence before."""
+        if held.key in self._pending:
+            self._refused.append((held.peer, SequenceProposals(held.sequence_id, DraftStatus.NO_ROOM)))
+
+    def _forget(self, held: HeldSequence) -> None:
+        self._pending.pop(held.key, None)
+        self._ahead.pop(held.key, None)
+        self._proposer.forget(held.key)
 
     def _requests(self, now: float) -> list[ProposalRequest]:
-        """Whoever waits, first. No look-ahead is begun that would not be over when its target is."""
+        """Unanswered updates first, then look-ahead that is expected to end before its target's step."""
         self._ahead = {key: held for key, held in self._ahead.items() if self._may_look_ahead(held, now)}
         return [
             *(self._request(held, now, looks_ahead=False) for held in self._pending.values()),
@@ -227,79 +233,63 @@ class DraftLoop:
             start=held.start,
             max_alternatives=max_alternatives,
             looks_ahead=looks_ahead,
-            owner=held.name[0],
+            owner=held.peer.peer_id,
         )
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
-        """Whether what is begun now is over when the target is."""
-        is_able = self._limits.max_alternatives > 0 and self._proposer.can_look_ahead
+        """Whether look-ahead that is begun now is expected to end before the target's step."""
+        is_able = self._limits.max_alternatives > 0 and self._proposer.info.can_look_ahead
         return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.verified_by
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
-        """What is wanted and, where nothing more follows by look-ahead, some more; but nothing past the end."""
+        """Wanted tokens, and some extra where no look-ahead follows; none past the end of the text."""
         if held.num_wanted <= 0:
             return 0
         offered = wanted = min(held.num_wanted, self._limits.num_speculative_tokens)
         if not looks_ahead:
-            offered = min(wanted + self._proposer.num_extra_tokens, most_tokens_offered(wanted))
-        num_left = held.start.prompt_length + held.start.params.max_tokens - len(held.tokens)
+            offered = min(wanted + self._proposer.info.num_extra_tokens, most_tokens_offered(wanted))
+        num_left = held.start.prompt_length + held.start.options.sampling.max_tokens - len(held.tokens)
         return max(0, min(offered, num_left))
 
-    def _log_failure(self, error: Exception, keys: Sequence[int]) -> None:
+    def _log_failure(self, error: Exception, _key: int) -> None:
         _log.error(
-            "proposer failed", proposer=self._proposer.name, num_sequences=len(keys), error=str(error), exc_info=error
+            "proposer failed for a sequence", proposer=self._proposer.info.name, error=str(error), exc_info=error
         )
 
     def _answers(self, requests: Sequence[ProposalRequest], proposals: Sequence[Proposal]) -> Answers:
         answers: Answers = []
         for request, proposal in zip(requests, proposals, strict=True):
-            held = (self._ahead if request.looks_ahead else self._pending)[proposal.sequence_id]
-            peer = self._peers.get(held.name[0])
-            if peer is None:
-                continue  # its end is news: everything of it is dropped by the next step
-            answer = (
-                self._branches(peer, held, proposal)
-                if request.looks_ahead
-                else self._draft(peer, held, request, proposal)
-            )
+            if request.looks_ahead:
+                held = self._ahead[proposal.sequence_id]
+                answer = self._branches(held, proposal)
+            else:
+                held = self._pending[proposal.sequence_id]
+                answer = self._draft(held, request, proposal)
             if answer is not None:
-                answers.append((peer, answer))
+                answers.append((held.peer, answer))
         return answers
 
-    def _draft(
-        self, peer: DraftPeer, held: HeldSequence, request: ProposalRequest, proposal: Proposal
-    ) -> SequenceProposals | None:
-        """The answer to an update; None: it is not there yet, and nothing is to be said meanwhile."""
+    def _draft(self, held: HeldSequence, request: ProposalRequest, proposal: Proposal) -> SequenceProposals | None:
+        """The answer to an update; None while it is drafted."""
         if proposal.progress is Progress.DRAFTING:
             return None
+        status = DraftStatus.CATCHING_UP
+        tree = _to_send(proposal.tree, held)
         if proposal.progress is Progress.DONE:
+            status = DraftStatus.PROPOSED if tree else DraftStatus.NOTHING
             del self._pending[held.key]
             if request.max_alternatives and request.num_wanted > 0:
                 self._ahead[held.key] = held
-        tree = replace(
-            proposal.tree.cut(_num_known_to(peer.hello, proposal.tree.token_ids)),
-            prefix_hash=held.tokens.hash_at(proposal.tree.length),
-        )
-        return SequenceProposals(
-            sequence_id=held.name[1],
-            status=_status(proposal, tree),
-            acked_length=len(held.tokens),
-            branches=(tree,) if tree else (),
-            num_computed=proposal.num_computed,
-        )
+        return SequenceProposals(held.sequence_id, status, len(held.tokens), (tree,) if tree else ())
 
-    def _branches(self, peer: DraftPeer, held: HeldSequence, proposal: Proposal) -> SequenceProposals | None:
-        """What a look-ahead has found; None: nothing yet."""
-        trees = [tree for branch in proposal.ahead if (tree := _tree_of(branch, held, peer.hello))]
-        trees = trees[: held.num_branches_left]
+    def _branches(self, held: HeldSequence, proposal: Proposal) -> SequenceProposals | None:
+        """New branches ahead; None if there are none."""
+        found = (_to_send(branch.tree, held, *branch.assumed_token_ids) for branch in proposal.ahead)
+        trees = tuple(filter(None, found))[: held.num_branches_left]
         held.num_branches_left -= len(trees)
-        if not proposal.may_go_on or held.num_branches_left <= 0:
+        if not proposal.has_more or held.num_branches_left <= 0:
             del self._ahead[held.key]
-        if not trees:
-            return None
-        return SequenceProposals(
-            sequence_id=held.name[1], status=DraftStatus.AHEAD, acked_length=len(held.tokens), branches=tuple(trees)
-        )
+        return SequenceProposals(held.sequence_id, DraftStatus.AHEAD, len(held.tokens), trees) if trees else None
 
     def _push(self, answers: Answers) -> None:
         by_peer: dict[int, tuple[DraftPeer, list[SequenceProposals]]] = {}
@@ -308,15 +298,7 @@ class DraftLoop:
         for peer, theirs in by_peer.values():
             peer.answer(theirs)
 
-    def _finish(
-        self,
-        started: float,
-        num_updates: int,
-        num_refused: int,
-        num_requests: int,
-        answers: Answers,
-        num_wasted_tokens: int,
-    ) -> DraftStepStats:
+    def _finish(self, started: float, num_requests: int, answers: Answers, num_wasted_tokens: int) -> DraftStepStats:
         now = self._clock()
         num_tokens = dict.fromkeys((False, True), 0)  # by whether ahead
         for _, answer in answers:
@@ -326,13 +308,10 @@ class DraftLoop:
             self._proposed.popleft()
         self._num_running = len(self._held)
         self.num_steps += 1
-        self.num_refused += num_refused
         self.last_step_seconds = now - started
         self.step_started_at = None
         return DraftStepStats(
             seconds=now - started,
-            num_updates=num_updates,
-            num_refused=num_refused,
             num_held=self._num_running,
             num_waiting=len(self._pending),
             num_requests=num_requests,
@@ -346,27 +325,14 @@ class DraftLoop:
         self._changed.notify_all()
 
 
-def _status(proposal: Proposal, tree: DraftTree) -> DraftStatus:
-    if proposal.progress is Progress.CATCHING_UP:
-        return DraftStatus.CATCHING_UP
-    return DraftStatus.PROPOSED if tree else DraftStatus.NOTHING
+def _to_send(tree: DraftTree, held: HeldSequence, *assumed_token_ids: int) -> DraftTree:
+    """With its prefix's hash, and cut before the first id that the target does not have: padded vocabularies differ.
 
-
-def _tree_of(branch: AheadBranch, held: HeldSequence, hello: DraftHello) -> DraftTree:
-    """Empty where the decode node's model does not have the ids."""
-    assumed = branch.assumed_token_ids
-    num_known = _num_known_to(hello, branch.token_ids) if _num_known_to(hello, assumed) == len(assumed) else 0
-    tree = DraftTree(
-        length=len(held.tokens) + len(assumed),
-        prefix_hash=held.tokens.hash_after(assumed),
-        token_ids=branch.token_ids,
-        probability=branch.probability,
-        distributions=branch.distributions,
-        parents=branch.parents,
-    )
-    return tree.cut(num_known)
-
-
-def _num_known_to(hello: DraftHello, token_ids: Sequence[int]) -> int:
-    """Tokens before the first id that the decode node's model does not have: padded sizes may differ."""
-    return next((index for index, token_id in enumerate(token_ids) if token_id >= hello.vocab_size), len(token_ids))
+    Empty where that is an assumed one.
+    """
+    vocab_size = held.peer.hello.vocab_size
+    num_known = 0
+    if max(assumed_token_ids, default=0) < vocab_size:
+        token_ids = tree.token_ids
+        num_known = next((index for index, each in enumerate(token_ids) if each >= vocab_size), len(token_ids))
+    return replace(tree.cut(num_known), prefix_hash=held.tokens.hash_after(assumed_token_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.errors import CapacityError
 from outrider.speculation.draft_stream import (
@@ -19,11 +20,17 @@ from outrider.speculation.draft_stream import (
 from outrider.speculation.draft_tree import DraftTree
 
 MAX_WAITING = 65_536
-"""Sequences of which an update or an answer waits in a box; a peer that never reads its answers comes to it."""
+"""Sequences with an update or an answer that waits here. A peer that never reads its answers reaches it."""
+
+MAX_WAITING_TOKENS = 1 << 18
+"""In updates that wait here: with more, the peer's stream is not read."""
+
+MAX_UPDATES_PER_STEP = 256
+MAX_TOKENS_PER_STEP = 1 << 16
+"""Of one peer: some milliseconds of work, for which the answers to others wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedUpdate:
+class ReceivedUpdate(NamedTuple):
     """The newest state of one sequence, and until when its target is expected to verify: clock seconds."""
 
     update: SequenceUpdate
@@ -39,7 +46,7 @@ class _Unsent:
     ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash
 
     def put(self, answer: SequenceProposals) -> None:
-        """An answer voids what waits of older states; branches ahead join those that wait, the longer of a prefix."""
+        """An answer replaces everything of older states; branches ahead join those that wait, the newer of a prefix."""
         if answer.status is not DraftStatus.AHEAD:
             self.answer = answer
             self.ahead.clear()
@@ -53,14 +60,8 @@ class _Unsent:
     def answers(self, sequence_id: int) -> list[SequenceProposals]:
         found = [] if self.answer is None else [self.answer]
         if self.ahead:
-            found.append(
-                SequenceProposals(
-                    sequence_id=sequence_id,
-                    status=DraftStatus.AHEAD,
-                    acked_length=self.acked_length,
-                    branches=tuple(self.ahead.values()),
-                )
-            )
+            branches = tuple(self.ahead.values())
+            found.append(SequenceProposals(sequence_id, DraftStatus.AHEAD, self.acked_length, branches))
         return found
 
 
@@ -68,7 +69,7 @@ class DraftPeer:
     """Two boxes that hold the newest value of each sequence, never a backlog.
 
     Thread-safe: the event loop submits updates and takes answers, the draft loop the
-    other way round. `notify` is called from the draft loop's thread.
+    other way round. `notify` is called from the draft loop's thread, when there are answers or there is room.
     """
 
     def __init__(self, peer_id: int, hello: DraftHello, notify: Callable[[], None]) -> None:
@@ -76,11 +77,17 @@ class DraftPeer:
         self.hello = hello
         self._notify = notify
         self._lock = threading.Lock()
-        self._updates: dict[int, ReceivedUpdate] = {}
+        self._updates: dict[int, ReceivedUpdate] = {}  # by sequence; the first has waited longest
+        self._num_tokens = 0  # in those
         self._unsent: dict[int, _Unsent] = {}
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another message may be read."""
+        return self._num_tokens < MAX_WAITING_TOKENS
+
     def submit(self, updates: Sequence[SequenceUpdate], *, verified_by: float) -> None:
-        """Newer states of a sequence replace older ones that nobody has looked at.
+        """Newer states of a sequence replace older ones that wait.
 
         Raises: CapacityError for a peer that sends, and does not read.
         """
@@ -88,12 +95,27 @@ class DraftPeer:
             if len(self._updates) + len(self._unsent) + len(updates) > MAX_WAITING:
                 raise CapacityError(f"{self.hello.name} does not read the answers to its updates")
             for update in updates:
+                replaced = self._updates.get(update.sequence_id)
                 self._updates[update.sequence_id] = ReceivedUpdate(update, verified_by)
+                self._num_tokens += len(update.token_ids) - (0 if replaced is None else len(replaced.update.token_ids))
+
+    @property
+    def has_updates(self) -> bool:
+        return bool(self._updates)
 
     def take_updates(self) -> list[ReceivedUpdate]:
+        """Those that have waited longest, as many as one step may handle."""
+        taken: list[ReceivedUpdate] = []
+        num_tokens = 0
         with self._lock:
-            updates, self._updates = self._updates, {}
-        return list(updates.values())
+            had_room = self.has_room
+            while self._updates and len(taken) < MAX_UPDATES_PER_STEP and num_tokens < MAX_TOKENS_PER_STEP:
+                taken.append(self._updates.pop(next(iter(self._updates))))
+                num_tokens += len(taken[-1].update.token_ids)
+            self._num_tokens -= num_tokens
+        if not had_room:
+            self._notify()
+        return taken
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
         """Joins what could not be sent yet; an answer replaces an older one."""

@@ -1,22 +1,34 @@
-"""The committed tokens that decode nodes have sent, and whether they can be trusted to be complete."""
+"""The committed tokens that decode nodes have sent, shared out among them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
+from draft_node.draft_peer import DraftPeer
+from outrider.speculation.draft_stream import DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
+from outrider.speculation.proposers.base import MAX_SEQUENCES
 
-SequenceName = tuple[int, int]  # (peer, the peer's sequence id)
+MAX_TOKENS = 6 << 20
+"""Of all of them."""
+
+BYTES_PER_TOKEN = 48
+"""An integer, and its places in the lists of the node and of a draft model's proposer."""
+
+BYTES_PER_SEQUENCE = 16_384
+"""Hashes of its last lengths, sampling parameters, estimates."""
+
+MAX_HELD_BYTES = MAX_TOKENS * BYTES_PER_TOKEN + MAX_SEQUENCES * BYTES_PER_SEQUENCE
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class HeldSequence:
     """One sequence as the draft node knows it."""
 
     key: int  # its name toward the proposer; never used twice
-    name: SequenceName
+    peer: DraftPeer
+    sequence_id: int  # the peer's name for it
     start: SequenceStart
     tokens: HashedTokens
     num_wanted: int = 0
@@ -24,77 +36,121 @@ class HeldSequence:
     num_branches_left: int = 0  # ahead, until the next update
 
 
-class HeldSequences:
-    """Applies updates, checked by prefix hash. Confined to the draft loop's thread."""
+@dataclass(slots=True)
+class _Holding:
+    """What is held for one decode node."""
 
-    def __init__(self, *, max_sequences: int, on_forgotten: Callable[[int], None]) -> None:
-        self._max_sequences = max_sequences
+    sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by its ids, least recently updated first
+    num_tokens: int = 0
+
+
+class HeldSequences:
+    """Applies updates, checked by prefix hash. Confined to the draft loop's thread.
+
+    Room is given to whoever asks. When there is none left, a decode node that holds less than another one gets what
+    the other updated longest ago. So one alone may use everything, and none can keep others out.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_forgotten: Callable[[HeldSequence], None],
+        on_displaced: Callable[[HeldSequence], None] = lambda _held: None,
+        max_sequences: int = MAX_SEQUENCES,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        """`on_displaced` precedes `on_forgotten` for a sequence that gives way to another decode node's."""
         self._on_forgotten = on_forgotten
-        self._held: dict[SequenceName, HeldSequence] = {}
+        self._on_displaced = on_displaced
+        self._max_sequences = max_sequences
+        self._max_tokens = max_tokens
+        self._holdings: dict[int, _Holding] = {}  # by peer
         self._next_key = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return sum(len(holding.sequences) for holding in self._holdings.values())
 
     def __iter__(self) -> Iterator[HeldSequence]:
-        return iter(self._held.values())
+        return (held for holding in self._holdings.values() for held in holding.sequences.values())
 
-    def get(self, name: SequenceName) -> HeldSequence | None:
-        return self._held.get(name)
+    def apply(self, peer: DraftPeer, update: SequenceUpdate) -> HeldSequence | DraftStatus:
+        """Takes over the newest state. Returns the sequence, or why not; what was held of it is forgotten then."""
+        held = self._take_out(peer, update.sequence_id)
+        outcome = self._updated(peer, held, update)
+        if held is not None and outcome is not held:
+            self._on_forgotten(held)
+        if isinstance(outcome, HeldSequence):
+            holding = self._holdings.setdefault(peer.peer_id, _Holding())
+            holding.sequences[update.sequence_id] = outcome  # at the end: updated last
+            holding.num_tokens += len(outcome.tokens)
+        return outcome
 
-    def apply(self, peer: int, hello: DraftHello, update: SequenceUpdate) -> HeldSequence | DraftStatus:
-        """Takes the newest state over. The sequence on success; else why not, and it is forgotten if it was wrong."""
-        name = (peer, update.sequence_id)
-        if update.length != update.start_length + len(update.token_ids) or not update.length:
-            return self._refuse(name, DraftStatus.NO_ROOM)
-        if update.length > hello.max_model_len or any(token_id >= hello.vocab_size for token_id in update.token_ids):
-            return self._refuse(name, DraftStatus.NO_ROOM)
-        held = self._held.get(name)
-        if held is None or not _extend(held.tokens, update):
-            if update.start_length != 0 or update.start is None:
-                return self._refuse(name, DraftStatus.UNKNOWN_PREFIX)
-            held = self._begin(name, update, update.start)
-            if held is None:
-                return DraftStatus.NO_ROOM
-        if held.tokens.hash != update.prefix_hash or len(held.tokens) != update.length:
-            return self._refuse(name, DraftStatus.UNKNOWN_PREFIX)
+    def _updated(
+        self, peer: DraftPeer, held: HeldSequence | None, update: SequenceUpdate
+    ) -> HeldSequence | DraftStatus:
+        """`held` with what is new, a new sequence, or a refusal."""
+        if not update.length or update.length != update.start_length + len(update.token_ids):
+            return DraftStatus.NO_ROOM
+        if update.length > peer.hello.max_model_len or max(update.token_ids, default=0) >= peer.hello.vocab_size:
+            return DraftStatus.NO_ROOM
+        if held is None or not _continues(held.tokens, update):
+            if update.start_length or update.start is None:
+                return DraftStatus.UNKNOWN_PREFIX
+            held = HeldSequence(self._next_key, peer, update.sequence_id, update.start, HashedTokens())
+            self._next_key += 1
+        if not self._make_room(peer, update.length):
+            return DraftStatus.NO_ROOM
+        held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])
         held.num_wanted = update.num_wanted
-        return held
+        return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX
 
-    def close(self, name: SequenceName) -> None:
+    def close(self, peer: DraftPeer, sequence_id: int) -> None:
         """Forgets a sequence; an unknown one is fine."""
-        self._drop(name)
+        held = self._take_out(peer, sequence_id)
+        if held is not None:
+            self._on_forgotten(held)
 
-    def close_peer(self, peer: int) -> None:
+    def close_peer(self, peer_id: int) -> None:
         """Forgets all of a decode node's sequences."""
-        for name in [name for name in self._held if name[0] == peer]:
-            self.close(name)
+        holding = self._holdings.pop(peer_id, _Holding())
+        for held in holding.sequences.values():
+            self._on_forgotten(held)
 
-    def _begin(self, name: SequenceName, update: SequenceUpdate, start: SequenceStart) -> HeldSequence | None:
-        self._drop(name)
-        if len(self._held) >= self._max_sequences:
-            return None
-        held = HeldSequence(self._next_key, name, start, HashedTokens(update.token_ids))
-        self._next_key += 1
-        self._held[name] = held
+    def _take_out(self, peer: DraftPeer, sequence_id: int) -> HeldSequence | None:
+        holding = self._holdings.get(peer.peer_id, _Holding())
+        held = holding.sequences.pop(sequence_id, None)
+        if held is not None:
+            holding.num_tokens -= len(held.tokens)
         return held
 
-    def _refuse(self, name: SequenceName, refusal: DraftStatus) -> DraftStatus:
-        self._drop(name)
-        return refusal
+    def _make_room(self, peer: DraftPeer, num_tokens: int) -> bool:
+        """For one sequence of so many tokens. False: the peer holds its share."""
+        own = self._holdings.get(peer.peer_id, _Holding())
+        own_share = self._share(len(own.sequences) + 1, own.num_tokens + num_tokens)
+        while not self._has_room(num_tokens):
+            largest = max(self._holdings.values(), key=self._share_of, default=own)
+            if self._share_of(largest) <= own_share:
+                return False
+            oldest = next(iter(largest.sequences.values()))
+            self._on_displaced(oldest)
+            self.close(oldest.peer, oldest.sequence_id)
+        return True
 
-    def _drop(self, name: SequenceName) -> None:
-        held = self._held.pop(name, None)
-        if held is not None:
-            self._on_forgotten(held.key)
+    def _has_room(self, num_tokens: int) -> bool:
+        num_held = sum(holding.num_tokens for holding in self._holdings.values())
+        return len(self) < self._max_sequences and num_held + num_tokens <= self._max_tokens
+
+    def _share_of(self, holding: _Holding) -> float:
+        return self._share(len(holding.sequences), holding.num_tokens)
+
+    def _share(self, num_sequences: int, num_tokens: int) -> float:
+        """Of what is scarcer."""
+        return max(num_sequences / self._max_sequences, num_tokens / self._max_tokens)
 
 
-def _extend(tokens: HashedTokens, update: SequenceUpdate) -> bool:
-    """Adds what is new in the update. False when it does not continue what is held."""
+def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:
+    """Whether the update's tokens agree with those held, and leave no gap after them."""
     num_overlapping = len(tokens) - update.start_length
-    if num_overlapping < 0 or num_overlapping > len(update.token_ids):
+    if not 0 <= num_overlapping <= len(update.token_ids):
         return False
-    if tuple(tokens.token_ids[update.start_length :]) != update.token_ids[:num_overlapping]:
-        return False
-    tokens.extend(update.token_ids[num_overlapping:])
-    return True
+    return tuple(tokens.token_ids[update.start_length :]) == update.token_ids[:num_overlapping]

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
+from draft_node.held_sequences import MAX_HELD_BYTES
 from draft_node.servicer import DraftServicer
 from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
@@ -23,13 +24,13 @@ from outrider.service.announce import announce_progress
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
-from outrider.speculation.proposers.base import Proposer
-from outrider.speculation.proposers.factory import make_ladder
+from outrider.speculation.proposers.base import Proposer, ProposerInfo
+from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 EXIT_LOOP_FAILED = 70  # EX_SOFTWARE
-LEAST_EXPECTED_STEP_SECONDS = 1.0
-"""A step that follows a short one may have a long prefix to catch up with: that is not a death."""
+MIN_EXPECTED_STEP_SECONDS = 1.0
+"""A short step may be followed by one that computes a long prefix; the node has not stalled then."""
 
 _log = get_logger("draft_node")
 
@@ -43,16 +44,20 @@ class DraftNode:
         self,
         config: DraftNodeConfig,
         *,
+        name: str = "",
+        settings: ProposerSettings | None = None,
         registry: CollectorRegistry,
         proposer: Proposer | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        """`exit_process` ends the process at once when the draft loop has failed."""
+        """`name`: by default role and address. `exit_process` ends the process when the draft loop has failed."""
         self._config = config
         self._registry = registry
         self._proposer = proposer  # None: made in `start`
         self._exit_process = exit_process
         self._incarnation = make_incarnation()
+        self._configured_name = name
+        self._settings = settings
         self._name = ""
         self._state = NodeState.STARTING
         self._loop: DraftLoop | None = None
@@ -65,7 +70,7 @@ class DraftNode:
 
     async def start(self, address: str) -> None:
         """Makes the proposer, in a thread, and starts the draft loop."""
-        self._name = default_node_name("draft_node", address, configured=self._config.server.name)
+        self._name = default_node_name("draft_node", address, configured=self._configured_name)
         thread = self._thread = EngineThread(
             "draft loop",
             build=self._build,
@@ -77,7 +82,7 @@ class DraftNode:
         thread.run()
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Ends all streams at once: decode nodes go on without, nothing here is worth waiting for."""
+        """Ends all streams at once: decode nodes continue without drafts."""
         self._state = NodeState.DRAINING
         await self._streams.close(deadline_seconds)
 
@@ -92,34 +97,32 @@ class DraftNode:
         proposer = self._proposer
         if proposer is None:
             proposer = make_ladder(
-                self._config.proposer, self._config.second_proposer, self._config, progress=announce_progress
+                self._config.proposer, self._config.second_proposer, self._settings, progress=announce_progress
             )
             self._proposer = proposer
         limits = DraftLimits(
             num_speculative_tokens=self._config.num_speculative_tokens,
-            max_sequences=self._config.max_sequences,
             max_alternatives=self._config.max_alternatives,
         )
-        metrics = EngineMetrics(model_name=proposer.name, registry=self._registry)
+        metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
         return DraftLoop(proposer, limits, on_step=partial(_count_step, metrics))
 
     def _loop_failed(self, error: Exception) -> None:
-        """A bug of ours: a node that drafts no more must not look alive."""
+        """Ends the process: a node whose engine thread has failed must not look healthy."""
         _log.error("the draft loop failed; the process ends", error=str(error), exc_info=error)
         self._exit_process(EXIT_LOOP_FAILED)
 
     def describe(self) -> Mapping[str, Any]:
+        assert self._proposer is not None, "started"
+        info = self._proposer.info
         return {
-            "proposer": self._proposer.name if self._proposer is not None else self._config.proposer,
-            "vocabulary_fingerprint": self._proposer.vocabulary_fingerprint if self._proposer is not None else "",
+            "proposer": info.name,
+            "vocabulary_fingerprint": info.vocabulary_fingerprint,
             "num_speculative_tokens": self._config.num_speculative_tokens,
-            "look_ahead": self._config.max_alternatives if self._can_look_ahead else 0,
-            **(self._proposer.description if self._proposer is not None else {}),
+            "look_ahead": self._config.max_alternatives if info.can_look_ahead else 0,
+            "memory_bytes": MAX_HELD_BYTES + info.memory_bytes,  # at most, besides a model's weights
+            **info.description,
         }
-
-    @property
-    def _can_look_ahead(self) -> bool:
-        return self._proposer is not None and self._proposer.can_look_ahead
 
     def draft_loop(self) -> DraftLoop:
         """Raises: PeerLostError while starting and when draining: come again, or go elsewhere."""
@@ -134,7 +137,7 @@ class DraftNode:
             role=NodeRole.DRAFT,
             state=self._state,
             version=__version__,
-            model=None if self._proposer is None else self._model_info(self._proposer),
+            model=None if self._proposer is None else self._model_info(self._proposer.info),
         )
 
     def report(self) -> NodeReport:
@@ -146,12 +149,12 @@ class DraftNode:
             state=self._state,
             incarnation=self._incarnation,
             step=loop.num_steps,
-            expected_step_seconds=0.0 if started is None else max(loop.last_step_seconds, LEAST_EXPECTED_STEP_SECONDS),
+            expected_step_seconds=0.0 if started is None else max(loop.last_step_seconds, MIN_EXPECTED_STEP_SECONDS),
             step_age_seconds=0.0 if started is None else max(0.0, time.monotonic() - started),
             load=loop.load(),
         )
 
-    def _model_info(self, proposer: Proposer) -> ModelInfo:
+    def _model_info(self, proposer: ProposerInfo) -> ModelInfo:
         return ModelInfo(
             name=proposer.name,
             vocab_size=0,

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 HELLO_TIMEOUT_SECONDS = 5.0
 
+UPDATES_AT_ONCE = 256
+"""Read without a break: about a millisecond."""
+
 DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
 _log = get_logger("draft_node")
@@ -47,15 +50,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             fault_point("draft.hello")
             await context.write(draft_pb2.DraftProposals(hello=info_to_proto(self._node.info())))
             event_loop = asyncio.get_running_loop()
-            wake = asyncio.Event()
+            wake, room = asyncio.Event(), asyncio.Event()
+
+            def wake_both() -> None:
+                wake.set()
+                room.set()
 
             def notify() -> None:  # called from the draft loop's thread
-                event_loop.call_soon_threadsafe(wake.set)
+                event_loop.call_soon_threadsafe(wake_both)
 
             peer = loop.connect(hello, notify)
             self._open[peer] = wake
             _log.info("decode node connected", node=hello.name)
-            reader = asyncio.create_task(_read_updates(loop, peer, first, request_iterator))
+            reader = asyncio.create_task(_read_updates(loop, peer, room, first, request_iterator))
             writer = asyncio.create_task(self._write_answers(peer, wake, context))
             try:
                 await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
@@ -63,9 +70,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     if task.done():
                         await task  # raises what ended it
             finally:
-                # Everything that must happen, before an await that a second cancellation could end.
+                # No await before these: a second cancellation could end it.
                 reader.cancel()
-                writer.cancel()  # a peer that does not read may hold it
+                writer.cancel()  # it may be blocked by a peer that does not read
                 loop.disconnect(peer)
                 del self._open[peer]
                 if self._is_closing and not self._open:
@@ -98,7 +105,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return hello, first
 
     async def _write_answers(self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext) -> None:
-        """Each message is made when the last has been written, from what is newest then. Until this node closes."""
+        """Writes messages until the node closes, each made from the newest answers once the last is written."""
         while not self._is_closing:
             await wake.wait()
             wake.clear()
@@ -111,14 +118,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 async def _read_updates(
     loop: DraftLoop,
     peer: DraftPeer,
+    room: asyncio.Event,
     first: draft_pb2.DraftUpdate,
     request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
 ) -> None:
-    """Until the decode node closes its side."""
+    """Until the decode node closes its side. `room`: set when the peer may have room again."""
     message: draft_pb2.DraftUpdate | None = first
     while message is not None:
-        if message.sequences:
+        step_seconds = step_from_proto(message.step_microseconds)
+        for start in range(0, len(message.sequences), UPDATES_AT_ONCE):
             fault_point("draft.update")
-            updates = [update_from_proto(update) for update in message.sequences]
-            loop.submit(peer, updates, step_seconds=step_from_proto(message.step_microseconds))
+            updates = [update_from_proto(update) for update in message.sequences[start : start + UPDATES_AT_ONCE]]
+            loop.submit(peer, updates, step_seconds=step_seconds)
+            await asyncio.sleep(0)  # other streams' messages have their turn
+        while not peer.has_room:
+            room.clear()
+            if not peer.has_room:
+                await room.wait()
         message = await anext(request_iterator, None)

@@ -19,7 +19,7 @@ import xxhash
 
 from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SEQUENCE_ID = 1
 NUM_WANTED = 4
 PERIOD = [11, 42, 7, 93, 120, 5, 66]
@@ -59,7 +59,8 @@ def update(num_committed: int, num_acknowledged: int) -> draft_pb2.DraftUpdate:
     )
     if num_acknowledged == 0:  # the node knows nothing: how the sequence samples, too
         sampling = router_pb2.SamplingParams(temperature=0.0, seed=7, max_tokens=len(TEXT) - PROMPT_LENGTH)
-        sequence.start.CopyFrom(draft_pb2.SequenceStart(sampling=sampling, prompt_length=PROMPT_LENGTH))
+        options = node_pb2.RequestOptions(sampling=sampling)
+        sequence.start.CopyFrom(draft_pb2.SequenceStart(options=options, prompt_length=PROMPT_LENGTH))
     return draft_pb2.DraftUpdate(sequences=[sequence], step_microseconds=20_000)
 
 

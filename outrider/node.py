@@ -65,6 +65,7 @@ class NodeLoad:
     mean_acceptance_length: float = 0.0
     num_outstanding_tokens: int = 0
     num_sequences_free: int = 0
+    max_rows_per_step: int = 0  # prompt tokens of one forward pass at most; 0 except on prefill nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

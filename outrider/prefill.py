@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.request import RequestOptions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCall:
@@ -16,9 +18,9 @@ class PrefillCall:
     kv_address: str  # host:port of the decode node's KV ingest
     decode_incarnation: bytes
     held_prefix_length: int  # tokens from the start that need no push
-    priority: int
     fingerprint: str
-    cache_salt: bytes = b""
+    options: RequestOptions
+    may_read_held: bool = False  # the KV that the decode node holds may be read: its numerics are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,7 @@ class PrefillFigures:
 
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
+    num_read_tokens: int = 0
     compute_seconds: float = 0.0
     connector: str = ""
     kv_bytes: int = 0

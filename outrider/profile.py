@@ -125,7 +125,7 @@ class StartProfile:
 
 @dataclass(frozen=True, slots=True)
 class EndProfile:
-    """Its time is over: what was captured goes out. A capture that has ended already is fine."""
+    """Ends a capture whose time is over. Idempotent."""
 
     capture: Capture
 

@@ -27,8 +27,8 @@ class ProtocolVersions:
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-SUPPORTED_VERSIONS = ProtocolVersions(oldest=2, newest=2)
-"""What this build speaks. 2: samples are opened one by one; the Open of version 1 is not understood."""
+SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=3)
+"""What this build speaks. 3: a request's options are one message; the Open of version 2 is not understood."""
 
 
 def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> int:

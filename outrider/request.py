@@ -80,12 +80,10 @@ MAX_CACHE_SALT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopConditions:
-    """What ends a sample besides its length."""
+class StopStrings:
+    """Texts that end a sample. The router matches them; stop tokens are the nodes' (`RequestOptions`)."""
 
     strings: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()  # the request's own
-    ignore_eos: bool = False
     include_match: bool = False
 
 
@@ -101,10 +99,27 @@ class LogprobsRequest:
 class OutputOptions:
     """What the client gets besides tokens."""
 
-    logprobs: LogprobsRequest | None = None
     skip_special_tokens: bool = True
     echo: bool = False
     token_ids_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a request is computed; handed on whole from node to node (RequestOptions in node.proto)."""
+
+    sampling: SamplingParams
+    stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
+    logprobs: LogprobsRequest | None = None
+    num_speculative_tokens: int | None = None  # None: the decode node's; 0: plain decoding
+    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always where the temperature is 0
+    priority: int = 0  # higher goes first
+    cache_salt: bytes = b""  # only requests of the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether its tokens are a function of model, prompt, parameters and seed, and not of drafts."""
+        return self.verification_method is VerificationMethod.COUPLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +138,8 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    options: RequestOptions
     prompt_text: str = ""  # for echo only
     generated_token_ids: tuple[int, ...] = ()
-    stop: StopConditions = field(default_factory=StopConditions)
+    stop: StopStrings = field(default_factory=StopStrings)
     output: OutputOptions = field(default_factory=OutputOptions)
-    num_speculative_tokens: int | None = None  # None: the server's; 0: plain decoding
-    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always where the temperature is 0
-    priority: int = 0
-    cache_salt: bytes = b""  # only prompts of the same salt share cached KV; empty: one tenant
-
-    @property
-    def is_reproducible(self) -> bool:
-        """Whether its tokens are a function of model, prompt, parameters and seed, and not of drafts."""
-        return self.verification_method is VerificationMethod.COUPLED

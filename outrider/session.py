@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.request import FinishReason, LogprobsRequest, SamplingParams, TokenLogprobs, VerificationMethod
+from outrider.request import FinishReason, RequestOptions, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +28,11 @@ class OpenSequenceGroup:
     """Router → decode node: reserve room and compute these samples, each from where it is."""
 
     sequence_group_id: bytes  # 16 random bytes
-    transfer_id: bytes  # 16 random bytes
+    transfer_id: bytes  # 16 random bytes; empty: no prefill node serves, the node computes the prompt itself
     request_id: str  # for logs only
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    options: RequestOptions
     samples: tuple[SampleStart, ...]  # at least one, rising, below sampling.n
-    stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
-    logprobs: LogprobsRequest | None = None
-    num_speculative_tokens: int | None = None
-    verification_method: VerificationMethod = VerificationMethod.COUPLED
-    priority: int = 0
-    cache_salt: bytes = b""  # at most MAX_CACHE_SALT_BYTES
 
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
         """The prompt, then what the sample has generated before this attempt."""
@@ -68,6 +62,7 @@ class RetargetSequenceGroup:
 
     sequence_group_id: bytes
     transfer_id: bytes  # 16 random bytes; empty: the node computes what is missing itself
+    keeps_received: bool = False  # tokens that have arrived whole stay: whoever computes the rest has equal numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.config import parse_role_arguments
-from outrider.engine.processor import SPIN_SHORT, prepare_environment, usable_cpus
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.processor import prepare_environment, usable_cpus
+from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
-from outrider.service.config import TelemetryConfig
+from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
 from prefill_node.config import PrefillNodeConfig
@@ -24,22 +27,33 @@ ROLE = "prefill_node"
 def main(argv: Sequence[str] | None = None) -> int:
     sections = parse_role_arguments(
         ROLE,
-        {"model": ModelConfig, "telemetry": TelemetryConfig, "security": SecurityConfig, ROLE: PrefillNodeConfig},
+        {
+            "model": ModelConfig,
+            "kv_cache": KVCacheConfig,
+            "kv_transfer": KvTransferConfig,
+            "server": ServerConfig,
+            "telemetry": TelemetryConfig,
+            "security": SecurityConfig,
+            ROLE: PrefillNodeConfig,
+        },
         argv,
     )
-    prepare_environment(spin_count=SPIN_SHORT, cpus=sections["model"].cpus)
+    prepare_environment(sections["model"].cpus)
     # After the arguments: --help and a bad setting must not wait for torch.
     from prefill_node.node import PrefillNode
 
-    config: PrefillNodeConfig = sections[ROLE]
+    config: PrefillNodeConfig = replace(
+        sections[ROLE], kv_cache=sections["kv_cache"], kv_transfer=sections["kv_transfer"]
+    )
+    server: ServerConfig = sections["server"]
     security = make_security(sections["security"])
     node = PrefillNode(
         build=make_build(config, sections["model"], security),
-        configured_name=config.server.name,
-        max_jobs=config.max_running + config.max_waiting,
+        configured_name=server.name,
+        max_jobs=config.max_running_sequences + config.max_waiting,
         allows_profiles=sections["telemetry"].profiling,
     )
-    return run_service(node, server=config.server, telemetry=sections["telemetry"], security=security, role=ROLE)
+    return run_service(node, server=server, telemetry=sections["telemetry"], security=security, role=ROLE)
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity = PLAINTEXT) -> Build:
@@ -77,13 +91,13 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         )
         scheduler = Scheduler(
             pool,
-            max_running=config.max_running,
-            max_rows_per_step=config.max_rows_per_step,
+            max_running=config.max_running_sequences,
+            max_rows_per_step=compute.max_rows_per_step,
             reserve_blocks_per_running=0,  # prompts do not grow
         )
         connector = make_connector(config.kv_transfer, security)
         cpu_turns = open_turns(
-            config.turns_file,
+            model_config.turns_file,
             model.cpu_kernels,
             cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
@@ -96,7 +110,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             forward=PagedForward(kv_cache, runner, clock),
             connector=connector,
             frame_bytes=config.kv_transfer.frame_bytes,
-            max_rows_per_step=config.max_rows_per_step,
+            max_rows_per_step=compute.max_rows_per_step,
             keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
             profiler=StepProfiler(clock, runner.phases, read_event_loop=event_loop_clock()),
             emit=emit,

@@ -5,22 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.errors import OutriderError
+from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.profile import EndProfile, StartProfile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """One prompt to compute and push."""
+    """One prompt to compute and push; the call has been checked."""
 
     job_id: int  # unique in this process, rising
-    request_id: str  # for logs only
-    transfer_id: bytes
-    token_ids: tuple[int, ...]  # at least one
-    kv_address: str
-    decode_incarnation: bytes
-    held_prefix_length: int  # tokens from the start that need no push
-    priority: int = 0  # higher goes first
-    cache_salt: bytes = b""  # only jobs of the same salt share cached KV
+    call: PrefillCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +36,14 @@ class PushOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldRead:
+    """From a push's thread to the engine thread: the held prefix has been read, or it cannot be."""
+
+    job_id: int
+    has_read: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PushEnded:
     """From a push's thread to the engine thread."""
 
@@ -54,20 +56,7 @@ class Stop:
     """The engine thread gives everything up and ends."""
 
 
-Command = PrefillJob | CancelJob | PushEnded | StartProfile | EndProfile | Stop
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillResult:
-    """As PrefillResponse of prefill.proto."""
-
-    num_cached_tokens: int
-    num_computed_tokens: int
-    compute_seconds: float
-    connector: str
-    kv_bytes: int
-    transfer_seconds: float
-    exposed_seconds: float
+Command = PrefillJob | CancelJob | HeldRead | PushEnded | StartProfile | EndProfile | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +64,4 @@ class JobEnded:
     """From the engine thread to the event loop; `error` is None when the commit succeeded."""
 
     job_id: int
-    result: PrefillResult | OutriderError
+    result: PrefillFigures | OutriderError

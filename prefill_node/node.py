@@ -19,6 +19,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.errors import InternalError, PeerLostError
 from outrider.kv_transfer.base import Connector
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.prefill import PrefillFigures
 from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE_NAME
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
@@ -27,8 +28,8 @@ from outrider.service.server import HANDOVER_SECONDS
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc
-from prefill_node.desk import JobDesk
-from prefill_node.jobs import Command, JobEnded, PrefillResult, Stop
+from prefill_node.jobs import Command, JobEnded, Stop
+from prefill_node.pending_jobs import PendingJobs
 from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
@@ -84,7 +85,7 @@ class PrefillNode:
         self._parts: PrefillParts | None = None
         self._metrics: EngineMetrics | None = None
         self._servicer = PrefillServicer()
-        self._desk = JobDesk(submit=self._submit, max_jobs=max_jobs)
+        self._jobs = PendingJobs(submit=self._submit, max_jobs=max_jobs)
         self._profiles = make_profile_desk(
             is_allowed=allows_profiles, node_name=lambda: self._name, submit=self._submit
         )
@@ -117,7 +118,7 @@ class PrefillNode:
         self._metrics = EngineMetrics(model_name=parts.model.name)
         thread.run()
         max_tokens = min(parts.model.max_model_len, parts.pool.num_blocks * parts.pool.block_size)
-        self._servicer.serve(self._desk, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
+        self._servicer.serve(self._jobs, ServedModel(node_name=self._name, info=parts.model, max_tokens=max_tokens))
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
@@ -126,12 +127,12 @@ class PrefillNode:
         try:
             async with asyncio.timeout(deadline_seconds):
                 await asyncio.sleep(min(HANDOVER_SECONDS, deadline_seconds / 2))
-                self._desk.start_draining()
-                await self._desk.wait_until_idle()
+                self._jobs.start_draining()
+                await self._jobs.wait_until_idle()
         except TimeoutError:
-            self._desk.start_draining()
-            _log.warning("drain deadline passed", num_jobs=self._desk.num_jobs)
-            self._desk.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
+            self._jobs.start_draining()
+            _log.warning("drain deadline passed", num_jobs=self._jobs.num_jobs)
+            self._jobs.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
         if num_calls := await self._servicer.calls.wait_for_present(FAREWELL_SECONDS):
             _log.warning("routers do not read their answers", num_calls=num_calls)
 
@@ -159,11 +160,11 @@ class PrefillNode:
         self._event_loop.call_soon_threadsafe(self._deliver, ended, stats)
 
     def _deliver(self, ended: Sequence[JobEnded], stats: StepStats | None) -> None:
-        self._desk.deliver(ended)
+        self._jobs.deliver(ended)
         metrics = self._metrics
         assert metrics is not None
         for end in ended:
-            if isinstance(end.result, PrefillResult):
+            if isinstance(end.result, PrefillFigures):
                 _observe(metrics, end.result)
         if stats is not None:
             metrics.observe_step(seconds=stats.seconds, num_rows=stats.num_rows)
@@ -180,8 +181,8 @@ class PrefillNode:
         """The supervisor starts another process; this one takes nothing more."""
         assert self._event_loop is not None
         self._state = NodeState.LOST
-        self._desk.start_draining()
-        self._desk.fail_all(InternalError(f"the engine thread failed: {error}"))
+        self._jobs.start_draining()
+        self._jobs.fail_all(InternalError(f"the engine thread failed: {error}"))
         self._event_loop.call_later(FAREWELL_SECONDS, self._exit)
 
     def _exit(self) -> None:
@@ -224,6 +225,7 @@ class PrefillNode:
             kv_blocks_free=parts.pool.num_free_blocks,
             tokens_per_second=parts.loop.prompt_tokens.tokens_per_second(),
             num_outstanding_tokens=parts.loop.prompt_tokens.num_outstanding,
+            max_rows_per_step=parts.scheduler.max_rows_per_step,
         )
 
 
@@ -232,8 +234,8 @@ def _run(parts: PrefillParts) -> None:
         parts.loop.run()
 
 
-def _observe(metrics: EngineMetrics, result: PrefillResult) -> None:
-    num_prompt_tokens = result.num_cached_tokens + result.num_computed_tokens
+def _observe(metrics: EngineMetrics, result: PrefillFigures) -> None:
+    num_prompt_tokens = result.num_cached_tokens + result.num_read_tokens + result.num_computed_tokens
     metrics.add_tokens(num_prompt_tokens=num_prompt_tokens)
     metrics.add_prefix_lookup(num_query_tokens=num_prompt_tokens, num_hit_tokens=result.num_cached_tokens)
     metrics.observe_transfer(

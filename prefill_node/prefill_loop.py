@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.input_batch import SequenceRows
-from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import Scheduled, Scheduler, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
@@ -30,13 +29,14 @@ from prefill_node.forward import Forward
 from prefill_node.jobs import (
     CancelJob,
     Command,
+    HeldRead,
     JobEnded,
     PrefillJob,
     PushEnded,
     PushOutcome,
     Stop,
 )
-from prefill_node.push import KvPush, LayerGroups, slots_of
+from prefill_node.push import KvPush, LayerGroups
 from prefill_node.push_places import PushPlaces
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import PrefillTask
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from outrider.engine.kv_cache.block_pool import BlockPool
     from outrider.kv_transfer.base import Connector
 
-MAX_PUSHES = 64  # 32 to a single decode node
-"""A push has three threads, and may go on for long after its prompt is computed, or its job is cancelled."""
+MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
 STOP_SECONDS = 2.0
 TURN_WAIT_SECONDS = 0.1
 """So often a node that waits for its turn looks whether it is to stop."""
@@ -106,7 +105,7 @@ class PrefillLoop:
     def submit(self, command: Command) -> None:
         """From any thread."""
         if isinstance(command, PrefillJob):
-            self.prompt_tokens.set_outstanding(command.job_id, len(command.token_ids))
+            self.prompt_tokens.set_outstanding(command.job_id, len(command.call.token_ids))
         if isinstance(command, Stop):
             self._is_stopping = True
         self._inbox.put(command)
@@ -124,7 +123,7 @@ class PrefillLoop:
         self._take_commands()
         self._answer()  # jobs whose push has ended
         plan = self._plan()
-        self._begin(plan)  # pushes start, with what the prefix cache holds
+        self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start, with what the prefix cache holds
         seconds = self._compute(plan)  # one forward; pushes go on with its layers
         self._finish(plan)  # publish; jobs that are computed only wait for their push
         if plan.scheduled:
@@ -193,6 +192,8 @@ class PrefillLoop:
                 self._add(command)
             case CancelJob():
                 self._cancel(command.job_id)
+            case HeldRead():
+                self._held_read(command)
             case PushEnded():
                 self._end(command.job_id, command.outcome)
             case StartProfile():
@@ -210,7 +211,17 @@ class PrefillLoop:
     def _schedule(self) -> None:
         """As many jobs as there is room for beside the pushes under way."""
         for task in self._places.take():
-            self._scheduler.add(task.sequence)
+            if task.reserve_to_read(self._pool):
+                self._start_push(task)  # HeldRead follows
+            else:
+                self._scheduler.add(task.sequence)
+
+    def _held_read(self, command: HeldRead) -> None:
+        """The rest is computed, or all where nothing could be read: at once, as others may wait for its blocks."""
+        if (task := self._tasks.get(command.job_id)) is not None and not task.is_cancelled:
+            task.end_reading(has_read=command.has_read)
+            self._scheduler.add_running(task.sequence)
+            self._begin([task])
 
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
@@ -241,38 +252,40 @@ class PrefillLoop:
 
     # ---- one step
 
-    def _begin(self, plan: StepPlan) -> None:
-        for sequence in plan.admitted:
-            task = self._tasks[sequence.key]
-            assert sequence.kv is not None
+    def _begin(self, tasks: Iterable[PrefillTask]) -> None:
+        for task in tasks:
+            sequence = task.sequence
             task.num_cached_tokens = sequence.num_cached_tokens
-            task.push = self._new_push(task, sequence.kv)
-            task.push.start()
-            task.push.offer(range(self._layers.num_layers), 0, task.num_cached_tokens)
+            push = task.push or self._start_push(task)
+            push.offer(range(self._layers.num_layers), 0, sequence.num_computed)
             self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
         self._time.mark(Part.HAND_OFF)
 
-    def _new_push(self, task: PrefillTask, kv: SequenceKV) -> KvPush:
-        job = task.job
-        num_tokens = len(job.token_ids)
-        return KvPush(
+    def _start_push(self, task: PrefillTask) -> KvPush:
+        job_id, call, kv = task.job.job_id, task.job.call, task.sequence.kv
+        assert kv is not None
+        task.push = KvPush(
             connector=self._connector,
             kv_cache=self._kv_cache,
-            address=job.kv_address,
+            address=call.kv_address,
             spec=TransferSpec(
-                transfer_id=job.transfer_id,
-                incarnation=job.decode_incarnation,
-                start_token=job.held_prefix_length,
-                end_token=num_tokens,
+                transfer_id=call.transfer_id,
+                incarnation=call.decode_incarnation,
+                start_token=call.held_prefix_length,
+                end_token=len(call.token_ids),
                 planes=self._kv_cache.planes,
             ),
             # Blocks were reserved for the whole prompt and begin after the shared ones: the table stays.
-            slots=slots_of(kv.block_ids, num_tokens, self._pool.block_size),
+            block_ids=kv.block_ids,
             keep_alive_seconds=self._keep_alive_seconds,
-            on_ended=lambda outcome: self._inbox.put(PushEnded(job.job_id, outcome)),
+            on_ended=lambda outcome: self._inbox.put(PushEnded(job_id, outcome)),
+            read_from=kv.num_tokens if task.is_reading else None,
+            on_read=lambda has_read: self._inbox.put(HeldRead(job_id, has_read)),
         )
+        task.push.start()
+        return task.push
 
     def _compute(self, plan: StepPlan) -> float:
         """The forward's seconds; 0 when nothing is planned."""
@@ -306,20 +319,20 @@ class PrefillLoop:
             return
         self._time.mark(Part.FORWARD)
         self._cpu_turns.give()
-        self._profiler.left_forward(self._take_turn())
+        self._take_turn()
         self._keep_turn()
 
     def _keep_turn(self) -> bool:
         """For the next layer."""
         return self._cpu_turns.keep(self.progress.at_hand.expected_seconds / self._layers.num_layers)
 
-    def _take_turn(self) -> int:
-        """The nanoseconds that it took. A node that stops waits for nobody: it goes on without."""
+    def _take_turn(self) -> None:
+        """A node that stops waits for nobody: it goes on without."""
         self.progress.pause()
         while not self._is_stopping and not self._cpu_turns.take(TURN_WAIT_SECONDS):
             pass
         self.progress.resume()
-        return self._time.mark(Part.CPU_TURN)
+        self._time.mark(Part.CPU_TURN)
 
     def _offer(self, plan: StepPlan, layer: int) -> None:
         layers = self._layers.ending_at(layer)
@@ -331,14 +344,15 @@ class PrefillLoop:
             assert push is not None
             start = item.sequence.num_computed
             push.offer(layers, start, start + item.num_rows)
-        self._profiler.left_forward(self._time.mark(Part.HAND_OFF))
+        self._time.mark(Part.HAND_OFF)
 
     def _finish(self, plan: StepPlan) -> None:
         for item in plan.scheduled:
             sequence, task = item.sequence, self._tasks[item.sequence.key]
             assert sequence.kv is not None
             sequence.kv.advance(sequence.num_computed + item.num_rows)
-            sequence.kv.publish(sequence.token_ids)
+            if not task.num_read_tokens:  # the prefix cache holds what this node has computed itself
+                sequence.kv.publish(sequence.token_ids)
             task.num_computed_tokens += item.num_rows
             self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
             if sequence.num_uncomputed == 0:
@@ -352,7 +366,7 @@ class PrefillLoop:
     # ---- the end of a job
 
     def _stop_computing(self, task: PrefillTask) -> None:
-        """Takes a job out of the batch; what its push may still read stays pinned. Idempotent."""
+        """Takes a job out of the batch; what its push may still use stays pinned. Idempotent."""
         task.pin()
         self._scheduler.remove(task.sequence)
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import CommitResult, CommitState, Connector, Region, Sender, TransferSpec
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 from prefill_node.jobs import PushOutcome
 
@@ -45,9 +43,9 @@ class _End:
 
 
 class KvPush:
-    """Pushes one transfer. `offer`, `finish` and `interrupt` never block; `on_ended` is called exactly once.
+    """Pushes one transfer. `offer`, `finish` and `interrupt` never block.
 
-    `on_ended` comes from the push's thread, or from `interrupt`; after it no KV is read.
+    `on_ended` is called exactly once, from the push's thread and at its end: after it no KV is read or written.
     """
 
     def __init__(
@@ -57,22 +55,28 @@ class KvPush:
         kv_cache: KVCache,
         address: str,
         spec: TransferSpec,
-        slots: Tensor,  # [spec.end_token] int64, of the prompt's tokens from position 0
+        block_ids: Sequence[int],  # of the prompt's tokens from position 0
         keep_alive_seconds: float,
         on_ended: Callable[[PushOutcome], None],
+        read_from: int | None = None,
+        on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
+        """`read_from`: the first token of the held prefix that is read from the decode node before anything is sent;
+        `on_read(whether it is there)` follows once.
+        """
         self._connector = connector
         self._kv_cache = kv_cache
         self._address = address
         self._spec = spec
-        self._slots = slots
+        self._blocks = ReservedBlocks(kv_cache, block_ids)
+        self._read_from = read_from
+        self._on_read = on_read
         self._keep_alive_seconds = keep_alive_seconds
         self._on_ended = on_ended
         self._items: queue.SimpleQueue[_Available | _End] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sender: Sender | None = None
         self._is_interrupted = False
-        self._has_ended = False
         self._first_frame_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
 
@@ -95,10 +99,7 @@ class KvPush:
             self._is_interrupted = True
             sender = self._sender
         self._items.put(_End())
-        if sender is None:
-            # Still connecting: nothing has been read, and nothing will be.
-            self._end(PushOutcome(error=AbortedError("the push was cancelled")))
-        else:
+        if sender is not None:  # else it is connecting, and ends when it has
             sender.interrupt()
 
     def join(self, timeout_seconds: float) -> bool:
@@ -113,17 +114,29 @@ class KvPush:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
         except Exception as error:  # noqa: BLE001 the border of the thread
-            self._end(PushOutcome(error=_as_ours(error)))
+            self._on_ended(PushOutcome(error=_as_ours(error)))
             return
         with self._lock:
             self._sender = sender
             is_interrupted = self._is_interrupted
         if is_interrupted:
-            self._end(PushOutcome(error=AbortedError("the push was cancelled")))
+            self._on_ended(PushOutcome(error=AbortedError("the push was cancelled")))
         else:
             sender.when_ended(lambda: self._items.put(_End()))  # a refusal ends the push while it waits for KV
-            self._end(self._push(sender))
+            if self._read_from is not None:
+                self._on_read(self._has_read_held(sender, self._read_from))
+            self._on_ended(self._push(sender))
         sender.cancel()  # the peer may be gone: nothing waits for this any more
+
+    def _has_read_held(self, sender: Sender, start_token: int) -> bool:
+        """False: not all of it came, and whatever did counts for nothing."""
+        regions = self._cut(sender, range(self._spec.planes[0].num_layers), start_token, self._spec.start_token)
+        try:
+            sender.read(regions, self._blocks)
+        except Exception as error:  # noqa: BLE001 everything is computed instead
+            log.warning("the held prefix cannot be read", error=_as_ours(error).message)
+            return False
+        return True
 
     def _push(self, sender: Sender) -> PushOutcome:
         error: OutriderError | None = None
@@ -158,23 +171,17 @@ class KvPush:
             yield item
 
     def _send(self, sender: Sender, item: _Available) -> None:
-        for plane, heads in itertools.product(self._spec.planes, self._kv_cache.head_ranges):
-            for region in cut_frames(
-                plane, heads, item.layers, item.start_token, item.end_token, max_frame_bytes=sender.max_frame_bytes
-            ):
-                slots = self._slots[region.start_token : region.end_token]
-                payload = self._kv_cache.read(plane.name, region.layers, slots, item.written, heads=heads)
-                if self._first_frame_at is None:
-                    self._first_frame_at = time.monotonic()
-                fault_point("prefill.frame")
-                sender.put(region, payload.data)
+        for region in self._cut(sender, item.layers, item.start_token, item.end_token):
+            payload = self._blocks.read(region, item.written)
+            if self._first_frame_at is None:
+                self._first_frame_at = time.monotonic()
+            fault_point("prefill.frame")
+            sender.put(region, payload)
 
-    def _end(self, outcome: PushOutcome) -> None:
-        with self._lock:
-            if self._has_ended:
-                return
-            self._has_ended = True
-        self._on_ended(outcome)
+    def _cut(self, sender: Sender, layers: range, start_token: int, end_token: int) -> Iterator[Region]:
+        """All planes of these, as frames."""
+        for plane, heads in itertools.product(self._spec.planes, self._kv_cache.head_ranges):
+            yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=sender.max_frame_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +212,6 @@ def cut_frames(
 ) -> Iterator[Region]:
     """Cuts layers × tokens of `heads` into frames: by tokens, and by layers only when one token of all is too large."""
     per_layer = len(heads) * plane.bytes_per_head
-    start_head, end_head = (0, 0) if len(heads) == plane.num_heads else (heads.start, heads.stop)
     assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
     num_layers = min(len(layers), max_frame_bytes // per_layer)
     num_tokens = max_frame_bytes // (num_layers * per_layer)
@@ -217,19 +223,9 @@ def cut_frames(
                 end_layer=min(first_layer + num_layers, layers.stop),
                 start_token=first_token,
                 end_token=min(first_token + num_tokens, end_token),
-                start_head=start_head,
-                end_head=end_head,
+                start_head=heads.start,
+                end_head=heads.stop,
             )
-
-
-def slots_of(block_ids: list[int], num_tokens: int, block_size: int) -> Tensor:
-    """Cache slots of tokens [0, num_tokens).
-
-    Returns:
-        [num_tokens] int64
-    """
-    positions = torch.arange(num_tokens)
-    return torch.tensor(block_ids, dtype=torch.int64)[positions // block_size] * block_size + positions % block_size
 
 
 def _raise_unless_committed(result: CommitResult) -> None:

@@ -26,7 +26,7 @@ class PushPlaces:
 
     def add(self, task: PrefillTask) -> None:
         """The task waits until `take` gives it out."""
-        heapq.heappush(self._waiting.setdefault(task.job.kv_address, []), _entry(task))
+        heapq.heappush(self._waiting.setdefault(task.job.call.kv_address, []), _entry(task))
         self.num_waiting += 1
 
     def take(self) -> Iterator[PrefillTask]:
@@ -39,7 +39,7 @@ class PushPlaces:
             task = min(heads)[2]
             self._remove(task)
             task.is_in_work = True
-            self._num_taken[task.job.kv_address] += 1
+            self._num_taken[task.job.call.kv_address] += 1
             yield task
 
     def leave(self, task: PrefillTask) -> None:
@@ -47,22 +47,22 @@ class PushPlaces:
         if not task.is_in_work:
             self._remove(task)
             return
-        address = task.job.kv_address
+        address = task.job.call.kv_address
         self._num_taken[address] -= 1
         if not self._num_taken[address]:
             del self._num_taken[address]
 
     def _remove(self, task: PrefillTask) -> None:
-        heap = self._waiting[task.job.kv_address]
+        heap = self._waiting[task.job.call.kv_address]
         if heap[0][2] is task:
             heapq.heappop(heap)
         else:
             heap.remove(_entry(task))
             heapq.heapify(heap)
         if not heap:
-            del self._waiting[task.job.kv_address]
+            del self._waiting[task.job.call.kv_address]
         self.num_waiting -= 1
 
 
 def _entry(task: PrefillTask) -> tuple[int, int, PrefillTask]:
-    return -task.job.priority, task.job.job_id, task
+    return -task.job.call.options.priority, task.job.job_id, task

@@ -5,10 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.scheduler import EngineSequence
-from prefill_node.jobs import PrefillJob, PrefillResult, PushOutcome
+from outrider.prefill import PrefillFigures
+from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
+
+MIN_READ_TOKENS = 64
+"""Fewer are computed: reading them costs a round trip."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,9 +25,11 @@ class PrefillTask:
     push: KvPush | None = None  # since its admission
     pinned: SequenceKV | None = None  # what the push may still read, once nothing is computed any more
     is_in_work: bool = False  # computed or pushed: no longer held
+    is_reading: bool = False  # its push writes the held prefix into its blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
+    num_read_tokens: int = 0
     compute_started_at: float | None = None
     compute_ended_at: float | None = None
 
@@ -30,18 +37,49 @@ class PrefillTask:
     def of(cls, job: PrefillJob) -> PrefillTask:
         sequence = EngineSequence(
             key=job.job_id,
-            token_ids=list(job.token_ids),
-            priority=job.priority,
-            cache_salt=job.cache_salt,
+            token_ids=list(job.call.token_ids),
+            priority=job.call.options.priority,
+            cache_salt=job.call.options.cache_salt,
             arrival=job.job_id,
             needs_logits=False,
         )
         return cls(job=job, sequence=sequence)
 
+    def reserve_to_read(self, pool: BlockPool) -> bool:
+        """Takes blocks for the whole prompt, into which its push reads what only the decode node holds of it.
+
+        False: it may not, there is too little to gain, or no room.
+        """
+        call, tokens = self.job.call, self.sequence.token_ids
+        if not call.may_read_held:
+            return False
+        salt = call.options.cache_salt
+        kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
+        has_room = kv.num_blocks_needed(len(tokens)) <= pool.num_free_blocks
+        if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not has_room:
+            kv.free()
+            return False
+        kv.reserve(len(tokens))
+        self.sequence.kv, self.is_reading = kv, True
+        return True
+
+    def end_reading(self, *, has_read: bool) -> None:
+        """The push writes into the blocks no more. What it has written counts if it is all there."""
+        kv, num_held = self.sequence.kv, self.job.call.held_prefix_length
+        assert kv is not None
+        self.is_reading = False
+        if has_read:
+            self.num_read_tokens = num_held - kv.num_tokens
+            kv.advance(num_held)
+
     def pin(self) -> None:
-        """Keeps what the push may still read when the sequence leaves the batch. Idempotent."""
+        """Keeps the blocks that the push may still use when the sequence leaves the batch. Idempotent."""
         kv = self.sequence.kv
-        if kv is not None and self.push is not None and self.pinned is None:
+        if kv is None or self.push is None or self.pinned is not None:
+            return
+        if self.is_reading:  # blocks without valid tokens, too
+            self.pinned, self.sequence.kv = kv, None
+        else:
             self.pinned = kv.fork()
 
     def unpin(self) -> None:
@@ -59,7 +97,7 @@ class PrefillTask:
         self.compute_ended_at = time.monotonic()
         self.push.finish()
 
-    def result(self, outcome: PushOutcome) -> PrefillResult:
+    def result(self, outcome: PushOutcome) -> PrefillFigures:
         """The answer after a push that was committed."""
         assert outcome.committed_at is not None
         assert self.compute_ended_at is not None
@@ -68,9 +106,10 @@ class PrefillTask:
         if outcome.first_frame_at is not None:
             exposed_from = max(exposed_from, outcome.first_frame_at)
         started_at = self.compute_started_at
-        return PrefillResult(
+        return PrefillFigures(
             num_cached_tokens=self.num_cached_tokens,
             num_computed_tokens=self.num_computed_tokens,
+            num_read_tokens=self.num_read_tokens,
             compute_seconds=0.0 if started_at is None else self.compute_ended_at - started_at,
             connector=outcome.connector,
             kv_bytes=outcome.kv_bytes,

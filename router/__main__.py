@@ -7,10 +7,9 @@ import sys
 from outrider.config import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.config import TelemetryConfig
+from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
-from router.client_gate import ClientGate
 from router.clients import open_clients
 from router.config import RouterConfig
 from router.router import Router
@@ -19,14 +18,14 @@ from router.router import Router
 def main() -> int:
     """The exit status, where the service did not get to run."""
     sections = parse_role_arguments(
-        "router", {"router": RouterConfig, "telemetry": TelemetryConfig, "security": SecurityConfig}
+        "router",
+        {"server": ServerConfig, "telemetry": TelemetryConfig, "security": SecurityConfig, "router": RouterConfig},
     )
     config: RouterConfig = sections["router"]
     telemetry: TelemetryConfig = sections["telemetry"]
-    for name in ("prefill_targets", "decode_targets"):
-        if not getattr(config, name):
-            sys.stderr.write(f"router: router.{name} is empty; name at least one host:port\n")
-            return 2
+    if not config.decode_targets:
+        sys.stderr.write("router: router.decode_targets is empty; name at least one host:port\n")
+        return 2
     try:
         clients = open_clients(config.token_file)
     except ConfigError as error:
@@ -34,11 +33,12 @@ def main() -> int:
         return 2
     security = make_security(sections["security"])
     return run_service(
-        Router(config, security=security, clients=clients),
-        server=config.server,
+        Router(config, name=sections["server"].name, security=security, clients=clients),
+        server=sections["server"],
         telemetry=telemetry,
         security=security,
-        client_gate=ClientGate(clients) if config.token_file is not None else None,
+        client_tls=config.tls,
+        authenticate=clients.authenticate if config.token_file is not None else None,
         role="router",
     )
 

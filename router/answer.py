@@ -13,7 +13,7 @@ from outrider.answer import AnswerEvent, Started, Summary
 from outrider.errors import InternalError, OutOfRangeError, OutriderError
 from outrider.request import FinishReason, Request
 from outrider.session import SampleDone, SampleStart, SampleTokens
-from router.answer_reader import AnswerReader, NewsBoard
+from router.answer_reader import AnswerReader, DeliveryBatcher
 from router.detokenizer import NoText
 from router.sample_answer import EndRules, SampleAnswer
 from router.stop_strings import StopStringMatcher
@@ -31,18 +31,28 @@ class Answer:
     """
 
     def __init__(
-        self, request: Request, rules: EndRules, make_text: Callable[[], AnswerText], board: NewsBoard
+        self,
+        request: Request,
+        started: Started,
+        *,
+        rules: EndRules,
+        make_text: Callable[[], AnswerText],
+        batcher: DeliveryBatcher,
     ) -> None:
+        """`started` is what readers are told first, once the request is admitted."""
         self.request = request
-        self._board = board
+        self._started = started
+        self._batcher = batcher
         self.samples = tuple(
             SampleAnswer(sample=sample, request=request, rules=rules, text=make_text())
-            for sample in range(request.sampling.n)
+            for sample in range(request.options.sampling.n)
         )
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
         self.may_be_behind = False  # taken over from another router: its client may know more, and the same tokens
+        logprobs = request.options.logprobs
+        self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top
         self._reader: AnswerReader[Any] | None = None
 
     @property
@@ -78,9 +88,10 @@ class Answer:
 
     # ------------------------------------------------------------ writing
 
-    def begin(self, started: Started) -> None:
+    def begin(self) -> None:
+        """The request is admitted. Later calls do nothing."""
         if self.started is None:
-            self.started = started
+            self.started = self._started
             self._tell()
 
     def take(self, tokens: SampleTokens) -> tuple[int, bool]:
@@ -139,7 +150,7 @@ class Answer:
             positions[index] = position
         if self._reader is not None:
             self._reader.supersede()
-        reader = AnswerReader(self, positions, render, self._board)
+        reader = AnswerReader(self, positions, render, self._batcher)
         self._reader = reader
         return reader
 
@@ -158,9 +169,8 @@ class Answer:
         return self.samples[index]
 
 
-def make_answer(request: Request, *, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], board: NewsBoard) -> Answer:
-    """`stop_token_ids`: the request's, and the model's end-of-text ids unless the request ignores them."""
-    stop, output, sampling = request.stop, request.output, request.sampling
+def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, batcher: DeliveryBatcher) -> Answer:
+    stop, output, sampling = request.stop, request.output, request.options.sampling
     needs_text = bool(stop.strings) or not output.token_ids_only
 
     def make_text() -> AnswerText:
@@ -173,6 +183,8 @@ def make_answer(request: Request, *, tokenizer: Tokenizer, stop_token_ids: tuple
         return AnswerText(detokenizer, matcher, min_tokens=sampling.min_tokens)
 
     rules = EndRules(
-        stop_token_ids=frozenset(stop_token_ids), min_tokens=sampling.min_tokens, max_tokens=sampling.max_tokens
+        stop_token_ids=frozenset(request.options.stop_token_ids),
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
     )
-    return Answer(request, rules, make_text, board)
+    return Answer(request, started, rules=rules, make_text=make_text, batcher=batcher)

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError
 from outrider.request import Request
 
+BYTES_PER_ANSWER = 8_192
+BYTES_PER_SAMPLE = 2_048
+"""The objects around an answer: measured, 8.6 kB for one sample of one token."""
 _BYTES_PER_TOKEN = 96  # an entry in two lists, the id, its piece of text
 _BYTES_PER_LOGPROB = 160
 RETRY_SECONDS = 1.0
 STALLED_SECONDS = 1.0
 """A client that has not taken a message for so long loses its answer, when others need the memory."""
+LEFT_SECONDS = 30.0
+"""So does one that has been away for so long: as long as the Python client asks an answer to be kept by default."""
+SPARE_SHARE = 64
+"""Of the limit, one part in so many is made free at once."""
 
 
 class Holder(Protocol):
-    """Who has an answer (`router.running_requests.RunningRequest`)."""
+    """Who has an answer (`router.live_request.LiveRequest`)."""
 
     stalled_since: float | None
     """Monotonic seconds: since then its client has left a message untaken. None: it reads, or is away."""
+    delivered_at: float | None
+    """Monotonic seconds: a client read it to its end then, and nobody reads now. It is kept for its resume window."""
+
+    left_at: float | None
+    """Monotonic seconds: since then its client is away."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed, and nobody reads."""
 
     def give_up(self, error: OutriderError) -> None:
         """The answer ends with this error and is dropped; its account is closed."""
@@ -36,12 +52,13 @@ class AnswerBudget:
         self.reserved_bytes = 0
 
     def open(self, request: Request, holder: Holder) -> AnswerAccount:
-        """For the prompt and each sample's first token.
+        """For the objects around the answer, the prompt, and each sample's first token.
 
         Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
         """
         account = AnswerAccount(self, holder, _bytes_per_token(request))
-        num_bytes = _BYTES_PER_TOKEN * len(request.prompt_token_ids) + account.bytes_per_token * request.sampling.n
+        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(request.prompt_token_ids)
+        num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * request.options.sampling.n
         self._accounts.add(account)
         try:
             self._take(account, num_bytes)
@@ -65,20 +82,19 @@ class AnswerBudget:
         self.reserved_bytes += num_bytes
 
     def _make_room(self, num_bytes: int, *, besides: AnswerAccount) -> None:
-        """Drops answers whose clients have stalled, longest first, if that is enough. Raises: CapacityError."""
-        horizon = self._clock() - STALLED_SECONDS
-        stalled = [
-            (since, account)
-            for account in self._accounts
-            if account is not besides and (since := account.holder.stalled_since) is not None and since <= horizon
-        ]
-        dropped: list[AnswerAccount] = []
+        """Drops answers until this fits: delivered ones first, then of clients that stalled, then of those that left.
+
+        A little more than is needed, so that not every token has to look. Raises: CapacityError.
+        """
         missing = self.reserved_bytes + num_bytes - self._limit_bytes
-        for _, account in sorted(stalled, key=lambda item: item[0]):
-            if missing > 0:
-                dropped.append(account)
-                missing -= account.num_bytes
-        if missing > 0:
+        dropped: list[AnswerAccount] = []
+        num_dropped_bytes = 0
+        for _, account in sorted(self._expendable(besides), key=lambda item: item[0]):
+            if num_dropped_bytes >= missing + self._limit_bytes // SPARE_SHARE:
+                break
+            dropped.append(account)
+            num_dropped_bytes += account.num_bytes
+        if num_dropped_bytes < missing:
             raise CapacityError(
                 f"{self.reserved_bytes} of {self._limit_bytes} journal bytes are taken, {num_bytes} more needed",
                 retry_after_seconds=RETRY_SECONDS,
@@ -93,6 +109,18 @@ class AnswerBudget:
                 )
             )
             account.close()
+
+    def _expendable(self, besides: AnswerAccount) -> Iterator[tuple[tuple[int, float], AnswerAccount]]:
+        """((rank, since when nobody reads it), account): the smallest goes first."""
+        now = self._clock()
+        for account in self._accounts - {besides}:
+            holder = account.holder
+            if holder.delivered_at is not None:
+                yield (0, holder.delivered_at), account
+            elif holder.stalled_since is not None and holder.stalled_since <= now - STALLED_SECONDS:
+                yield (1, holder.stalled_since), account
+            elif holder.left_at is not None and holder.left_at <= now - LEFT_SECONDS and holder.is_idle:
+                yield (2, holder.left_at), account
 
     def _close(self, account: AnswerAccount) -> None:
         if account in self._accounts:
@@ -123,6 +151,6 @@ class AnswerAccount:
 
 def _bytes_per_token(request: Request) -> int:
     """An upper bound of what a generated token takes."""
-    if request.output.logprobs is None:
+    if request.options.logprobs is None:
         return _BYTES_PER_TOKEN
-    return _BYTES_PER_TOKEN + _BYTES_PER_LOGPROB * (1 + request.output.logprobs.num_top)
+    return _BYTES_PER_TOKEN + _BYTES_PER_LOGPROB * (1 + request.options.logprobs.num_top)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.errors import (
     AbortedError,
@@ -20,47 +19,38 @@ from outrider.request import Request
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import SampleTokens
 from router.answer import Answer
-from router.running_requests import RunningRequest
+from router.live_request import LiveRequest
 from router.store.base import AnswerStore, StoredAnswer, StoredRequest, TokenSpan
+
+MAX_SPAN_TOKENS = 4096
+"""Of one sample in one append."""
+MAX_APPEND_TOKENS = 65_536
+"""Of all requests in one append, which the store answers within milliseconds."""
+MAX_LOST_APPENDS = 5
+"""So often the last tokens of a request that failed here are sent; then they are left to be computed again."""
+MAX_TO_DELETE = 4096
+"""Ids that are remembered while the store does not answer."""
 
 _log = get_logger("store")
 
-Restore = Callable[[StoredAnswer], Awaitable[RunningRequest]]
+Restore = Callable[[StoredAnswer], Awaitable[LiveRequest]]
 """Begins a claimed request here."""
-
-
-class Keeper(Protocol):
-    """What the servicer asks of durability."""
-
-    async def keep(self, running: RunningRequest, answer: Answer, stored: StoredRequest) -> bool:
-        """Stores a request, before its Started. False: it is served without the store.
-
-        Raises: AlreadyRunningError when another router has the id; StoreError.
-        """
-
-    async def resume(self, request_id: str, *, fingerprint: str) -> RunningRequest:
-        """Takes a request over. Raises: NotFoundError, MismatchError, StoreError."""
-
-    def is_claiming(self, request_id: str) -> bool:
-        """Whether `resume` of this request is under way."""
-
-    async def abort(self, request_id: str) -> bool:
-        """Asks whichever router has the request. Raises: StoreError."""
-
-    async def stop(self) -> None: ...
 
 
 class NoKeeper:
     """Without a shared store an answer lives and dies with its router."""
 
-    async def keep(self, running: RunningRequest, answer: Answer, stored: StoredRequest) -> bool:
+    async def keep(self, running: LiveRequest, answer: Answer, stored: StoredRequest) -> bool:
         return True
 
-    async def resume(self, request_id: str, *, fingerprint: str) -> RunningRequest:
+    async def resume(self, request_id: str, *, fingerprint: str) -> LiveRequest:
         raise NotFoundError(f"no request {request_id!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
 
     def is_claiming(self, request_id: str) -> bool:
         return False
+
+    async def read(self, request_id: str) -> StoredAnswer | None:
+        return None
 
     async def abort(self, request_id: str) -> bool:
         return False
@@ -73,19 +63,29 @@ class NoKeeper:
 class _Kept:
     """One request of ours in the store."""
 
-    running: RunningRequest
+    running: LiveRequest
     answer: Answer
     stored: StoredRequest
     positions: list[int] = field(default_factory=list)  # by sample: the next one to append
+    was_claimed: bool = False  # from another router
     has_finished: bool = False  # the store has been told
+    num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
-        """What the store does not have. Tokens with logprobs are computed again instead."""
-        if self.answer.request.output.logprobs is not None:
+        """What the store does not have, a bounded part at a time. Tokens with logprobs are computed again instead."""
+        if self.answer.request.options.logprobs is not None:
             return
         for sample, (known, position) in enumerate(zip(self.answer.samples, self.positions, strict=True)):
             if known.next_position > position:
-                yield TokenSpan(self.stored.request_id, sample, position, known.token_ids_from(position))
+                token_ids = known.token_ids_from(position)[:MAX_SPAN_TOKENS]
+                yield TokenSpan(self.stored.request_id, sample, position, token_ids)
+
+    @property
+    def may_continue_elsewhere(self) -> bool:
+        """It failed here for want of nodes or room: the store keeps it for other routers."""
+        failure = self.answer.failure
+        was_begun = self.was_claimed or self.answer.started is not None
+        return was_begun and isinstance(failure, (PeerLostError, CapacityError))
 
     def take_stored(self, spans: list[TokenSpan]) -> None:
         for span in spans:
@@ -93,7 +93,9 @@ class _Kept:
 
 
 class AnswerKeeper:
-    """Owned by the event loop. Writes behind the token path, for all requests together.
+    """Keeps resumable requests in a store. Owned by the event loop.
+
+    Writes behind the token path, for all requests together.
 
     While the store does not answer, running requests go on and are written when it is back.
     """
@@ -113,26 +115,35 @@ class AnswerKeeper:
         self._append_seconds = append_seconds
         self._renew_seconds = renew_seconds
         self._kept: dict[str, _Kept] = {}
-        self._claims: dict[str, asyncio.Task[RunningRequest]] = {}
+        self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
-        self._deleting = asyncio.Lock()
+        self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
+        self._deletion: asyncio.Future[None] | None = None  # of the first of them, while it is under way
         self._work = asyncio.create_task(self._run(), name="store")
 
-    async def keep(self, running: RunningRequest, answer: Answer, stored: StoredRequest) -> bool:
-        kept = _Kept(running, answer, stored, [sample.start_position for sample in answer.samples])
+    async def keep(self, running: LiveRequest, answer: Answer, stored: StoredRequest) -> bool:
+        """Stores a request, before its Started. False: it is served without the store.
+
+        Raises: AlreadyRunningError when another router has the id; StoreError.
+        """
+        request_id = stored.request_id
+        await self._take_name(request_id)
         try:
-            async with self._deleting:  # an earlier request of this name may be on its way out
-                self._kept.pop(stored.request_id, None)
-                await self._store.create(stored)
+            await self._store.create(stored)
         except StoreError as error:
             self._note_lost(error)
+            self._delete_later(request_id)  # it may have been stored all the same, and would hold the name
             if not self._may_serve_without:
                 raise
             return False
-        self._kept[stored.request_id] = kept
+        self._kept[request_id] = _Kept(running, answer, stored, [sample.start_position for sample in answer.samples])
+        if answer.failure is not None:  # the queue is full: its name is free before the client hears of it
+            self._settle()
+            await self._attempt(self._delete)
         return True
 
-    async def resume(self, request_id: str, *, fingerprint: str) -> RunningRequest:
+    async def resume(self, request_id: str, *, fingerprint: str) -> LiveRequest:
+        """Takes a request over. Raises: NotFoundError, MismatchError, StoreError."""
         task = self._claims.get(request_id)
         if task is None:
             task = self._claims[request_id] = asyncio.create_task(self._claim(request_id, fingerprint))
@@ -144,9 +155,15 @@ class AnswerKeeper:
             raise
 
     def is_claiming(self, request_id: str) -> bool:
+        """Whether `resume` of this request is under way."""
         return request_id in self._claims
 
+    async def read(self, request_id: str) -> StoredAnswer | None:
+        """What the store has, without taking it over. Raises: StoreError."""
+        return await self._store.read(request_id)
+
     async def abort(self, request_id: str) -> bool:
+        """Asks whichever router has the request. Raises: StoreError."""
         return await self._store.request_abort(request_id)
 
     async def stop(self) -> None:
@@ -155,13 +172,24 @@ class AnswerKeeper:
         with suppress(asyncio.CancelledError):
             await self._work
         with suppress(StoreError):
-            await self._append()
+            while await self._append():
+                pass
+            self._settle()
+            await self._delete()
         with suppress(StoreError):
             await self._store.close()
 
-    async def _claim(self, request_id: str, fingerprint: str) -> RunningRequest:
-        claimed = await self._store.claim(request_id, fingerprint=fingerprint, take_over=True)
-        if not isinstance(claimed, StoredAnswer):
+    async def _take_name(self, request_id: str) -> None:
+        """An earlier request of this name is deleted now or not at all."""
+        while self._deletion is not None and request_id in self._to_delete:
+            await asyncio.wait((self._deletion,))
+        self._to_delete.pop(request_id, None)
+        self._kept.pop(request_id, None)
+
+    async def _claim(self, request_id: str, fingerprint: str) -> LiveRequest:
+        await self._take_name(request_id)
+        claimed = await self._store.claim(request_id, fingerprint=fingerprint)
+        if claimed is None:
             raise NotFoundError(f"no router has a request {request_id!r}", reason="REQUEST_NOT_FOUND")
         running = await self._restore(claimed)
         answer = running.answer
@@ -170,6 +198,7 @@ class AnswerKeeper:
             answer,
             claimed.request,
             [sample.start_position + len(claimed.token_ids.get(i, ())) for i, sample in enumerate(answer.samples)],
+            was_claimed=True,
         )
         _log.info("request taken over", request_id=request_id, num_known_tokens=answer.num_generated_tokens)
         return running
@@ -182,17 +211,18 @@ class AnswerKeeper:
         renew_at = loop.time()
         while True:
             await asyncio.sleep(self._append_seconds)
-            steps = [self._settle, self._append]
+            steps: list[Callable[[], Awaitable[object]]] = [self._append, self._finish, self._delete]
             if loop.time() >= renew_at:
                 renew_at = loop.time() + self._renew_seconds
                 steps.insert(0, self._renew)
+            self._settle()
             failures = [error for step in steps if (error := await self._attempt(step)) is not None]
             if failures:
                 self._note_lost(failures[0])
             else:
                 self._note_found()
 
-    async def _attempt(self, step: Callable[[], Awaitable[None]]) -> StoreError | None:
+    async def _attempt(self, step: Callable[[], Awaitable[object]]) -> StoreError | None:
         try:
             await step()
         except StoreError as error:
@@ -201,28 +231,64 @@ class AnswerKeeper:
             _log.exception("keeping requests failed", error=str(error))
         return None
 
-    async def _append(self) -> None:
-        by_kept = [(kept, list(kept.new_spans())) for kept in self._kept.values()]
-        spans = [span for _, found in by_kept for span in found]
-        if spans:
-            await self._store.append(spans)
-        for kept, found in by_kept:
-            kept.take_stored(found)
+    async def _append(self) -> bool:
+        """Whether there was something to append."""
+        found: list[tuple[_Kept, list[TokenSpan]]] = []
+        num_tokens = 0
+        for kept in self._kept.values():
+            spans = list(kept.new_spans())
+            num_tokens += sum(len(span.token_ids) for span in spans)
+            if spans:
+                found.append((kept, spans))
+            if num_tokens >= MAX_APPEND_TOKENS:
+                break
+        if not found:
+            return False
+        try:
+            await self._store.append([span for _, spans in found for span in spans])
+        except StoreError:
+            for kept, _ in found:
+                kept.num_lost_appends += kept.may_continue_elsewhere
+            raise
+        for kept, spans in found:
+            kept.take_stored(spans)
+        return True
 
-    async def _settle(self) -> None:
-        """Tells the store of requests that have ended, and forgets those that are dropped here."""
+    def _settle(self) -> None:
+        """Forgets requests that other routers may continue, once they are stored, and deletes other ended ones."""
         for request_id, kept in tuple(self._kept.items()):
-            failure = kept.answer.failure
-            if isinstance(failure, (PeerLostError, CapacityError)):  # another router may do better
-                self._kept.pop(request_id, None)
-            elif kept.running.is_closed or failure is not None:
-                async with self._deleting:
-                    if self._kept.get(request_id) is kept:
-                        await self._store.delete(request_id)
-                        del self._kept[request_id]
-            elif kept.running.is_idle and not kept.has_finished:
-                await self._store.finish(request_id)
-                kept.has_finished = True
+            if kept.may_continue_elsewhere:
+                if kept.num_lost_appends >= MAX_LOST_APPENDS or not any(kept.new_spans()):
+                    del self._kept[request_id]
+            elif kept.running.is_closed or kept.answer.failure is not None:
+                del self._kept[request_id]
+                self._delete_later(request_id)
+
+    def _delete_later(self, request_id: str) -> None:
+        self._to_delete[request_id] = None
+        while len(self._to_delete) > MAX_TO_DELETE:  # the store has not answered for long: they expire by themselves
+            del self._to_delete[next(iter(self._to_delete))]
+
+    async def _delete(self) -> None:
+        """In one call; only one runs at a time."""
+        if not self._to_delete or self._deletion is not None:
+            return
+        request_ids = tuple(self._to_delete)
+        self._deletion = asyncio.get_running_loop().create_future()
+        try:
+            await self._store.delete(request_ids)
+            for request_id in request_ids:
+                self._to_delete.pop(request_id, None)
+        finally:
+            self._deletion.set_result(None)
+            self._deletion = None
+
+    async def _finish(self) -> None:
+        ended = [kept for kept in self._kept.values() if kept.running.is_idle and not kept.has_finished]
+        if ended:
+            await self._store.finish([kept.stored.request_id for kept in ended])
+        for kept in ended:
+            kept.has_finished = True
 
     async def _renew(self) -> None:
         ours = [request_id for request_id, kept in self._kept.items() if not kept.running.is_idle]
@@ -259,14 +325,17 @@ class AnswerKeeper:
             _log.info("the store answers again", store=self._store.name)
 
 
-def _begin_window(claim: asyncio.Task[RunningRequest]) -> None:
+Keeper = AnswerKeeper | NoKeeper
+
+
+def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
     if not claim.cancelled() and claim.exception() is None:
         claim.result().leave()
 
 
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
     """Another router's tokens, as if they had been computed here. Logprobs are not stored: then none counts."""
-    if answer.request.output.logprobs is not None:
+    if answer.request.options.logprobs is not None:
         return
     for sample, token_ids in stored.token_ids.items():
         if sample < len(answer.samples):

@@ -1,165 +1,120 @@
-"""One try at the unfinished samples of an answer, on one decode node: its sequence group, its hand-off, its outcome."""
+"""One try at the unfinished samples of an answer, on one decode node.
+
+`Attempt._serve` is the story: a grant, the prompt's KV, the end. Events of samples (tokens, done)
+go straight to the answer; what concerns the sequence group goes to the attempt's queue, which
+`_serve` reads.
+
+A transfer that fails is tried again whole under a new transfer id, so that the KV of two transfers
+is never mixed; the reservation on the decode node stays meanwhile.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable
+from dataclasses import replace
 
 from google.rpc import code_pb2
 
 from outrider.errors import InternalError, InvalidRequestError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeState
+from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.rpc.status import UNREACHABLE
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
+    NO_SPECULATION,
     Granted,
     KvFailed,
     KvReady,
     OpenSequenceGroup,
     Rejected,
     RejectReason,
+    RetargetSequenceGroup,
     SampleDone,
     SampleTokens,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
-from router.answer import Answer
-from router.hand_off import ID_BYTES, HandOff
-from router.hedge_budget import HedgeBudget
-from router.node_link import NodeLink
+from router.node_directory import EXACT_NUMERICS
+from router.node_link import NodeLink, PrefillLink
 from router.placement import Demand, Place
-from router.request_record import AttemptFigures
+from router.request_figures import AttemptFigures
 from router.sample_answer import TokenMismatchError
 from router.sessions import DecodeSession
+from router.work import Completed, Fatal, Lost, Outcome, Refused, Work
+
+ID_BYTES = 16
+PREFILL_ANSWER_SECONDS = 0.5
+"""How long a finished answer waits for the prefill node's figures."""
 
 _log = get_logger("attempts")
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """Every sample that was opened has ended."""
+class _Signal(enum.Enum):
+    STANDING = enum.auto()  # of a node has changed
+    PREFILL_ENDED = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The decode node keeps nothing of it."""
-
-    rejected: Rejected
+_Event = SequenceGroupEvent | _Signal
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The work is gone, or must not go on where it was; what the answer has is kept."""
-
-    error: PeerLostError
-    cause: str  # one word, for metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Fatal:
-    """No other node would do better."""
-
-    error: OutriderError
-
-
-Outcome = Completed | Refused | Lost | Fatal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptSettings:
-    """What all attempts of a request share."""
-
-    fingerprint: str
-    stop_token_ids: tuple[int, ...]
-    open_timeout_seconds: float
-    kv_ready_timeout_seconds: float
-    hedges: HedgeBudget
-
-
-class AttemptListener:
-    """Told what happens, on the event loop; must not raise. (`router.request_flow.RequestFlow`.)"""
-
-    def on_granted(self, attempt: Attempt, granted: Granted) -> None: ...
-
-    def on_tokens(self, attempt: Attempt, tokens: SampleTokens) -> None:
-        """Raises: TokenMismatchError, InternalError for tokens that do not continue the answer."""
-
-    def on_done(self, attempt: Attempt, done: SampleDone) -> None:
-        """Raises: InternalError."""
-
-    def on_prefill(self, attempt: Attempt) -> None:
-        """A prefill node begins with the prompt."""
-
-    def on_prefill_moved(self, attempt: Attempt, error: PeerLostError) -> None: ...
-
-    def on_attempt_changed(self) -> None:
-        """An outcome, or another standing of the node."""
+class _OutcomeError(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
 
 
 class Attempt:
-    """Owns a place, a sequence group and a hand-off, and frees all three. Owned by the event loop.
+    """Owns a place, a sequence group and a prefill, and frees all three. Owned by the event loop.
 
     It ends by itself when it has an outcome, which is set once; `end` gives it up.
     """
 
-    def __init__(
-        self,
-        *,
-        place: Place,
-        demand: Demand,
-        answer: Answer,
-        settings: AttemptSettings,
-        listener: AttemptListener,
-    ) -> None:
+    def __init__(self, work: Work, place: Place, demand: Demand, *, on_change: Callable[[], None]) -> None:
+        """`on_change` is called for an outcome, the first tokens, a sample's end, and another standing of the node."""
         self.place = place
         self.outcome: Outcome | None = None
         self.has_tokens = False  # it has computed some itself
         self.hedged: NodeLink | None = None  # the late node because of which it was opened beside another one
-        self.is_granted = False
-        self.figures = AttemptFigures(num_known_tokens=len(demand.token_ids))
+        self.incarnation = place.decode.incarnation  # of the decode node's process
+        self.numerics = place.decode.numerics
+        self._work = work
         self._demand = demand
-        self._settings = settings
-        self._listener = listener
-        request = answer.request
+        self._on_change = on_change
+        self._random_bytes = work.services.random_bytes
+        self._figures = AttemptFigures(num_known_tokens=len(demand.token_ids))
+        self._transfer_id = b"" if place.prefill is None else self._random_bytes(ID_BYTES)
+        self._prefill_numerics = ""  # of the prefill nodes that have worked
+        self._keeps_received = False  # the decode node holds what earlier transfers brought whole
+        request = work.answer.request
         self._opened = OpenSequenceGroup(
-            sequence_group_id=os.urandom(ID_BYTES),
-            transfer_id=os.urandom(ID_BYTES),
+            sequence_group_id=self._random_bytes(ID_BYTES),
+            transfer_id=self._transfer_id,
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            samples=answer.unfinished_samples(),
-            sampling=request.sampling,
-            stop_token_ids=settings.stop_token_ids,
-            logprobs=request.output.logprobs,
-            num_speculative_tokens=request.num_speculative_tokens,
-            verification_method=request.verification_method,
-            priority=request.priority,
-            cache_salt=place.kv_salt(request.cache_salt),
+            samples=work.answer.unfinished_samples(),
+            options=replace(request.options, cache_salt=place.kv_salt(request.options.cache_salt)),
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
+        self._events: asyncio.Queue[_Event | Outcome] = asyncio.Queue()
         self._session: DecodeSession | None = None  # None: not opened, or left
-        self._timer: asyncio.TimerHandle | None = None  # for the node's answer to Open
-        self._hand_off: HandOff | None = None
-        self._hand_off_task: asyncio.Task[None] | None = None
-        self._incarnation = place.decode.incarnation
+        self._prefill: asyncio.Task[PrefillFigures] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
-    def numerics(self) -> str:
-        return self.place.decode.numerics
-
-    @property
-    def incarnation(self) -> bytes:
-        """Of the decode node's process."""
-        return self._incarnation
+    def has_exact_numerics(self) -> bool:
+        """Whether another attempt on nodes of these numerics computes the same tokens."""
+        prefill = self.place.prefill
+        return self.numerics.startswith(EXACT_NUMERICS) and (prefill is None or prefill.numerics == self.numerics)
 
     @property
     def is_suspect(self) -> bool:
-        """The node's progress is overdue."""
         return self.place.decode.is_late
 
     @property
     def is_leaving(self) -> bool:
-        """The node drains: it goes on, and the work should move."""
         return self.place.decode.state is NodeState.DRAINING
 
     def start(self) -> None:
@@ -170,139 +125,266 @@ class Attempt:
             self._session = decode.open_session()
             self._session.open_group(self._opened, self)
         except PeerLostError as error:
-            self._finish(Lost(error, "decode_lost"))
-            return
-        late = PeerLostError(f"decode node {decode.name} does not answer", node=decode.name)
-        loop = asyncio.get_running_loop()
-        timeout = self._settings.open_timeout_seconds
-        self._timer = loop.call_later(timeout, self._finish, Lost(late, "decode_silent"))
+            self._events.put_nowait(Lost(error, "decode_lost"))
+        self._task = asyncio.create_task(self._run(), name="attempt")
 
-    def cancel_sample(self, sample: int) -> None:
-        """It has ended by what the router knows."""
-        if sample in self._running:
-            self._running.discard(sample)
-            if self._session is not None:
-                self._session.cancel(self._opened.sequence_group_id, (sample,))
-            self._finish_if_done()
+    def cancel_ended_samples(self) -> None:
+        """Those that have ended by what the router knows."""
+        samples = self._work.answer.samples
+        ended = tuple(sample for sample in sorted(self._running) if samples[sample].finished)
+        if ended and self._session is not None:
+            self._session.cancel(self._opened.sequence_group_id, ended)
+        self._discard(*ended)
 
     async def wait_for_figures(self) -> None:
         """Frees the place, then waits a little for the prefill node's figures."""
         self._leave()
-        if self._hand_off is not None:
-            await self._hand_off.wait_for_figures()
+        if self._prefill is not None:
+            await asyncio.wait((self._prefill,), timeout=PREFILL_ANSWER_SECONDS)
+            self._take_figures(self._prefill)
 
     def end(self) -> None:
         """Frees everything, on the nodes too. Idempotent."""
         self._leave()
-        if self._hand_off_task is not None:
-            self._hand_off_task.cancel()
-        if self._hand_off is not None:
-            self._hand_off.close()
+        for task in (self._task, self._prefill):
+            if task is not None:
+                task.cancel()
 
     # ------------------------------------------------------------ what nodes say
 
     def on_standing(self) -> None:
-        """Of the decode node."""
-        self._listener.on_attempt_changed()
+        """Of the decode node, or of the prefill node while it works."""
+        self._events.put_nowait(_Signal.STANDING)
+        self._on_change()
 
     def on_event(self, event: SequenceGroupEvent) -> None:
         """Of this group. A node that breaks the protocol loses the attempt, a bug of ours the request, and no other."""
         try:
             match event:
                 case SampleTokens():
-                    self.has_tokens = self.figures.has_tokens = True
-                    self._listener.on_tokens(self, event)
+                    self._take_tokens(event)
                 case SampleDone():
-                    self._running.discard(event.sample)
-                    self._listener.on_done(self, event)
-                    self._finish_if_done()
-                case Granted():
-                    self._take_grant(event)
-                case Rejected():
-                    self._running.clear()
-                    self._finish(Refused(event))
-                case KvReady():
-                    self.figures.kv_ready = event
-                    if self._hand_off is not None:
-                        self._hand_off.on_kv_ready(event)
-                case KvFailed():
-                    if self._hand_off is not None:
-                        self._hand_off.on_kv_failed(event)
-                case SequenceGroupFailed():
-                    self._running.clear()
-                    self._finish(self._outcome_of(event))
+                    self._work.answer.finish(event)
+                    self._discard(event.sample)
+                    self._on_change()
+                case _:
+                    self._events.put_nowait(event)
         except TokenMismatchError as error:
-            self._finish(Lost(self._lost(error.message), "token_mismatch"))
+            self._give_up(Lost(self._lost(error.message), "token_mismatch"))
         except InternalError as error:
-            self._finish(Lost(self._lost(error.message), "protocol"))
+            self._give_up(Lost(self._lost(error.message), "protocol"))
+        except OutriderError as error:
+            self._give_up(Fatal(error))
         except Exception as error:  # noqa: BLE001 the others of this session are not to end with it
             _log.exception("an event could not be taken", request_id=self._opened.request_id, error=str(error))
-            self._finish(Fatal(InternalError(f"a decode node's event could not be taken: {error}")))
+            self._give_up(Fatal(InternalError(f"a decode node's event could not be taken: {error}")))
 
     def on_lost(self, error: OutriderError) -> None:
         """The decode node's session broke."""
         self._running.clear()
         lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
-        self._finish(Lost(lost, "decode_lost"))
+        self._events.put_nowait(Lost(lost, "decode_lost", is_counted=not self.is_leaving))
 
-    def _take_grant(self, granted: Granted) -> None:
-        fault_point("router.granted")
-        if self.is_granted:
-            if self._hand_off is not None:
-                self._hand_off.on_granted(granted)
-            return
-        if granted.transfer_id != self._opened.transfer_id:
-            raise InternalError("a grant names another transfer")
-        self.is_granted = True
-        self._stop_timer()
-        self.figures.num_tokens_to_compute = granted.num_tokens_to_compute
-        self._listener.on_granted(self, granted)
-        if self._session is None:  # ended by what the listener made of it
-            return
-        self._hand_off = HandOff(
-            opened=self._opened,
-            demand=self._demand,
-            place=self.place,
-            session=self._session,
-            figures=self.figures,
-            fingerprint=self._settings.fingerprint,
-            open_timeout_seconds=self._settings.open_timeout_seconds,
-            kv_ready_timeout_seconds=self._settings.kv_ready_timeout_seconds,
-            hedges=self._settings.hedges,
-            on_prefill=lambda: self._listener.on_prefill(self),
-            on_moved=lambda error: self._listener.on_prefill_moved(self, error),
-        )
-        self._hand_off_task = asyncio.create_task(self._run_hand_off(self._hand_off, granted), name="hand-off")
+    def _take_tokens(self, tokens: SampleTokens) -> None:
+        """Raises: TokenMismatchError, InternalError; CapacityError, InvalidRequestError without memory for them."""
+        fault_point("router.token")
+        work, is_first = self._work, not self.has_tokens
+        self.has_tokens = self._figures.has_tokens = True
+        num_new, has_ended = work.answer.take(tokens)
+        if tokens.speculation is not NO_SPECULATION:
+            work.figures.speculation.add(tokens.speculation)
+        if num_new:
+            work.figures.add_tokens(tokens.sample, num_new)
+        finished = work.answer.samples[tokens.sample].finished if has_ended else None
+        if finished is not None and finished.stop_string is not None:  # of which the node does not know
+            self.cancel_ended_samples()
+        if is_first:
+            self.place.decode.breaker.succeed()
+        if is_first or has_ended:
+            self._on_change()
+        if num_new:
+            work.account.grow(num_new)
 
-    async def _run_hand_off(self, hand_off: HandOff, granted: Granted) -> None:
+    def _discard(self, *samples: int) -> None:
+        self._running.difference_update(samples)
+        if samples and not self._running:
+            self._events.put_nowait(Completed())
+
+    def _give_up(self, outcome: Outcome) -> None:
+        """Takes nothing more from the node."""
+        if self._session is not None:
+            self._session.forget(self._opened.sequence_group_id)
+        self._events.put_nowait(outcome)
+
+    # ------------------------------------------------------------ from the grant to the end
+
+    async def _run(self) -> None:
         try:
-            await hand_off.run(granted)
-        except PeerLostError as error:
-            self._finish(Lost(error, "decode_silent"))
+            await self._serve()
+        except _OutcomeError as error:
+            self.outcome = error.outcome
         except Exception as error:  # noqa: BLE001 whatever it was, the request is not to wait for it
-            _log.exception("a hand-off failed", node=self.place.decode.name, error=str(error))
-            self._finish(Lost(self._lost(f"the hand-off failed: {error}"), "hand_off"))
+            _log.exception("an attempt failed", node=self.place.decode.name, error=str(error))
+            self.outcome = Lost(self._lost(f"the attempt failed: {error}"), "internal")
+        if isinstance(self.outcome, Lost) and self.outcome.is_counted:
+            self.place.decode.breaker.fail()
+        self._leave()
+        if self._prefill is not None and not isinstance(self.outcome, Completed):  # else its figures may still come
+            self._prefill.cancel()
+        self._on_change()
 
-    # ------------------------------------------------------------ the end
+    async def _serve(self) -> None:
+        """Raises: _OutcomeError with the outcome."""
+        granted = await self._wait_for_grant("an open")
+        assert granted is not None, "no KV comes before the grant"
+        fault_point("router.granted")
+        work, decode = self._work, self.place.decode
+        work.figures.attempts.append(self._figures)
+        work.figures.use_node(decode.name, self.numerics)
+        work.figures.admit(granted)
+        work.answer.begin()
+        next_grant: Granted | None = granted
+        while next_grant is not None and next_grant.kv_address:
+            if self.place.prefill is not None and await self._transfer(next_grant, self.place.prefill):
+                break
+            next_grant = await self._retarget()
+        self.place.release_prefill()
+        while True:
+            await self._next_event()
 
-    def _finish_if_done(self) -> None:
-        if not self._running:
-            self._finish(Completed())
+    async def _next_event(self, deadline: float | None = None) -> _Event | None:
+        """None at the deadline. Raises: _OutcomeError with the outcome."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                event = await self._events.get()
+        except TimeoutError:
+            return None
+        match event:
+            case Completed() | Refused() | Lost() | Fatal():
+                raise _OutcomeError(event)
+            case Rejected():
+                self._running.clear()
+                raise _OutcomeError(Refused(event))
+            case SequenceGroupFailed():
+                self._running.clear()
+                if event.code == code_pb2.INVALID_ARGUMENT:
+                    raise _OutcomeError(Fatal(InvalidRequestError(event.message, field="prompt")))
+                raise _OutcomeError(Lost(self._lost(event.message), "group_failed"))
+        if isinstance(event, KvReady):
+            self._figures.kv_ready = event
+        return event
 
-    def _finish(self, outcome: Outcome) -> None:
-        """The first outcome counts."""
-        if self.outcome is not None:
-            return
-        self.outcome = outcome
-        if isinstance(outcome, Completed):
-            self._leave()  # the prefill node's figures may still come
-        else:
-            self.end()
-        self._listener.on_attempt_changed()
+    async def _wait_for_grant(self, command: str) -> Granted | None:
+        """For the transfer at hand. None: the KV was ready, of a transfer that had been given up."""
+        deadline = asyncio.get_running_loop().time() + self._work.services.config.open_timeout_seconds
+        while True:
+            match await self._next_event(deadline):
+                case None:
+                    raise _OutcomeError(Lost(self._lost(f"does not answer {command}"), "decode_silent"))
+                case Granted() as granted if granted.transfer_id == self._transfer_id:
+                    self._figures.num_tokens_to_compute = granted.num_tokens_to_compute
+                    return granted
+                case Granted() if self._figures.num_tokens_to_compute is None:
+                    raise _OutcomeError(Lost(self._lost("a grant names another transfer"), "protocol"))
+                case KvReady():
+                    return None
+
+    async def _transfer(self, granted: Granted, link: PrefillLink) -> bool:
+        """Whether the KV is ready. Raises: _OutcomeError when the request has lost too many nodes."""
+        incarnation, self._prefill_numerics = link.incarnation, link.numerics
+        error = await self._try_transfer(granted, link)
+        if error is None:
+            return True
+        losses = self._work.losses
+        losses.add_transfer(incarnation)
+        if error.reason == UNREACHABLE:
+            losses.add_node(incarnation)
+            if losses.final_error(error) is not None:
+                raise _OutcomeError(Lost(error, "prefill_lost", is_counted=False))
+        self._work.note_move(link, "prefill_lost", error)
+        return False
+
+    async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
+        """None once the KV is ready, else why the transfer failed; then nothing of it goes on."""
+        self._work.figures.use_node(link.name, link.numerics)
+        prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
+        prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
+        link.add_listener(self)
+        is_ready = False
+        deadline: float | None = None
+        try:
+            while True:
+                match await self._next_event(deadline):
+                    case KvReady():
+                        is_ready = True
+                        prefill.add_done_callback(self._take_figures)
+                        return None
+                    case KvFailed(transfer_id=self._transfer_id, message=message):
+                        return PeerLostError(f"the KV transfer from {link.name} failed: {message}", node=link.name)
+                    case _Signal.PREFILL_ENDED if prefill.done():
+                        error = prefill.exception()
+                        if isinstance(error, PeerLostError):
+                            return error
+                        prefill.result()
+                        # The push was committed: the decode node's word follows.
+                        timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
+                        deadline = asyncio.get_running_loop().time() + timeout_seconds
+                    case _Signal.STANDING if self._may_replace(link):
+                        return PeerLostError(f"prefill node {link.name} is late", node=link.name)
+                    case None:
+                        return PeerLostError(f"the prompt's KV did not arrive from {link.name}", node=link.name)
+        finally:
+            link.remove_listener(self)
+            if not is_ready and not prefill.done():
+                prefill.cancel()
+                await asyncio.wait((prefill,))
+
+    def _may_replace(self, link: PrefillLink) -> bool:
+        """Whether a late prefill node's work moves to another one; it is counted."""
+        hedges = self._work.services.hedges
+        if not (link.is_late and self.place.has_other_prefill() and hedges.may_move(link)):
+            return False
+        hedges.add_move(link)
+        return True
+
+    async def _retarget(self) -> Granted | None:
+        """The grant for another try; None when the KV was ready after all."""
+        losses = self._work.losses
+        demand = replace(self._demand, avoided=frozenset(losses.avoided))
+        has_node = losses.may_transfer and self.place.change_prefill(demand)
+        self._transfer_id = self._random_bytes(ID_BYTES) if has_node else b""
+        prefill = self.place.prefill if has_node else None
+        self._keeps_received = self._prefill_numerics == (prefill.numerics if prefill else self.numerics)
+        command = RetargetSequenceGroup(
+            sequence_group_id=self._opened.sequence_group_id,
+            transfer_id=self._transfer_id,
+            keeps_received=self._keeps_received,
+        )
+        if self._session is not None:
+            self._session.retarget(command)
+        return await self._wait_for_grant("a retarget")
+
+    def _call(self, granted: Granted) -> PrefillCall:
+        token_ids = self._demand.token_ids
+        return PrefillCall(
+            sequence_group_id=self._opened.sequence_group_id,
+            transfer_id=granted.transfer_id,
+            request_id=self._opened.request_id,
+            token_ids=token_ids[: len(token_ids) - granted.num_tokens_to_compute],
+            kv_address=granted.kv_address,
+            decode_incarnation=self.incarnation,
+            held_prefix_length=granted.held_prefix_length,
+            fingerprint=self._work.served.info.fingerprint,
+            options=self._opened.options,
+            may_read_held=self._keeps_received,
+        )
+
+    def _take_figures(self, prefill: asyncio.Task[PrefillFigures]) -> None:
+        if prefill.done() and not prefill.cancelled() and prefill.exception() is None:
+            self._figures.prefill = prefill.result()
 
     def _leave(self) -> None:
         """Frees the group on the decode node, unless it has ended there, and the place."""
-        self._stop_timer()
         session, self._session = self._session, None
         if session is not None:
             session.forget(self._opened.sequence_group_id)
@@ -313,16 +395,5 @@ class Attempt:
         has_no_room = rejected is not None and rejected.reason in (RejectReason.NO_ROOM, RejectReason.DRAINING)
         self.place.release(rejected if has_no_room else None)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _outcome_of(self, failed: SequenceGroupFailed) -> Outcome:
-        if failed.code == code_pb2.INVALID_ARGUMENT:
-            return Fatal(InvalidRequestError(failed.message, field="prompt"))
-        return Lost(self._lost(failed.message), "group_failed")
-
     def _lost(self, message: str) -> PeerLostError:
-        name = self.place.decode.name
-        return PeerLostError(f"decode node {name}: {message}", node=name)
+        return PeerLostError(f"decode node {self.place.decode.name}: {message}", node=self.place.decode.name)

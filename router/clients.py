@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import time
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from outrider.errors import CapacityError, ConfigError, UnauthenticatedError
+from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
 from outrider.service.telemetry.logging import get_logger
-from router.caller import Caller
 
 CLIENT_ID_KEY = "client_id"
 MAX_CLIENT_ID_LENGTH = 128
 TOKEN_KEY = "authorization"  # noqa: S105 the key of the metadata
 SCHEME = "bearer "
 FORM = "NAME sha256:HEX [priority=N] [rate=N]"
+CHECK_SECONDS = 1.0
+"""How often a call looks whether the token file has changed."""
+OWNER_MARK = "·"
+"""Between a client's name and its name for a request. A request_id is ASCII, so no client can write it itself."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -28,11 +31,41 @@ _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _log = get_logger("clients")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """A client, as far as it is known."""
+
+    name: str = ""  # of its token; empty where nobody is asked for tokens
+    share: str = ""  # whose share of queue and threads it counts against
+    max_priority: int | None = None  # None: any
+    cache_salt: bytes = b""  # seeds the block hashes of its prompts; empty: one tenant, or nobody is asked
+
+    def key_of(self, request_id: str) -> str:
+        """The request's key on this router and in its store: under one id, every client has its own request."""
+        return f"{self.name}{OWNER_MARK}{request_id}" if self.name else request_id
+
+    def check_priority(self, priority: int) -> None:
+        """Raises: NotAllowedError."""
+        if self.max_priority is not None and priority > self.max_priority:
+            raise NotAllowedError(
+                f"{self.name} may ask for priority {self.max_priority} at most, not {priority}", reason="PRIORITY"
+            )
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """(client's name, request_id)"""
+    name, _, request_id = key.rpartition(OWNER_MARK)
+    return name, request_id
+
+
 class Clients(Protocol):
     """Owned by the event loop."""
 
+    def authenticate(self, metadata: Metadata | None) -> None:
+        """Called once a call, before its message is read, by the task that serves it. Raises: UnauthenticatedError."""
+
     def identify(self, metadata: Metadata | None) -> Caller:
-        """Raises: UnauthenticatedError."""
+        """The caller of the call that this task serves. Raises: UnauthenticatedError."""
 
     def charge(self, caller: Caller) -> None:
         """Counts one call. Raises: CapacityError beyond the client's rate."""
@@ -41,8 +74,11 @@ class Clients(Protocol):
         """The client whose request was begun on another router."""
 
 
-class Anybody:
+class AnonymousClients:
     """Nobody is asked for tokens; calls without a `client_id` share the empty name."""
+
+    def authenticate(self, metadata: Metadata | None) -> None:
+        return
 
     def identify(self, metadata: Metadata | None) -> Caller:
         return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
@@ -55,13 +91,19 @@ class Anybody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One line of a token file."""
+class TokenLimits:
+    """What the tokens of one name allow."""
 
-    name: str
-    digest: bytes  # SHA-256 of the token
-    most_priority: int = 0
+    max_priority: int = 0
     calls_per_minute: int | None = None  # None: no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a token file says."""
+
+    names: dict[bytes, str]  # by the SHA-256 of the token
+    limits: dict[str, TokenLimits]  # by name
 
 
 class TokenFile:
@@ -77,26 +119,33 @@ class TokenFile:
         self._path = path
         self._clock = clock
         self._allowances: dict[str, _Allowance] = {}
+        self._caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
         self._stamp = _stamp_of(path)
+        self._checked_at = clock()
         self._tokens = read_tokens(path)
 
-    def identify(self, metadata: Metadata | None) -> Caller:
+    def authenticate(self, metadata: Metadata | None) -> None:
         shown = _text_of(metadata, TOKEN_KEY)
         if not shown.lower().startswith(SCHEME):
             raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")
-        digest = hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest()
-        found: Token | None = None
-        for token in self._newest():  # all of them: the time says nothing about which
-            if hmac.compare_digest(token.digest, digest):
-                found = token
-        if found is None:
+        self._reload_if_changed()
+        # Time tells at most how a hash begins, from which no token can be guessed.
+        name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
+        if name is None:
             raise UnauthenticatedError("the token is not known here", reason="UNKNOWN_TOKEN")
-        return replace(self.named(found.name), most_priority=found.most_priority)
+        self._caller.set(replace(self.named(name), max_priority=self._tokens.limits[name].max_priority))
+
+    def identify(self, metadata: Metadata | None) -> Caller:
+        caller = self._caller.get()
+        if caller is None:
+            raise UnauthenticatedError("the call was not authenticated", reason="NO_TOKEN")
+        return caller
 
     def charge(self, caller: Caller) -> None:
-        rate = next((token.calls_per_minute for token in self._tokens if token.name == caller.name), None)
-        if rate is None:
+        limits = self._tokens.limits.get(caller.name)
+        if limits is None or limits.calls_per_minute is None:
             return
+        rate = limits.calls_per_minute
         allowance = self._allowances.setdefault(caller.name, _Allowance(rate, self._clock()))
         wait_seconds = allowance.take(rate, self._clock())
         if wait_seconds > 0:
@@ -105,18 +154,21 @@ class TokenFile:
             )
 
     def named(self, name: str) -> Caller:
-        has_others = any(token.name != name for token in self._tokens)
+        has_others = bool(self._tokens.limits.keys() - {name})
         return Caller(name=name, share=name, cache_salt=name.encode() if has_others else b"")
 
-    def _newest(self) -> tuple[Token, ...]:
+    def _reload_if_changed(self) -> None:
+        now = self._clock()
+        if now - self._checked_at < CHECK_SECONDS:
+            return
+        self._checked_at = now
         stamp = _stamp_of(self._path)
         if stamp != self._stamp:
             self._stamp = stamp
             try:
                 self._tokens = read_tokens(self._path)
             except ConfigError as error:
-                _log.error("the changed token file is not taken; the old tokens stay valid", error=error.message)
-        return self._tokens
+                _log.error("the changed token file is refused; the old tokens stay valid", error=error.message)
 
 
 @dataclass(slots=True)
@@ -143,10 +195,10 @@ def host_of_peer(peer: str) -> str:
 
 def open_clients(token_file: Path | None) -> Clients:
     """Raises: ConfigError."""
-    return Anybody() if token_file is None else TokenFile(token_file)
+    return AnonymousClients() if token_file is None else TokenFile(token_file)
 
 
-def read_tokens(path: Path) -> tuple[Token, ...]:
+def read_tokens(path: Path) -> Tokens:
     """Raises: ConfigError, naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -154,47 +206,37 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
         raise ConfigError(f"router.token_file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"router.token_file {path} is not UTF-8") from error
-    tokens: dict[bytes, Token] = {}
-    limits: dict[str, tuple[int, int | None]] = {}
+    tokens = Tokens({}, {})
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            token = _read_token(words)
-            if limits.setdefault(token.name, (token.most_priority, token.calls_per_minute)) != (
-                token.most_priority,
-                token.calls_per_minute,
-            ):
-                raise ValueError(f"{token.name} has other limits in an earlier line")
-            if tokens.setdefault(token.digest, token).name != token.name:
-                raise ValueError(f"{tokens[token.digest].name} has the same token")
-        except ValueError as error:
-            raise ConfigError(f"router.token_file {path}:{number}: {error}") from error
-    if not tokens:
+        if words := line.partition("#")[0].split():
+            try:
+                _read_line(words, tokens)
+            except ValueError as error:
+                raise ConfigError(f"router.token_file {path}:{number}: {error}") from error
+    if not tokens.names:
         raise ConfigError(f"router.token_file {path} has no token; a line is {FORM}")
-    return tuple(tokens.values())
+    return tokens
 
 
-def _read_token(words: list[str]) -> Token:
-    """Raises: ValueError."""
-    name, shown, *limits = [*words, "", ""][: max(len(words), 2)]
-    digest = _HASH.fullmatch(shown)
-    if not _NAME.fullmatch(name) or digest is None:
+def _read_line(words: list[str], tokens: Tokens) -> None:
+    """Adds a line to `tokens`. Raises: ValueError."""
+    name, shown, *options = [*words, "", ""][: max(len(words), 2)]
+    found = _HASH.fullmatch(shown)
+    if not _NAME.fullmatch(name) or found is None:
         raise ValueError(f"expected {FORM}; a name has up to 64 letters, digits, dots, dashes, underscores and @")
     numbers: dict[str, int] = {}
-    for limit in limits:
-        key, _, text = limit.partition("=")
+    for option in options:
+        key, _, text = option.partition("=")
         least = {"priority": -(2**31), "rate": 1}.get(key)
         if least is None or key in numbers or not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < least:
-            raise ValueError(f"{limit!r} is neither priority=N nor rate=N, or not a number in its range")
+            raise ValueError(f"{option!r} is neither priority=N nor rate=N, or not a number in its range")
         numbers[key] = int(text)
-    return Token(
-        name=name,
-        digest=bytes.fromhex(digest[1]),
-        most_priority=numbers.get("priority", 0),
-        calls_per_minute=numbers.get("rate"),
-    )
+    limits = TokenLimits(max_priority=numbers.get("priority", 0), calls_per_minute=numbers.get("rate"))
+    if tokens.limits.setdefault(name, limits) != limits:
+        raise ValueError(f"{name} has other limits in an earlier line")
+    owner = tokens.names.setdefault(bytes.fromhex(found[1]), name)
+    if owner != name:
+        raise ValueError(f"{owner} has the same token")
 
 
 def _text_of(metadata: Metadata | None, wanted: str) -> str:

@@ -9,8 +9,8 @@ from typing import Protocol
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
 """Prompt tokens that the window method looks back to: enough for any tokenizer's joining of words."""
-MAX_PENDING_TOKENS = 16
-"""So many tokens that still give no whole character are broken or have no text: they are let go."""
+MAX_HELD_TOKENS = 16
+"""Tokens without a complete character are held back up to this many; more are broken or have no text."""
 
 
 class Detokenizer(Protocol):
@@ -83,15 +83,15 @@ class WindowDetokenizer:
         text = self._decode(self._token_ids)
         has_text = len(text) > len(self._emitted_text)
         self._is_mid_character = has_text and text.endswith(REPLACEMENT)
-        if (has_text and not self._is_mid_character) or self._num_pending >= MAX_PENDING_TOKENS:
+        if (has_text and not self._is_mid_character) or self._num_held >= MAX_HELD_TOKENS:
             return self._emit(text)
         return ""
 
     def finish(self) -> str:
-        return self._emit(self._decode(self._token_ids)) if self._num_pending else ""
+        return self._emit(self._decode(self._token_ids)) if self._num_held else ""
 
     @property
-    def _num_pending(self) -> int:
+    def _num_held(self) -> int:
         return len(self._token_ids) - self._num_emitted
 
     def _emit(self, text: str) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from outrider.errors import CapacityError
-from router.fair_order import FairOrder
 
 T = TypeVar("T")
 
@@ -20,13 +17,13 @@ MAX_WAITING_BYTES = 32 << 20
 """Some ten seconds of two threads."""
 MAX_CLIENT_BYTES = 8 << 20
 """Of those, of one client: four of the largest requests."""
-NEWCOMERS = 4
-"""A client with nothing in the queue is let in until this many times as much waits: names can be made up."""
+NEW_CLIENT_FACTOR = 4
+"""Clients without texts here may exceed the limit for all by so much, no further: client names are unverified."""
 RETRY_SECONDS = 1.0
 
 
 class EncodingQueue:
-    """Owned by the event loop. Work is given to the threads only when one of them is free."""
+    """Owned by the event loop. Clients take turns: none has more texts at the threads than there are threads."""
 
     def __init__(
         self,
@@ -39,69 +36,37 @@ class EncodingQueue:
         self._max_waiting_bytes = max_waiting_bytes
         self._max_client_bytes = max_client_bytes
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-        self._num_running = 0
-        self._order = FairOrder()
-        self._arrivals = itertools.count()
-        self._heap: list[tuple[float, int, asyncio.Future[None]]] = []  # (stamp, arrival, turn)
-        self._waiting_bytes: Counter[str] = Counter()  # by client
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
+        self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are encoded
 
     async def run(self, work: Callable[[], T], *, client: str, num_bytes: int) -> T:
         """What `work` returns or raises, from a thread, in the client's turn. Cancelling leaves the queue.
 
         Raises: CapacityError at once when too much waits already.
         """
-        if self._num_running < self._num_threads:
-            self._num_running += 1
-        else:
-            await self._wait(client, max(num_bytes, 1))
-        loop = asyncio.get_running_loop()
-
-        def end(_work: Future[T]) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._give_turn)
-
-        running = self._threads.submit(work)
-        running.add_done_callback(end)  # when the thread is free, whoever still waits for the result
-        return await asyncio.wrap_future(running)
+        self._check(client, num_bytes)
+        turn = self._turns.setdefault(client, asyncio.Semaphore(self._num_threads))
+        self._num_bytes[client] += num_bytes
+        try:
+            async with turn:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_bytes[client] -= num_bytes
+            if not self._num_bytes[client]:
+                del self._num_bytes[client]
 
     def close(self) -> None:
         """Ends the threads; a second call does nothing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _wait(self, client: str, num_bytes: int) -> None:
-        """Until one of the threads is this one's. Raises: CapacityError."""
-        waiting, total = self._waiting_bytes[client], self._waiting_bytes.total()
-        most, most_of_all = self._max_client_bytes, self._max_waiting_bytes
-        if not waiting:
-            most, most_of_all = max(most, num_bytes), max(NEWCOMERS * most_of_all, num_bytes)
-        if waiting + num_bytes > most or total + num_bytes > most_of_all:
+    def _check(self, client: str, num_bytes: int) -> None:
+        """A text alone always fits. Raises: CapacityError."""
+        of_client, total = self._num_bytes[client], self._num_bytes.total()
+        limit = self._max_waiting_bytes * (1 if of_client else NEW_CLIENT_FACTOR)
+        is_over = (of_client and of_client + num_bytes > self._max_client_bytes) or total + num_bytes > limit
+        if is_over and total:
             raise CapacityError(
-                f"{waiting} bytes of this client's texts wait to be encoded, {total} of all clients",
+                f"{of_client} bytes of this client's texts wait to be encoded, {total} of all clients",
                 retry_after_seconds=RETRY_SECONDS,
                 reason="TOKENIZER_BUSY",
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._heap, (self._order.stamp(client, num_bytes), next(self._arrivals), turn))
-        self._waiting_bytes[client] += num_bytes
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._order.refund(client, num_bytes)
-            else:  # given at the moment it was no longer wanted
-                self._give_turn()
-            raise
-        finally:
-            self._waiting_bytes[client] -= num_bytes
-            if not self._waiting_bytes[client]:
-                del self._waiting_bytes[client]
-
-    def _give_turn(self) -> None:
-        """A thread is free: the next one's, if there is one."""
-        while self._heap:
-            stamp, _, turn = heapq.heappop(self._heap)
-            if not turn.done():
-                self._order.serve(stamp)
-                turn.set_result(None)
-                return
-        self._num_running -= 1

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 
 import grpc
 import grpc.aio
 
-from outrider.errors import InvalidRequestError, MismatchError, OutriderError, PeerLostError
+from outrider.errors import InvalidRequestError, MismatchError, NotFoundError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.rpc.peer_security import PeerSecurity
 from outrider.rpc.status import from_rpc_error
-from outrider.service.node_service import NodeWatcher
+from outrider.service.liveness import REPORT_SECONDS
 from outrider.session import SequenceGroupCommand
-from outrider.v1 import prefill_pb2_grpc, session_pb2, session_pb2_grpc
-from outrider.wire.prefill import call_to_proto, figures_from_proto
+from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from outrider.wire.node import info_from_proto, report_from_proto
+from outrider.wire.prefill import CALL, FIGURES
 from outrider.wire.session import command_to_proto, report_message_from_proto
 from router.transport import RouterIdentity, SessionMessage
+
+MAX_TOKENIZER_BYTES = 256 << 20
+TOKENIZER_SECONDS = 60.0
 
 SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.SessionReport]
 
@@ -26,16 +31,15 @@ SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.
 class GrpcTransport:
     """Owns the channel to one address."""
 
-    def __init__(self, security: PeerSecurity, *, address: str, grace_seconds: float) -> None:
+    def __init__(self, security: PeerSecurity, *, address: str) -> None:
         self._security = security
         self._address = address
-        self._grace_seconds = grace_seconds
         self._open_channel()
 
     def _open_channel(self) -> None:
         self._security_version = self._security.version
         self._channel = channel = self._security.open_channel(self._address)
-        self._watcher = NodeWatcher(channel, target=self._address, grace_seconds=self._grace_seconds)
+        self._node = node_pb2_grpc.NodeServiceStub(channel)
         self._decode = session_pb2_grpc.DecodeServiceStub(channel)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
 
@@ -45,13 +49,53 @@ class GrpcTransport:
             old = self._channel
             self._open_channel()
             await old.close()
-        return await self._watcher.get_node(timeout_seconds=timeout_seconds)
+        with self._errors():
+            return info_from_proto(await self._node.GetNode(node_pb2.GetNodeRequest(), timeout=timeout_seconds))
 
     async def tokenizer_files(self) -> dict[str, bytes]:
-        return await self._watcher.get_tokenizer()
+        files: dict[str, bytearray] = {}
+        num_bytes = 0
+        call = self._node.GetTokenizer(node_pb2.GetTokenizerRequest(), timeout=TOKENIZER_SECONDS)
+        try:
+            with self._errors():
+                async for chunk in call:
+                    num_bytes += len(chunk.data)
+                    if num_bytes > MAX_TOKENIZER_BYTES:
+                        raise self._lost("sends a tokenizer without end")
+                    files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
+        finally:
+            call.cancel()
+        return {name: bytes(data) for name, data in files.items()}
 
-    def reports(self, *, incarnation: bytes) -> AsyncGenerator[NodeReport, None]:
-        return self._watcher.reports(incarnation=incarnation)
+    async def reports(self, *, incarnation: bytes) -> AsyncGenerator[NodeReport, None]:
+        call = self._node.Watch(node_pb2.WatchNodeRequest(interval_milliseconds=round(REPORT_SECONDS * 1e3)))
+        try:
+            with self._errors():
+                async for proto in call:
+                    report = report_from_proto(proto)
+                    if report.incarnation != incarnation:
+                        raise self._lost("was restarted")
+                    yield report
+            raise self._lost("ended its reports")
+        finally:
+            call.cancel()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raises nothing but OutriderErrors."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            found = from_rpc_error(error, target=self._address)
+            if isinstance(found, (NotFoundError, PeerLostError)):
+                raise found from error
+            message = f"{self._address}: {found.message}"
+            raise PeerLostError(message, node=self._address, reason=found.reason) from error
+        except ValueError as error:
+            raise PeerLostError(f"{self._address}: {error}", node=self._address) from error
+
+    def _lost(self, what: str) -> PeerLostError:
+        return PeerLostError(f"{self._address} {what}", node=self._address)
 
     async def open_session(self, identity: RouterIdentity, *, fingerprint: str) -> GrpcSessionStream:
         stream = GrpcSessionStream(self._decode.Session(), address=self._address)
@@ -68,7 +112,7 @@ class GrpcTransport:
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         try:
-            return figures_from_proto(await self._prefill.Prefill(call_to_proto(call)))
+            return FIGURES.from_proto(await self._prefill.Prefill(CALL.to_proto(call)))
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 from router.node_link import NodeLink
 
 HEDGED_SHARE = 0.1
+
+
+class Nodes(Protocol):
+    """`router.node_directory.NodeDirectory`."""
+
+    @property
+    def late_nodes(self) -> list[NodeLink]: ...
 
 
 class HedgeBudget:
@@ -18,29 +25,21 @@ class HedgeBudget:
     because a node is lost or drains is not counted.
     """
 
-    def __init__(self, num_running: Callable[[], int], *, are_others_timely: Callable[[NodeLink], bool]) -> None:
+    def __init__(self, nodes: Nodes, num_running: Callable[[], int]) -> None:
+        self._nodes = nodes
         self._num_running = num_running
-        self._are_others_timely = are_others_timely
-        self._moves: Counter[tuple[NodeLink, int]] = Counter()  # by node and the time that it became late
 
     def may_move(self, late: NodeLink) -> bool:
         """Whether one more request may be opened elsewhere because this node is late."""
-        if late.is_silent and self._are_others_timely(late):
+        others = [link for link in self._nodes.late_nodes if link is not late]
+        if late.is_silent and not others:
             return True
-        self._moves = Counter(
-            {
-                (link, nth): num
-                for (link, nth), num in self._moves.items()
-                if link.is_late and link.num_latenesses == nth
-            }
-        )
-        return self._moves.total() < max(1, int(self._num_running() * HEDGED_SHARE))
+        num_hedges = late.num_hedges + sum(link.num_hedges for link in others)
+        return num_hedges < max(1, int(self._num_running() * HEDGED_SHARE))
 
     def add_move(self, late: NodeLink) -> None:
-        self._moves[late, late.num_latenesses] += 1
+        late.num_hedges += 1
 
     def take_back(self, late: NodeLink) -> None:
         """A move because of this node came to nothing."""
-        key = late, late.num_latenesses
-        if self._moves[key] > 0:
-            self._moves[key] -= 1
+        late.num_hedges = max(late.num_hedges - 1, 0)

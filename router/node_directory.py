@@ -1,4 +1,4 @@
-"""The nodes as this router sees them, and the model that they serve."""
+"""All nodes behind the router's targets, and the model that they serve."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from router.tokenizer import Tokenizer
 from router.transport import NodeTransport, RouterIdentity
 
 WAITING_LOG_SECONDS = 5.0
+PREFILL_START_SECONDS = 5.0
+"""How long a router that starts waits for a prefill node beside a decode node: both load the same weights."""
 
-Connect = Callable[[str, str], NodeTransport]
-"""(target, address) → the way to the node there."""
+Connect = Callable[[str], NodeTransport]
+"""Address → the way to the node there."""
 
 EXACT_NUMERICS = "exact ("
 
@@ -31,11 +33,20 @@ _log = get_logger("nodes")
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the first target node that served brought."""
+    """The model of the first prefill or decode node that served."""
 
     info: ModelInfo
     tokenizer: Tokenizer
     node: str  # its name
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    """Links to nodes that serve; replaced when one of them changes."""
+
+    prefill: list[PrefillLink]
+    decode: list[DecodeLink]
+    late: list[NodeLink]
 
 
 class NodeDirectory:
@@ -57,7 +68,7 @@ class NodeDirectory:
     ) -> None:
         self._config = config
         self._identity = identity
-        self._connect = connect if connect is not None else partial(_connect_by_grpc, config, security)
+        self._connect = connect if connect is not None else lambda address: GrpcTransport(security, address=address)
         self._on_lost = on_lost
         self._nodes = {
             role: PeerSet(
@@ -65,7 +76,7 @@ class NodeDirectory:
                 open_peer=partial(self._open_link, role),
                 resolver=resolver,
                 interval_seconds=config.resolve_interval_seconds,
-                on_change=self._changed_now,
+                on_change=self.link_changed,
             )
             for role, targets in _targets(config).items()
         }
@@ -75,27 +86,38 @@ class NodeDirectory:
         self._on_change: list[Callable[[], None]] = []
         self._on_report: list[Callable[[], None]] = []
         self._first_of_numerics: dict[str, str] = {}  # by numerics: the first node that computes so
+        self._serving: _Serving | None = None  # None: to be found anew
         self.served: ServedModel | None = None
 
     # ------------------------------------------------------------ what others ask
 
     @property
     def prefill_nodes(self) -> list[PrefillLink]:
-        return [link for link in self._links() if isinstance(link, PrefillLink) and link.is_serving]
+        """Those that serve."""
+        return self._find_serving().prefill
 
     @property
     def decode_nodes(self) -> list[DecodeLink]:
-        """Those whose session is open."""
-        return [
-            link
-            for link in self._links()
-            if isinstance(link, DecodeLink) and link.is_serving and link.session is not None and link.session.is_open
-        ]
+        """Those that serve."""
+        return self._find_serving().decode
+
+    @property
+    def late_nodes(self) -> list[NodeLink]:
+        """Of these, those that are late."""
+        return self._find_serving().late
+
+    def _find_serving(self) -> _Serving:
+        if self._serving is None:
+            serving = [link for link in self._links() if link.is_serving]
+            prefill = [link for link in serving if isinstance(link, PrefillLink)]
+            decode = [link for link in serving if isinstance(link, DecodeLink)]
+            self._serving = _Serving(prefill, decode, [link for link in (*decode, *prefill) if link.is_late])
+        return self._serving
 
     @property
     def can_serve(self) -> bool:
-        """Whether a prefill and a decode node serve."""
-        return not self._missing()
+        """Whether a decode node serves. Where no prefill node does, decode nodes compute prompts, too."""
+        return bool(self.decode_nodes)
 
     def model(self) -> ServedModel:
         """Raises: PeerLostError while no node has served yet."""
@@ -154,10 +176,17 @@ class NodeDirectory:
             nodes.start()
 
     async def wait_until_serving(self) -> None:
-        """Until a prefill node and a decode node serve; says what it waits for."""
+        """Until a decode node serves, and a prefill node where one comes soon after; says what it waits for."""
         loop = asyncio.get_running_loop()
         log_at = loop.time() + WAITING_LOG_SECONDS
+        until: float | None = None  # prefill nodes are waited for, once a decode node serves
         while missing := self._missing():
+            if self.decode_nodes:
+                until = loop.time() + PREFILL_START_SECONDS if until is None else until
+                if loop.time() >= until or not self._config.prefill_targets:
+                    _log.warning("no prefill node serves; decode nodes compute prompts", **self._reasons_to_wait())
+                    return
+                log_at = min(log_at, until)
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(log_at):  # each failed try is a change: they must not put the line off
@@ -196,27 +225,29 @@ class NodeDirectory:
             role=role,
             target=target,
             address=address,
-            transport=self._connect(target, address),
+            transport=self._connect(address),
             identity=self._identity,
-            approve=self._approve,
-            on_change=self._changed_now,
-            on_report=self._reported_now,
-            on_lost=lambda link, _error: self._on_lost(link.role),
+            owner=self,
             liveness_timeout_seconds=self._config.liveness_timeout_seconds,
         )
 
-    def _changed_now(self) -> None:
+    def link_changed(self) -> None:
+        """Of a `LinkOwner`, as the next ones."""
+        self._serving = None
         self._changed.set()
         for listener in self._on_change:
             listener()
 
-    def _reported_now(self) -> None:
+    def link_reported(self) -> None:
         for listener in self._on_report:
             listener()
 
+    def link_lost(self, link: NodeLink) -> None:
+        self._on_lost(link.role)
+
     # ------------------------------------------------------------ approval
 
-    async def _approve(self, link: NodeLink, info: NodeInfo) -> str:
+    async def approve(self, link: NodeLink, info: NodeInfo) -> str:
         """The fingerprint served. Raises: MismatchError naming both sides; OutriderError when the tokenizer fails."""
         if info.model is None:
             raise MismatchError(f"{info.name} serves no model")
@@ -272,10 +303,6 @@ class NodeDirectory:
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
         return ServedModel(model, tokenizer, name)
-
-
-def _connect_by_grpc(config: RouterConfig, security: PeerSecurity, _target: str, address: str) -> NodeTransport:
-    return GrpcTransport(security, address=address, grace_seconds=config.liveness_timeout_seconds)
 
 
 def _targets(config: RouterConfig) -> dict[NodeRole, Sequence[str]]:

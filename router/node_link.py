@@ -1,36 +1,54 @@
-"""The router's connection to one node: dial → identify → approve → follow, again and again."""
+"""The router's connection to one node, and all that it knows of it: dial → identify → approve → follow, repeatedly."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
-from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
-from outrider.service.liveness import LATE_SECONDS, SILENT_SECONDS, STALL_SECONDS, ProgressDeadline
+from outrider.rpc.status import UNREACHABLE
+from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
 from outrider.service.telemetry.logging import get_logger
+from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
+from router.breaker import Breaker
 from router.sessions import DecodeSession
 from router.transport import NodeTransport, RouterIdentity
 
 LEAST_BACKOFF_SECONDS = 0.1
-MOST_BACKOFF_SECONDS = 2.0
+MAX_BACKOFF_SECONDS = 2.0
 POLL_SECONDS = 0.1
 """How often a node that still loads is asked again."""
 IDENTIFY_SECONDS = 2.0
+NOTICE_SECONDS = 0.1
+"""Between a call's end and the end of the reports, where a process has ended."""
 
 _log = get_logger("nodes")
-Approve = Callable[["NodeLink", NodeInfo], Awaitable[str]]
-"""Raises MismatchError for a node that does not fit, else gives the fingerprint served."""
 
 
 class LinkListener(Protocol):
-    """Told when the standing of a node changes: late, on time again, draining. Must not block."""
+    """Told when a node becomes late, is on time again, drains or is lost. Must not block."""
 
     def on_standing(self) -> None: ...
+
+
+class LinkOwner(Protocol):
+    """Who has the links (`router.node_directory.NodeDirectory`). Only `approve` may wait."""
+
+    async def approve(self, link: NodeLink, info: NodeInfo) -> str:
+        """The fingerprint served. Raises: MismatchError for a node that does not fit; OutriderError."""
+
+    def link_changed(self) -> None: ...
+
+    def link_reported(self) -> None:
+        """Nothing but the load has changed: many times a second."""
+
+    def link_lost(self, link: NodeLink) -> None: ...
 
 
 class NodeLink:
@@ -49,10 +67,7 @@ class NodeLink:
         address: str,
         transport: NodeTransport,
         identity: RouterIdentity,
-        approve: Approve,
-        on_change: Callable[[], None],
-        on_report: Callable[[], None],
-        on_lost: Callable[[NodeLink, OutriderError], None],
+        owner: LinkOwner,
         liveness_timeout_seconds: float,
     ) -> None:
         self.role = role
@@ -64,20 +79,16 @@ class NodeLink:
         self.refusal = ""  # why the node is not used; empty when it may be
         self.last_error = ""  # why it could not be reached, while it cannot
         self.is_alias = False  # another link leads to the same process
-        self.is_late = False  # its progress is overdue; it is not lost yet
-        self.num_latenesses = 0  # how often it became late
-        self.is_silent = False  # it is late, and no report has come for longer
+        self.num_hedges = 0  # requests that were opened elsewhere because it is late
+        self.breaker = Breaker()
+        self.chosen_at = 0  # when placement chose it last, as a count of its choices
         self.transport = transport
         self._identity = identity
+        self._owner = owner
         self._liveness_timeout_seconds = liveness_timeout_seconds
         self._fingerprint = ""
-        self._approve = approve
-        self._on_change = on_change
-        self._on_report = on_report
-        self._on_lost = on_lost
         self._listeners: set[LinkListener] = set()
         self._progress = ProgressDeadline()
-        self._late_timer: asyncio.TimerHandle | None = None
 
     @property
     def name(self) -> str:
@@ -103,6 +114,16 @@ class NodeLink:
         """Whether reports arrive: also from a node that drains."""
         return self.report is not None
 
+    @property
+    def is_late(self) -> bool:
+        """Its progress is overdue; it is not lost yet."""
+        return self._progress.standing >= Standing.LATE
+
+    @property
+    def is_silent(self) -> bool:
+        """It is late, and no report has come for longer."""
+        return self._progress.standing >= Standing.SILENT
+
     def add_listener(self, listener: LinkListener) -> None:
         self._listeners.add(listener)
 
@@ -122,11 +143,10 @@ class NodeLink:
                 except OutriderError as error:
                     self._take_failure(error)
                     await asyncio.sleep(backoff)
-                    backoff = min(backoff * 2, MOST_BACKOFF_SECONDS)
+                    backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
                 else:
                     await asyncio.sleep(POLL_SECONDS)
         finally:
-            self._stop_late_timer()
             await self.transport.close()
 
     async def _identify(self, info: NodeInfo) -> bool:
@@ -142,108 +162,89 @@ class NodeLink:
             if self.state is not NodeState.LOST:
                 self.state = info.state
             return False
-        self._fingerprint = await self._approve(self, info)
+        self._fingerprint = await self._owner.approve(self, info)
         self.refusal = ""
         return not self.is_alias
 
     async def _follow(self, info: NodeInfo) -> None:
         """Takes the node's reports until it is lost. Raises: PeerLostError."""
+        await self._until_lost(self._read_reports(info))
+
+    async def _read_reports(self, info: NodeInfo) -> None:
         async with aclosing(self.transport.reports(incarnation=info.incarnation)) as reports:
             async for report in reports:
                 self._take_report(report)
 
+    async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
+        """`reading` takes reports; it is ended when they stay away. Raises: PeerLostError, MismatchError."""
+        self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
+        tasks = [asyncio.ensure_future(work) for work in (reading, watch_progress(self._progress, self._on_overdue))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            else:
+                raise PeerLostError(f"{self.role.name.lower()} node {self.name} makes no progress", node=self.name)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def _take_report(self, report: NodeReport) -> None:
-        has_changed = self.is_late or self.report is None
+        was_late = self.is_late
+        has_changed = was_late or self.report is None or self.state is not report.state
         if self.state is not report.state:
             _log.info("node changed state", node=self.name, address=self.address, state=report.state.name)
-            has_changed = True
-        if self.report is None:
-            self._progress = ProgressDeadline()
         self.report = report
         self.state = report.state
         self._progress.feed(report)
-        self._set_late(is_late=self._progress.is_late())
-        self.is_silent = False
-        self._set_late_timer()
-        if has_changed:
-            self._tell_standing()
-            self._on_change()
+        if not self.is_late:
+            self.num_hedges = 0
+        if has_changed or self.is_late:
+            self._tell_change()
         else:
-            self._on_report()
+            self._owner.link_reported()
 
-    def _set_late(self, *, is_late: bool) -> None:
-        self.num_latenesses += is_late and not self.is_late
-        self.is_late = is_late
+    def _on_overdue(self) -> None:
+        _log.info(f"node is {self._progress.standing.name.lower()}", node=self.name, address=self.address)
+        self._tell_change()
 
-    def _set_late_timer(self, least_seconds: float = 0.01) -> None:
-        """One timer a link, moved only when it fires: reports come many times a second."""
-        if self._late_timer is None and not self.is_silent:
-            loop = asyncio.get_running_loop()
-            progress = self._progress
-            left_seconds = progress.seconds_until_silent() if self.is_late else progress.seconds_until_late()
-            due = loop.time() + max(left_seconds, least_seconds)
-            self._late_timer = loop.call_at(due, self._on_late_timer, due)
-
-    def _on_late_timer(self, due: float) -> None:
-        self._late_timer = None
-        loop = asyncio.get_running_loop()
-        if loop.time() - due > STALL_SECONDS:  # this process was stalled: reports may lie unread
-            again = loop.time() + STALL_SECONDS
-            self._late_timer = loop.call_at(again, self._on_late_timer, again)
-        elif not self.is_connected:
-            return
-        elif self.is_late and not self._progress.seconds_until_silent():
-            self.is_silent = True
-            _log.info("node is silent", node=self.name, address=self.address)
-            self._tell_standing()
-        elif not self.is_late and self._progress.is_late():
-            self._set_late(is_late=True)
-            # After a stall of this process both may be long overdue: silent is only what stays away from here on, too.
-            self._set_late_timer(SILENT_SECONDS - LATE_SECONDS)
-            _log.info("node is late", node=self.name, address=self.address)
-            self._tell_standing()
-            self._on_change()
-        else:
-            self._set_late_timer()
-
-    def _stop_late_timer(self) -> None:
-        if self._late_timer is not None:
-            self._late_timer.cancel()
-            self._late_timer = None
-
-    def _tell_standing(self) -> None:
+    def _tell_change(self) -> None:
+        self._owner.link_changed()
         for listener in tuple(self._listeners):
             listener.on_standing()
 
     def _take_failure(self, error: OutriderError) -> None:
         was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
         self.last_error = error.message
-        self._stop_late_timer()
-        self.is_late = self.is_silent = False
-        if isinstance(error, (MismatchError, ModelError)):
+        self.report = None
+        self._progress = ProgressDeadline()
+        self.num_hedges = 0
+        is_refused = isinstance(error, (MismatchError, ModelError))
+        if is_refused:
             if self.refusal != error.message:
                 _log.error("node refused", node=self.name, address=self.address, error=error.message)
             self.refusal = error.message
+        if was_up or is_refused:
             self.state = NodeState.LOST
-        if was_up:
-            self.report = None
-            self.state = NodeState.LOST
-            self._tell_standing()
-            if was_draining:
-                _log.info("node left", node=self.name, address=self.address)
-            else:
-                _log.warning("node lost", node=self.name, address=self.address, error=error.message)
-                self._on_lost(self, error)
-        self._on_change()
+        self._tell_change()
+        if was_draining and was_up:
+            _log.info("node left", node=self.name, address=self.address)
+        elif was_up:
+            _log.warning("node lost", node=self.name, address=self.address, error=error.message)
+            self.breaker.fail()
+            self._owner.link_lost(self)
 
 
 class PrefillLink(NodeLink):
     """A prefill node: prompts go there."""
 
+    num_outstanding_tokens = 0  # uncached prompt tokens that this router sent
+
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has the prompt's KV computed and pushed. Cancelling stops both.
 
-        Raises: PeerLostError for whatever kept the node from it, its loss included.
+        Raises: PeerLostError for whatever kept the node from it; UNREACHABLE is the reason where the node is lost.
         """
         lost = asyncio.get_running_loop().create_future()
         watch = _LossWatch(self, lost)
@@ -253,10 +254,18 @@ class PrefillLink(NodeLink):
             watch.on_standing()
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise PeerLostError(f"prefill node {self.name} is lost", node=self.name)
-            return work.result()
+                raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
+            figures = work.result()
         except OutriderError as error:
-            raise PeerLostError(f"prefill node {self.name} failed: {error.message}", node=self.name) from error
+            self.breaker.fail()
+            if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
+                await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
+            reason = UNREACHABLE if lost.done() else None
+            message = f"prefill node {self.name} failed: {error.message}"
+            raise PeerLostError(message, node=self.name, reason=reason) from error
+        else:
+            self.breaker.succeed()
+            return figures
         finally:
             self.remove_listener(watch)
             lost.cancel()
@@ -278,23 +287,58 @@ class _LossWatch:
             self._lost.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing."""
+
+    not_before: float  # monotonic seconds
+    until: float  # then it is asked whatever the report shows
+    kv_blocks_needed: int
+    num_sequences_needed: int
+
+    @classmethod
+    def of(cls, rejected: Rejected, *, now: float) -> Refusal:
+        return cls(
+            not_before=now + rejected.wait_seconds,
+            until=now + NO_ROOM_RETRY_SECONDS,
+            kv_blocks_needed=rejected.kv_blocks_needed,
+            num_sequences_needed=rejected.num_sequences_needed,
+        )
+
+    def is_over(self, load: NodeLoad, now: float) -> bool:
+        has_room = load.kv_blocks_free >= self.kv_blocks_needed and load.num_sequences_free >= self.num_sequences_needed
+        return now >= self.until or (now >= self.not_before and has_room)
+
+
 class DecodeLink(NodeLink):
     """A decode node: followed by its session, which carries its reports."""
 
     session: DecodeSession | None = None
+    num_placed = 0  # requests that this router placed there
+    no_room: Refusal | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Its session is open, too."""
+        return super().is_serving and self.session is not None and self.session.is_open
 
     async def _follow(self, info: NodeInfo) -> None:
-        session = DecodeSession(
-            await self.transport.open_session(self._identity, fingerprint=self._fingerprint),
-            node=info,
-            liveness_timeout_seconds=self._liveness_timeout_seconds,
-            on_report=self._take_report,
-        )
-        self.session = session
+        stream = await self.transport.open_session(self._identity, fingerprint=self._fingerprint)
+        session = self.session = DecodeSession(stream, node=info, on_report=self._take_report)
+        error: OutriderError = PeerLostError("the router is stopping", node=info.name, reason="ROUTER_STOPPING")
         try:
-            await session.run()
+            await self._until_lost(session.run())
+        except OutriderError as failure:
+            error = failure
+            raise
         finally:
             self.session = None
+            self._owner.link_changed()  # nothing is placed there any more
+            session.close(error)
+
+    def has_room(self, now: float) -> bool:
+        """False: it has refused a request, and its last report shows no more room."""
+        return self.no_room is None or self.report is None or self.no_room.is_over(self.report.load, now)
 
     def open_session(self) -> DecodeSession:
         """The session in force. Raises: PeerLostError."""

@@ -1,4 +1,4 @@
-"""Which nodes a request goes to: room first, then the prefix they may still hold, then load."""
+"""Chooses nodes for requests: by room, then by load and cached prefixes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import xxhash
 
-from outrider.node import NodeLoad
-from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
+from outrider.session import Rejected
 from router.node_directory import NodeDirectory
-from router.node_link import DecodeLink, NodeLink, PrefillLink
+from router.node_link import DecodeLink, NodeLink, PrefillLink, Refusal
 
-Link = TypeVar("Link")
+Link = TypeVar("Link", bound=NodeLink)
 
+OUTSTANDING_CHUNKS = 4
+"""Of a prefill node's forward passes, that may be under way there."""
 PREFIX_CHUNK_TOKENS = 32
-MAX_PREFIX_CHUNKS = 65_536
-"""Chunks that are remembered, over all nodes: 2 million prompt tokens."""
+MAX_PREFIX_CHUNKS = 131_072
+"""Chunks that are remembered, over all nodes: 4 million prompt tokens."""
 PREFIX_WORTH_SEQUENCES = 4
 """A node that holds the prompt's prefix may run this many more sequences than another and is still preferred."""
 
 
 class PrefixMap:
-    """Which node saw which prompt prefix last; the least recently used is forgotten first."""
+    """Prompt prefixes by the nodes that computed them; an LRU of bounded size."""
 
     def __init__(self, max_chunks: int = MAX_PREFIX_CHUNKS) -> None:
         self._max_chunks = max_chunks
@@ -64,45 +64,27 @@ def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a place is sought for."""
+    """What a request needs of a place."""
 
     token_ids: tuple[int, ...]  # the prompt, and what was generated: KV is wanted of all but the last
     excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that will not do
     cache_salt: bytes = b""
+    avoided: frozenset[bytes] = frozenset()  # incarnations that lost this request: used only if no other node serves
+    numerics: str = ""  # decode and prefill node compute by these; empty: by any
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
-        """Made once, however often the queue's head is offered to placement."""
+        """Computed once: placement looks at the queue's head with every report."""
         return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing."""
-
-    not_before: float  # monotonic seconds
-    until: float  # then it is asked whatever the report shows
-    kv_blocks_needed: int
-    num_sequences_needed: int
-
-    @classmethod
-    def of(cls, rejected: Rejected, *, now: float) -> Refusal:
-        return cls(
-            not_before=now + rejected.wait_seconds,
-            until=now + NO_ROOM_RETRY_SECONDS,
-            kv_blocks_needed=rejected.kv_blocks_needed,
-            num_sequences_needed=rejected.num_sequences_needed,
-        )
-
-    def is_over(self, load: NodeLoad, now: float) -> bool:
-        has_room = load.kv_blocks_free >= self.kv_blocks_needed and load.num_sequences_free >= self.num_sequences_needed
-        return now >= self.until or (now >= self.not_before and has_room)
-
-
 class Place:
-    """A decode node and a prefill node, held for one request until released. Releasing twice does nothing."""
+    """A decode and a prefill node, reserved for one request until released. Releasing is idempotent."""
 
-    def __init__(self, placement: Placement, decode: DecodeLink, prefill: PrefillLink, num_prefill_tokens: int) -> None:
+    def __init__(
+        self, placement: Placement, decode: DecodeLink, prefill: PrefillLink | None, num_prefill_tokens: int
+    ) -> None:
+        """`prefill` is None where no prefill node serves: the decode node computes the prompt."""
         self.decode = decode
         self.prefill = prefill
         self._placement = placement
@@ -115,14 +97,17 @@ class Place:
         KV that nodes of different numerics have made together differs in bits from what the decode
         node computes alone: it is shared among its like only.
         """
-        kinds = (self.decode.numerics, self.prefill.numerics)
+        kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
         if kinds[0] == kinds[1] or not all(kinds):
             return cache_salt
         return hashlib.sha256("\0".join((*kinds, cache_salt.hex())).encode()).digest()
 
     def change_prefill(self, demand: Demand) -> bool:
-        """Another prefill node in place of the one held, of its numerics. False: there is none, and none is held."""
+        """Replaces a failed prefill node by one of the same numerics. Returns False if no other is available."""
         self.release_prefill()
+        if self.prefill is None:
+            return False
+        self.prefill.breaker.fail()
         chosen = self._placement.choose_other_prefill(demand, self.prefill)
         if chosen is None:
             return False
@@ -131,12 +116,12 @@ class Place:
 
     def has_other_prefill(self) -> bool:
         """Whether another prefill node of the same numerics serves whose progress is not overdue."""
-        return self._placement.has_timely_prefill_node(besides=self.prefill)
+        return self.prefill is not None and self._placement.has_timely_prefill_node(besides=self.prefill)
 
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
         num_tokens, self._num_prefill_tokens = self._num_prefill_tokens, 0
-        if num_tokens:
+        if num_tokens and self.prefill is not None:
             self._placement.release_prefill(self.prefill, num_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
@@ -166,39 +151,37 @@ class Placement:
         self._limit = prefill_outstanding_tokens
         self._on_room = on_room
         self._clock = clock
-        self._outstanding: dict[PrefillLink, int] = {}  # uncached prompt tokens that this router sent
-        self._num_placed: dict[DecodeLink, int] = {}  # requests that this router placed
-        self._refusals: WeakKeyDictionary[DecodeLink, Refusal] = WeakKeyDictionary()
         self._num_chosen = 0
-        self._chosen_at: WeakKeyDictionary[NodeLink, int] = WeakKeyDictionary()  # equals take turns
-        self._held_by_decode = PrefixMap()
-        self._held_by_prefill = PrefixMap()
-
-    @property
-    def num_placed(self) -> int:
-        return sum(self._num_placed.values())
-
-    @property
-    def num_outstanding_tokens(self) -> int:
-        return sum(self._outstanding.values())
+        self._prefixes = PrefixMap()
+        self.num_placed = 0  # requests, over all decode nodes
+        self.num_outstanding_tokens = 0  # uncached prompt tokens, over all prefill nodes
 
     def when_room(self, on_room: Callable[[], None]) -> None:
         """`on_room` is called when a place may have become free."""
         self._on_room = on_room
 
-    def place(self, demand: Demand, *, must_be_timely: bool = False) -> Place | None:
-        """A place now, or None. `must_be_timely`: not on a decode node whose progress is overdue."""
-        decode = self._choose_decode(demand, must_be_timely=must_be_timely)
+    def place(
+        self, demand: Demand, *, reserved: frozenset[bytes] = frozenset(), must_be_timely: bool = False
+    ) -> Place | None:
+        """A place now, or None.
+
+        `reserved`: decode nodes that other requests wait for. `must_be_timely`: not on a decode node whose progress
+        is overdue.
+        """
+        decode = self._choose_decode(demand, reserved=reserved, must_be_timely=must_be_timely)
         if decode is None:
             return None
-        chosen = self._choose_prefill(demand)
-        if chosen is None:
-            return None
-        prefill, num_uncached = chosen
-        self._held_by_decode.remember(demand.prefix_hashes, decode.incarnation)
-        self._num_placed[decode] = self._num_placed.get(decode, 0) + 1
-        self._take_prefill(demand, prefill, num_uncached)
-        self._chosen_at[decode] = self._num_chosen
+        prefill: PrefillLink | None = None
+        num_uncached = 0
+        if self._has_prefill_node(demand):
+            chosen = self._choose_prefill(demand)
+            if chosen is None:
+                return None
+            prefill, num_uncached = chosen
+            self._take_prefill(demand, prefill, num_uncached)
+        self._note_choice(decode, demand)
+        decode.num_placed += 1
+        self.num_placed += 1
         return Place(self, decode, prefill, num_uncached)
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
@@ -209,27 +192,36 @@ class Placement:
         return chosen
 
     def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
+        self._note_choice(prefill, demand)
+        prefill.num_outstanding_tokens += num_uncached
+        self.num_outstanding_tokens += num_uncached
+
+    def _note_choice(self, link: NodeLink, demand: Demand) -> None:
+        link.breaker.begin()
+        self._prefixes.remember(demand.prefix_hashes, link.incarnation)
         self._num_chosen += 1
-        self._chosen_at[prefill] = self._num_chosen
-        self._held_by_prefill.remember(demand.prefix_hashes, prefill.incarnation)
-        self._outstanding[prefill] = self._outstanding.get(prefill, 0) + num_uncached
+        link.chosen_at = self._num_chosen
 
-    def has_timely_decode_node(self, excluded: frozenset[bytes]) -> bool:
-        """Whether work could move to a decode node that is not among these."""
-        return any(not link.is_late and link.incarnation not in excluded for link in self._nodes.decode_nodes)
+    def has_timely_decode_node(self, demand: Demand) -> bool:
+        """Whether work could move to a decode node that is on time."""
+        return any(not link.is_late and _suits(link, demand) for link in self._nodes.decode_nodes)
 
-    def are_others_timely(self, late: NodeLink) -> bool:
-        """Whether every prefill and decode node but this one is on time."""
-        links = (*self._nodes.decode_nodes, *self._nodes.prefill_nodes)
-        return not any(link.is_late for link in links if link is not late)
+    @property
+    def num_decode_nodes(self) -> int:
+        """Those that serve."""
+        return len(self._nodes.decode_nodes)
 
-    def of_other_numerics(self, numerics: str) -> frozenset[bytes]:
-        """Incarnations of decode nodes that compute differently."""
-        return frozenset(link.incarnation for link in self._nodes.decode_nodes if link.numerics != numerics)
+    def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
+        """Decode nodes that serve and could take it once they have room; where others serve, none that lost it."""
+        usable = frozenset(link.incarnation for link in self._nodes.decode_nodes if _suits(link, demand))
+        return usable - demand.avoided or usable
 
-    def could_serve(self, demand: Demand) -> bool:
-        """Whether nodes serve that could take it once they have room."""
-        return bool(self._nodes.prefill_nodes) and self.can_fit_elsewhere(demand.excluded)
+    def has_prefill_room(self, demand: Demand) -> bool:
+        """Whether its prompt can be computed now: by a prefill node, or by the decode node where none serves."""
+        return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
+
+    def _has_prefill_node(self, demand: Demand) -> bool:
+        return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
 
     def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
         return any(
@@ -242,43 +234,45 @@ class Placement:
         return any(link.incarnation not in excluded for link in self._nodes.decode_nodes)
 
     def release_prefill(self, prefill: PrefillLink, num_tokens: int) -> None:
-        left = self._outstanding[prefill] - num_tokens
-        assert left >= 0, "more prefill tokens released than placed"
-        _set_or_drop(self._outstanding, prefill, left)
+        prefill.num_outstanding_tokens -= num_tokens
+        self.num_outstanding_tokens -= num_tokens
+        assert prefill.num_outstanding_tokens >= 0, "more prefill tokens released than placed"
         self._on_room()
 
     def release_decode(self, decode: DecodeLink, rejected: Rejected | None) -> None:
-        _set_or_drop(self._num_placed, decode, self._num_placed[decode] - 1)
+        decode.num_placed -= 1
+        self.num_placed -= 1
+        now = self._clock()
         if rejected is not None:
-            self._refusals[decode] = Refusal.of(rejected, now=self._clock())
-        elif (refusal := self._refusals.get(decode)) is not None and self._clock() >= refusal.not_before:
-            del self._refusals[decode]  # what has just ended there was ours
+            decode.no_room = Refusal.of(rejected, now=now)
+        elif decode.no_room is not None and now >= decode.no_room.not_before:
+            decode.no_room = None  # what has just ended there was ours
         self._on_room()
 
-    def _choose_decode(self, demand: Demand, *, must_be_timely: bool) -> DecodeLink | None:
+    def _choose_decode(self, demand: Demand, *, reserved: frozenset[bytes], must_be_timely: bool) -> DecodeLink | None:
+        now = self._clock()
+        suitable = [link for link in self._nodes.decode_nodes if _suits(link, demand)]
         candidates = [
             link
-            for link in self._nodes.decode_nodes
-            if link.incarnation not in demand.excluded
-            and not (must_be_timely and link.is_late)
-            and not self._has_no_room(link)
+            for link in _healthiest(suitable, demand)
+            if link.incarnation not in reserved and not (must_be_timely and link.is_late) and link.has_room(now)
         ]
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
-
-    def _has_no_room(self, link: DecodeLink) -> bool:
-        refusal = self._refusals.get(link)
-        return refusal is not None and link.report is not None and not refusal.is_over(link.report.load, self._clock())
 
     def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
         report = link.report
         assert report is not None, "a serving node has reported"
-        num_running = max(report.load.num_running, self._num_placed.get(link, 0))
-        held = self._held_by_decode.num_held_tokens(hashes, link.incarnation)
+        num_running = max(report.load.num_running, link.num_placed)
+        held = self._prefixes.num_held_tokens(hashes, link.incarnation)
         share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
         free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
         cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
-        turn = self._chosen_at.get(link, 0)
-        return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, turn, link.name
+        return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
+
+    def _limit_of(self, link: PrefillLink) -> int:
+        """Uncached prompt tokens under way there: a few chunks keep the node busy, more would only wait."""
+        rows = link.report.load.max_rows_per_step if link.report is not None else 0
+        return OUTSTANDING_CHUNKS * rows or self._limit
 
     def _choose_prefill(
         self, demand: Demand, *, avoided: PrefillLink | None = None, is_limited: bool = True
@@ -290,27 +284,35 @@ class Placement:
         `is_limited` room is not asked for: the blocks of this prompt are reserved already.
         """
         best: tuple[tuple[bool, bool, int, int, str], PrefillLink, int] | None = None
-        for link in self._nodes.prefill_nodes:
+        suitable = [link for link in self._nodes.prefill_nodes if _computes_as(link, demand)]
+        for link in _healthiest(suitable, demand):
             if link is avoided and link.is_late:
                 continue
             if avoided is not None and link.numerics != avoided.numerics:
                 continue
-            held = self._held_by_prefill.num_held_tokens(demand.prefix_hashes, link.incarnation)
+            held = self._prefixes.num_held_tokens(demand.prefix_hashes, link.incarnation)
             num_uncached = max(len(demand.token_ids) - 1 - held, 1)
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
-            own = self._outstanding.get(link, 0)
+            own = link.num_outstanding_tokens
             outstanding = max(own, reported)
-            if is_limited and own and outstanding + num_uncached > self._limit:
+            if is_limited and own and outstanding + num_uncached > self._limit_of(link):
                 continue  # a prompt beyond the limit goes to a node that has nothing else of ours
-            turn = self._chosen_at.get(link, 0)
-            cost = (link is avoided, link.is_late, outstanding + num_uncached, turn, link.name)
+            cost = (link is avoided, link.is_late, outstanding + num_uncached, link.chosen_at, link.name)
             if best is None or cost < best[0]:
                 best = (cost, link, num_uncached)
         return None if best is None else (best[1], best[2])
 
 
-def _set_or_drop(counts: dict[Link, int], link: Link, count: int) -> None:
-    if count:
-        counts[link] = count
-    else:
-        counts.pop(link, None)
+def _computes_as(link: NodeLink, demand: Demand) -> bool:
+    return not demand.numerics or link.numerics == demand.numerics
+
+
+def _suits(link: DecodeLink, demand: Demand) -> bool:
+    return link.incarnation not in demand.excluded and _computes_as(link, demand)
+
+
+def _healthiest(links: Sequence[Link], demand: Demand) -> list[Link]:
+    """Those that have not failed lately, nor failed this request; where there are none, the others."""
+    faults = [(link.incarnation in demand.avoided, link.breaker.is_open) for link in links]
+    least = min(faults, default=None)
+    return [link for link, fault in zip(links, faults, strict=True) if fault == least]

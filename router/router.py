@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
@@ -18,24 +19,25 @@ from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
-from router.admission import Admission
 from router.answer_budget import AnswerBudget
 from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
-from router.departures import Departures
 from router.hedge_budget import HedgeBudget
-from router.node_directory import NodeDirectory
+from router.node_directory import Connect, NodeDirectory
 from router.placement import Placement
-from router.request_flow import FlowServices
+from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
+from router.services import Services
 from router.store.address import MEMORY
 from router.store.base import AnswerStore
 from router.store.factory import make_store
 from router.transport import RouterIdentity
 
-TELL_SECONDS = 0.5
-"""How long clients have to take the news that the router gives their requests up."""
+FINAL_STATUS_SECONDS = 0.5
+"""Time for final statuses to be sent."""
+HANDOVER_SECONDS = 1.0
+"""How long a router that drains takes new requests: health is NOT_SERVING, which load balancers notice meanwhile."""
 
 _INCARNATION_BYTES = 16
 
@@ -51,23 +53,28 @@ class Router:
         self,
         config: RouterConfig,
         *,
+        name: str = "",
         resolver: Resolver = resolve_with_dns,
         security: PeerSecurity = PLAINTEXT,
         clients: Clients | None = None,
         registry: CollectorRegistry = REGISTRY,
         make_store: Callable[[bytes], AnswerStore | None] | None = None,
+        connect: Connect | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        """`connect`, `clock` and `random_bytes` are all that ties a router to networks, time and chance."""
         self._config = config
         self._registry = registry
-        identity = RouterIdentity(
-            name=config.server.name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES)
+        self._clock = clock
+        self._random_bytes = random_bytes
+        identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=random_bytes(_INCARNATION_BYTES))
+        self.nodes = NodeDirectory(
+            config, identity, resolver=resolver, security=security, connect=connect, on_lost=self._on_lost
         )
-        self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
-        self.services: FlowServices | None = None  # None: no node has served yet
-        self.servicer = RouterServicer(
-            self.nodes, self._services_now, clients, max_message_bytes=config.server.max_message_bytes
-        )
-        self.desk = self.servicer.desk
+        self.services: Services | None = None  # None: no node has served yet
+        self.servicer = RouterServicer(self.nodes, self._services_now, clients)
+        self.requests = self.servicer.requests
         make = partial(_make_store, config) if make_store is None else make_store
         self._store = make(identity.incarnation)  # connects on first use
 
@@ -81,28 +88,29 @@ class Router:
         served = self.nodes.model()
         config = self._config
         placement = Placement(self.nodes, prefill_outstanding_tokens=config.prefill_outstanding_tokens)
-        admission = Admission(
+        queue = RequestQueue(
             placement,
             max_waiting=config.max_waiting,
             max_waiting_tokens=config.max_waiting_tokens,
             no_node_timeout_seconds=config.no_node_timeout_seconds,
         )
-        placement.when_room(admission.pump)
-        self.services = FlowServices(
+        placement.when_room(queue.pump)
+        self.services = Services(
             config=config,
-            admission=admission,
+            queue=queue,
             placement=placement,
-            hedges=HedgeBudget(lambda: placement.num_placed, are_others_timely=placement.are_others_timely),
-            answers=AnswerBudget(config.journal_bytes),
-            departures=Departures(config.max_left_requests),
+            hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
+            answers=AnswerBudget(config.journal_bytes, clock=self._clock),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
             router_address=address,
+            clock=self._clock,
+            random_bytes=self._random_bytes,
         )
         self.nodes.on_report(_pump_and_count(self.services))
         if self._store is not None:
-            self.desk.keeper = AnswerKeeper(
+            self.requests.keeper = AnswerKeeper(
                 self._store,
-                restore=self.desk.restore,
+                restore=self.requests.restore,
                 may_serve_without=config.store_lost == "serve",
                 append_seconds=config.store_append_seconds,
                 renew_seconds=config.store_lease_seconds / 3,
@@ -114,19 +122,21 @@ class Router:
         self.nodes.on_change(lambda: tell(self.nodes.can_serve))
 
     async def drain(self, deadline_seconds: float) -> None:
-        """No new request; running ones end, or are told at the deadline, the queue included."""
-        self.desk.is_draining = True
-        running = self.desk.running
-        if not await _comes_about(running.wait_until_idle(), deadline_seconds):
-            _log.warning("drain deadline passed", num_requests=len(running))
-            running.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
+        """After the handover no new request; running ones end, or are told at the deadline, the queue included."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_seconds
+        await asyncio.sleep(min(HANDOVER_SECONDS, deadline_seconds / 2))
+        self.requests.is_draining = True
+        if not await _completes_by(deadline, self.requests.wait_until_idle()):
+            _log.warning("drain deadline passed", num_requests=len(self.requests))
+            self.requests.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
         self.servicer.end_watches()
-        if num_calls := await self.servicer.calls.wait_for_present(TELL_SECONDS):
+        if num_calls := await self.servicer.calls.wait_for_present(FINAL_STATUS_SECONDS):
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:
-        await self.desk.keeper.stop()
-        self.desk.running.close_all()
+        await self.requests.keeper.stop()
+        self.requests.close_all()
         await self.nodes.stop()
 
     def describe(self) -> Mapping[str, Any]:
@@ -142,7 +152,7 @@ class Router:
             "nodes": [status.name for status in self.nodes.statuses()],
         }
 
-    def _services_now(self) -> FlowServices:
+    def _services_now(self) -> Services:
         if self.services is None:
             raise PeerLostError("the router waits for nodes", reason="NO_NODE")
         return self.services
@@ -164,23 +174,24 @@ def _make_store(config: RouterConfig, owner: bytes) -> AnswerStore | None:
     )
 
 
-async def _comes_about(condition: Coroutine[Any, Any, None], seconds: float) -> bool:
+async def _completes_by(deadline: float, work: Coroutine[Any, Any, None]) -> bool:
+    """`deadline`: the event loop's time."""
     try:
-        async with asyncio.timeout(seconds):
-            await condition
+        async with asyncio.timeout_at(deadline):
+            await work
     except TimeoutError:
         return False
     return True
 
 
-def _pump_and_count(services: FlowServices) -> Callable[[], None]:
+def _pump_and_count(services: Services) -> Callable[[], None]:
     """What happens after every report: whoever waits gets what has become free."""
     shown = (-1, -1)
 
     def on_change() -> None:
         nonlocal shown
-        services.admission.pump()
-        load = services.placement.num_placed, services.admission.num_waiting
+        services.queue.pump()
+        load = services.placement.num_placed, services.queue.num_waiting
         if load != shown:
             shown = load
             services.metrics.set_load(num_running=load[0], num_waiting=load[1])

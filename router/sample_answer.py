@@ -127,14 +127,14 @@ class SampleAnswer:
             self._tail = self._text.finish()
             self.finished = Finished(self._sample, reason, stop_token_id=stop_token_id)
 
-    def delta(self, position: int) -> Delta:
-        """The tokens from a position before the next one on, with what they released."""
-        first = position - self.start_position
-        text = "".join(self._texts[first:]) if self._shows_text else ""
+    def delta(self, position: int, end: int) -> Delta:
+        """The tokens from one position to before another, with the text that they released."""
+        first, last = position - self.start_position, end - self.start_position
+        text = "".join(self._texts[first:last]) if self._shows_text else ""
         if first == 0 and self._echo:
             text = self._echo + text
-        logprobs = tuple(self._logprobs[first:]) if self._logprobs else ()
-        return Delta(self._sample, position, tuple(self._token_ids[first:]), text, logprobs)
+        logprobs = tuple(self._logprobs[first:last]) if self._logprobs else ()
+        return Delta(self._sample, position, tuple(self._token_ids[first:last]), text, logprobs)
 
     def tail(self) -> Delta | None:
         """Text that was held back when the sample ended without another token: a delta of its own, so that a client

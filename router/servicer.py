@@ -1,4 +1,4 @@
-"""The router's servicer: proto in, domain call, proto out."""
+"""The router's gRPC front: proto in, a call of `RequestRegistry`, proto out."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import event_to_proto
-from outrider.wire.cluster import cluster_to_proto, model_to_proto
+from outrider.wire.cluster import CLUSTER, MODEL
 from outrider.wire.request import num_samples, skips_special_tokens
-from router.caller import Caller
-from router.clients import Anybody, Clients, host_of_peer
-from router.intake import encode_prompt
+from router.clients import AnonymousClients, Caller, Clients, host_of_peer
+from router.live_request import LiveRequest
 from router.node_directory import NodeDirectory
-from router.request_desk import RequestDesk
-from router.request_flow import FlowServices
-from router.running_requests import RunningRequest
-from router.trailers import NOTHING_GENERATED
+from router.registry import RequestRegistry
+from router.request_figures import NOTHING_GENERATED
+from router.request_parsing import encode_prompt
+from router.services import Services
 from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
 from router.whole_answer import WholeAnswer
 
@@ -50,16 +49,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(
         self,
         nodes: NodeDirectory,
-        services: Callable[[], FlowServices],
+        services: Callable[[], Services],
         clients: Clients | None = None,
-        *,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         self._nodes = nodes
-        self._clients = Anybody() if clients is None else clients
+        self._clients = AnonymousClients() if clients is None else clients
         self._services = services
-        self._max_message_bytes = max_message_bytes
-        self.desk = RequestDesk(nodes, services, self._clients)
+        self.requests = RequestRegistry(nodes, services, self._clients)
         self.calls = OpenCalls()  # those that a drain ends: answers and watches
         self._has_ended = asyncio.Event()  # nothing is left to watch
         self._watches: Counter[str] = Counter()  # by client
@@ -69,15 +65,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        async with rpc_errors(context), self._request(request, context) as running:
-            await running.write(context.write, event_to_proto)
+        async with rpc_errors(context), self._request(request, context) as live:
+            await live.write(context.write, event_to_proto)
 
     async def Complete(  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        async with rpc_errors(context), self._request(request, context) as running:
-            answer = WholeAnswer(num_samples(request.sampling), max_bytes=self._max_message_bytes)
-            await running.write(answer.add, lambda event: event)
+        async with rpc_errors(context), self._request(request, context) as live:
+            answer = WholeAnswer(num_samples(request.sampling), max_bytes=DEFAULT_MAX_MESSAGE_BYTES)
+            await live.write(answer.add, lambda event: event)
             return answer.to_proto()
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
@@ -88,19 +84,19 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
             next_positions = dict(request.next_positions)
             caller = self._charge(context)
-            running = await self.desk.find(request.request_id, next_positions, caller)
+            live = await self.requests.find(request.request_id, next_positions, caller)
             try:
-                await running.write(context.write, event_to_proto, next_positions)
+                await live.write(context.write, event_to_proto, next_positions)
             finally:
-                running.leave()
-                context.set_trailing_metadata(running.trailers())
+                live.leave()
+                context.set_trailing_metadata(live.trailers())
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         response = router_pb2.AbortResponse()
         async with rpc_errors(context):
             check_request_id(request.request_id)
             caller = self._clients.identify(context.invocation_metadata())
-            response.aborted = await self.desk.abort(request.request_id, caller)
+            response.aborted = await self.requests.abort(request.request_id, caller)
         return response
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
@@ -131,7 +127,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
-            return model_to_proto(self._model())
+            return MODEL.to_proto(self._model())
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)
@@ -140,7 +136,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
             while not self._has_ended.is_set():
-                await context.write(cluster_to_proto(self._cluster_status()))
+                await context.write(CLUSTER.to_proto(self._cluster_status()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval):
                         await self._has_ended.wait()
@@ -163,16 +159,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._watches += Counter()  # which drops those that have none
 
     @asynccontextmanager
-    async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[RunningRequest]:
+    async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[LiveRequest]:
         """Raises: OutriderError. However the call ends, its trailers say what there was of an answer."""
         self.calls.enter(context)
         context.set_trailing_metadata(NOTHING_GENERATED)
-        running = await self.desk.open(proto, self._charge(context), address=host_of_peer(context.peer()))
+        live = await self.requests.open(proto, self._charge(context))
         try:
-            yield running
+            yield live
         finally:
-            running.leave()
-            context.set_trailing_metadata(running.trailers())
+            live.leave()
+            context.set_trailing_metadata(live.trailers())
 
     def _charge(self, context: Context) -> Caller:
         """Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
@@ -204,7 +200,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         except PeerLostError:  # no node serves yet: nothing runs, nothing waits
             num_running = num_waiting = 0
         else:
-            num_running, num_waiting = services.placement.num_placed, services.admission.num_waiting
+            num_running, num_waiting = services.placement.num_placed, services.queue.num_waiting
         return ClusterStatus(
             nodes=tuple(self._nodes.statuses()), num_requests_running=num_running, num_requests_waiting=num_waiting
         )

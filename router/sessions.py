@@ -1,4 +1,4 @@
-"""The one stream between this router and one decode node: commands out, events in. The stream is the lease."""
+"""The session with one decode node: commands out, events in. Its end frees all work of this router there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Protocol
 from outrider.errors import MismatchError, OutriderError, PeerLostError
 from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
-from outrider.service.liveness import ProgressDeadline, until_lost
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import (
     CancelSequenceGroup,
@@ -18,7 +17,7 @@ from outrider.session import (
     SequenceGroupCommand,
     SequenceGroupEvent,
 )
-from router.transport import SessionMessage, SessionStream
+from router.transport import SessionStream
 
 HEARTBEAT_SECONDS = 0.5
 
@@ -42,25 +41,13 @@ class DecodeSession:
     listens to any more are dropped.
     """
 
-    def __init__(
-        self,
-        stream: SessionStream,
-        *,
-        node: NodeInfo,
-        liveness_timeout_seconds: float,
-        on_report: Callable[[NodeReport], None],
-    ) -> None:
+    def __init__(self, stream: SessionStream, *, node: NodeInfo, on_report: Callable[[NodeReport], None]) -> None:
         self._stream = stream
         self._node = node
-        self._deadline = ProgressDeadline(grace_seconds=liveness_timeout_seconds)
         self._on_report = on_report
         self._commands: asyncio.Queue[SequenceGroupCommand] = asyncio.Queue()
         self._listeners: dict[bytes, GroupListener] = {}
-        self._is_open = False
-
-    @property
-    def is_open(self) -> bool:
-        return self._is_open
+        self.is_open = False
 
     @property
     def num_groups(self) -> int:
@@ -69,19 +56,19 @@ class DecodeSession:
 
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
         """Queues the command. Raises: PeerLostError when the session has ended."""
-        if not self._is_open:
-            raise PeerLostError(f"decode node {self._node.name} is lost", node=self._node.name)
+        if not self.is_open:
+            raise self._lost("is lost")
         self._listeners[command.sequence_group_id] = listener
         self._commands.put_nowait(command)
 
     def retarget(self, command: RetargetSequenceGroup) -> None:
         """Queues the command. A Granted with the new transfer follows, unless the KV was ready."""
-        if self._is_open:
+        if self.is_open:
             self._commands.put_nowait(command)
 
     def cancel(self, sequence_group_id: bytes, samples: tuple[int, ...] = ()) -> None:
         """Queues the command: these samples, or the whole group when none are named. No event follows."""
-        if self._is_open:
+        if self.is_open:
             self._commands.put_nowait(CancelSequenceGroup(sequence_group_id=sequence_group_id, samples=samples))
 
     def forget(self, sequence_group_id: bytes) -> None:
@@ -89,24 +76,23 @@ class DecodeSession:
         self._listeners.pop(sequence_group_id, None)
 
     async def run(self) -> None:
-        """Until the session ends. Raises: PeerLostError, MismatchError. Every listener is told first."""
-        tasks = [asyncio.ensure_future(work) for work in (self._read(), self._watch(), self._write())]
+        """Reads and writes until the stream breaks; then `close` it. Raises: PeerLostError, MismatchError."""
+        tasks = [asyncio.ensure_future(work) for work in (self._read(), self._write())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            error = self._error_of(tasks)
-        except asyncio.CancelledError:
-            error = PeerLostError("the router is stopping", node=self._node.name, reason="ROUTER_STOPPING")
-            raise
+            raise self._error_of(tasks)
         finally:
-            self._is_open = False
             for task in tasks:
                 task.cancel()
             self._stream.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            listeners, self._listeners = list(self._listeners.values()), {}
-            for listener in listeners:
-                listener.on_lost(error)
-        raise error
+
+    def close(self, error: OutriderError) -> None:
+        """Tells every listener that the session has ended."""
+        self.is_open = False
+        listeners, self._listeners = list(self._listeners.values()), {}
+        for listener in listeners:
+            listener.on_lost(error)
 
     async def _write(self) -> None:
         while True:
@@ -126,28 +112,20 @@ class DecodeSession:
     async def _read(self) -> None:
         while True:
             message = await self._stream.read()
-            if not self._is_open:
+            if not self.is_open:
                 self._check_hello(message.hello)
-                self._is_open = True
-            self._take(message)
-
-    def _take(self, message: SessionMessage) -> None:
-        self._deadline.feed(message.report)
-        for event in message.events:
-            listener = self._listeners.get(event.sequence_group_id)
-            if listener is not None:
-                listener.on_event(event)
-        self._on_report(message.report)
-
-    async def _watch(self) -> None:
-        await until_lost(self._deadline)
-        raise PeerLostError(f"decode node {self._node.name} makes no progress", node=self._node.name)
+                self.is_open = True
+            for event in message.events:
+                listener = self._listeners.get(event.sequence_group_id)
+                if listener is not None:
+                    listener.on_event(event)
+            self._on_report(message.report)
 
     def _check_hello(self, hello: NodeInfo | None) -> None:
         if hello is None:
-            raise PeerLostError(f"{self._node.name} sent no hello", node=self._node.name)
+            raise self._lost("sent no hello")
         if hello.incarnation != self._node.incarnation:
-            raise PeerLostError(f"decode node {self._node.name} was restarted", node=self._node.name)
+            raise self._lost("was restarted")
 
     def _error_of(self, tasks: Sequence[asyncio.Future[None]]) -> OutriderError:
         """Why the session ended; the reader knows best."""
@@ -157,7 +135,10 @@ class DecodeSession:
             case MismatchError():
                 return failure
             case OutriderError():
-                return PeerLostError(f"decode node {self._node.name} is lost: {failure.message}", node=self._node.name)
+                return self._lost(f"is lost: {failure.message}")
             case _:
                 _log.error("session failed", node=self._node.name, error=str(failure), exc_info=failure)
                 return PeerLostError(f"the session with {self._node.name} failed", node=self._node.name)
+
+    def _lost(self, what: str) -> PeerLostError:
+        return PeerLostError(f"decode node {self._node.name} {what}", node=self._node.name)

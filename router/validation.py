@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from outrider.errors import InvalidRequestError, NotFoundError, NotSupportedError
 from outrider.node import ModelInfo
@@ -48,40 +48,40 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
     """The max_tokens in force. Raises: InvalidRequestError when prompt and answer do not fit the window."""
     field = prompt_field(proto)
-    if num_prompt_tokens == 0:
-        raise InvalidRequestError("the prompt has no token; at least one is needed", field=field)
-    left = model.max_model_len - num_prompt_tokens
-    if left < 1:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt_tokens} tokens; with one more token it exceeds the window of"
-            f" {model.max_model_len}",
-            field=field,
-            reason="PROMPT_TOO_LONG",
-        )
-    max_tokens = proto.sampling.max_tokens if proto.sampling.HasField("max_tokens") else left
-    if max_tokens > left:
-        raise InvalidRequestError(
-            f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the window of {model.max_model_len};"
-            f" at most {left} are left",
-            field="sampling.max_tokens",
-        )
-    if proto.sampling.min_tokens > max_tokens:
-        raise InvalidRequestError(
-            f"min_tokens {proto.sampling.min_tokens} is more than max_tokens {max_tokens}", field="sampling.min_tokens"
-        )
+    window, sampling = model.max_model_len, proto.sampling
+    left = window - num_prompt_tokens
+    _require(num_prompt_tokens > 0, "the prompt has no token; at least one is needed", field=field)
+    _require(
+        left >= 1,
+        f"the prompt has {num_prompt_tokens} tokens; with one more token it exceeds the window of {window}",
+        field=field,
+        reason="PROMPT_TOO_LONG",
+    )
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else left
+    _require(
+        max_tokens <= left,
+        f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the window of {window};"
+        f" at most {left} are left",
+        field="sampling.max_tokens",
+    )
+    _require(
+        sampling.min_tokens <= max_tokens,
+        f"min_tokens {sampling.min_tokens} is more than max_tokens {max_tokens}",
+        field="sampling.min_tokens",
+    )
     return max_tokens
 
 
 def check_chat(chat: router_pb2.Chat, model: ModelInfo, *, field: str = "chat") -> None:
     """The number of messages first: an over-long chat is refused before each of its messages is looked at."""
-    if not chat.messages:
-        raise InvalidRequestError("a chat has at least one message", field=f"{field}.messages")
-    if len(chat.messages) > model.max_model_len:
-        raise InvalidRequestError(
-            f"the chat has {len(chat.messages)} messages, the window {model.max_model_len} tokens",
-            field=f"{field}.messages",
-            reason="PROMPT_TOO_LONG",
-        )
+    num_messages = len(chat.messages)
+    _require(num_messages > 0, "a chat has at least one message", field=f"{field}.messages")
+    _require(
+        num_messages <= model.max_model_len,
+        f"the chat has {num_messages} messages, the window {model.max_model_len} tokens",
+        field=f"{field}.messages",
+        reason="PROMPT_TOO_LONG",
+    )
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise InvalidRequestError("a message's role is empty", field=f"{field}.messages[{index}].role")
@@ -89,10 +89,9 @@ def check_chat(chat: router_pb2.Chat, model: ModelInfo, *, field: str = "chat") 
 
 def check_detokenize(proto: router_pb2.DetokenizeRequest, model: ModelInfo) -> None:
     """Raises: InvalidRequestError."""
-    if len(proto.token_ids) > MAX_DETOKENIZED:
-        raise InvalidRequestError(
-            f"{len(proto.token_ids)} token ids; at most {MAX_DETOKENIZED} are decoded at once", field="token_ids"
-        )
+    num_ids = len(proto.token_ids)
+    message = f"{num_ids} token ids; at most {MAX_DETOKENIZED} are decoded at once"
+    _require(num_ids <= MAX_DETOKENIZED, message, field="token_ids")
     check_token_ids(proto.token_ids, model, field="token_ids")
 
 
@@ -121,8 +120,8 @@ def prompt_field(proto: router_pb2.GenerateRequest) -> str:
 
 
 def check_request_id(request_id: str) -> None:
-    if len(request_id) > MAX_REQUEST_ID_LENGTH or not all(" " <= character <= "~" for character in request_id):
-        raise InvalidRequestError("request_id is 1 to 128 printable ASCII characters", field="request_id")
+    is_allowed = len(request_id) <= MAX_REQUEST_ID_LENGTH and all(" " <= character <= "~" for character in request_id)
+    _require(is_allowed, "request_id is 1 to 128 printable ASCII characters", field="request_id")
 
 
 def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
@@ -143,129 +142,101 @@ def check_lengths_of_ids(proto: router_pb2.GenerateRequest, model: ModelInfo) ->
         check_lengths(proto, num_ids, model)
 
 
+_Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]
+_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, whether its value is allowed, what is allowed
+    ("temperature", lambda s: math.isfinite(s.temperature) and s.temperature >= 0, "finite and at least 0"),
+    ("top_p", lambda s: not s.HasField("top_p") or 0 < s.top_p <= 1, "above 0 and at most 1"),
+    ("min_p", lambda s: 0 <= s.min_p <= 1, "0 to 1"),
+    ("presence_penalty", lambda s: -2 <= s.presence_penalty <= 2, "-2 to 2"),
+    ("frequency_penalty", lambda s: -2 <= s.frequency_penalty <= 2, "-2 to 2"),
+    (
+        "repetition_penalty",
+        lambda s: not s.HasField("repetition_penalty") or 0 < s.repetition_penalty < math.inf,
+        "finite and above 0",
+    ),
+    ("n", lambda s: 1 <= num_samples(s) <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+    ("max_tokens", lambda s: not s.HasField("max_tokens") or s.max_tokens >= 1, "at least 1"),
+    ("min_tokens", lambda s: not s.HasField("max_tokens") or s.min_tokens <= s.max_tokens, "at most max_tokens"),
+)
+
+
 def _check_sampling(sampling: router_pb2.SamplingParams, model: ModelInfo) -> None:
-    def check(name: str, *, is_allowed: bool, allowed: str) -> None:
-        if not is_allowed:
-            raise InvalidRequestError(f"{name} is {allowed}, not {getattr(sampling, name)}", field=f"sampling.{name}")
-
-    temperature = sampling.temperature
-    check("temperature", is_allowed=math.isfinite(temperature) and temperature >= 0, allowed="finite and at least 0")
-    check(
-        "top_p", is_allowed=not sampling.HasField("top_p") or 0 < sampling.top_p <= 1, allowed="above 0 and at most 1"
-    )
-    check("min_p", is_allowed=0 <= sampling.min_p <= 1, allowed="0 to 1")
-    check("presence_penalty", is_allowed=-2 <= sampling.presence_penalty <= 2, allowed="-2 to 2")
-    check("frequency_penalty", is_allowed=-2 <= sampling.frequency_penalty <= 2, allowed="-2 to 2")
-    penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-    check("repetition_penalty", is_allowed=math.isfinite(penalty) and penalty > 0, allowed="finite and above 0")
-    check("n", is_allowed=1 <= num_samples(sampling) <= MAX_SAMPLES, allowed=f"1 to {MAX_SAMPLES}")
-    has_max_tokens = sampling.HasField("max_tokens")
-    check("max_tokens", is_allowed=not has_max_tokens or sampling.max_tokens >= 1, allowed="at least 1")
-    if has_max_tokens:
-        fits = sampling.min_tokens <= sampling.max_tokens
-        check("min_tokens", is_allowed=fits, allowed=f"at most max_tokens, {sampling.max_tokens}")
-    _check_logit_bias(sampling, model)
-    _check_constraint(sampling)
-
-
-def _check_logit_bias(sampling: router_pb2.SamplingParams, model: ModelInfo) -> None:
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(
-            f"logit_bias has {len(sampling.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed",
-            field="sampling.logit_bias",
-        )
+    for name, is_allowed, allowed in _SAMPLING_RULES:
+        if not is_allowed(sampling):
+            message = f"{name} is {allowed}, not {getattr(sampling, name)}"
+            raise InvalidRequestError(message, field=f"sampling.{name}")
+    _check_count(len(sampling.logit_bias), MAX_LOGIT_BIAS, "logit_bias entries", field="sampling.logit_bias")
     check_token_ids(sampling.logit_bias, model, field="sampling.logit_bias")
     for token_id, bias in sampling.logit_bias.items():
         if not math.isfinite(bias):
-            raise InvalidRequestError(
-                f"logit_bias of token {token_id} is finite, not {bias}", field="sampling.logit_bias"
-            )
+            message = f"logit_bias of token {token_id} is finite, not {bias}"
+            raise InvalidRequestError(message, field="sampling.logit_bias")
+    _check_constraint(sampling)
 
 
 def _check_constraint(sampling: router_pb2.SamplingParams) -> None:
     kind = sampling.WhichOneof("constraint")
+    if kind is None:
+        return
     if kind == "choice":
         options = sampling.choice.options
-        if not (0 < len(options) <= MAX_CHOICES and all(options)):
-            raise InvalidRequestError(
-                f"choice has 1 to {MAX_CHOICES} options, none empty", field="sampling.choice.options"
-            )
-    elif kind is not None:
-        _check_constraint_text(kind, getattr(sampling, kind))
-
-
-def _check_constraint_text(kind: str, text: str) -> None:
-    field = f"sampling.{kind}"
-    if not 0 < len(text.encode()) <= MAX_CONSTRAINT_BYTES:
-        raise InvalidRequestError(f"{kind} has 1 to {MAX_CONSTRAINT_BYTES} bytes", field=field)
-    if kind != "json_schema":
+        message = f"choice has 1 to {MAX_CHOICES} options, none empty"
+        _require(0 < len(options) <= MAX_CHOICES and all(options), message, field="sampling.choice.options")
         return
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"json_schema is not JSON: {error}", field=field) from error
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequestError("json_schema is an object or a boolean", field=field)
+    text, field = getattr(sampling, kind), f"sampling.{kind}"
+    has_size = 0 < len(text.encode()) <= MAX_CONSTRAINT_BYTES
+    _require(has_size, f"{kind} has 1 to {MAX_CONSTRAINT_BYTES} bytes", field=field)
+    if kind == "json_schema":
+        try:
+            schema = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"json_schema is not JSON: {error}", field=field) from error
+        _require(isinstance(schema, (dict, bool)), "json_schema is an object or a boolean", field=field)
 
 
 def _check_stop(stop: router_pb2.StopConditions, model: ModelInfo) -> None:
-    if len(stop.strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"{len(stop.strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed", field="stop.strings"
-        )
+    _check_count(len(stop.strings), MAX_STOP_STRINGS, "stop strings", field="stop.strings")
     for index, string in enumerate(stop.strings):
-        if not 1 <= len(string.encode()) <= MAX_STOP_STRING_BYTES:
-            raise InvalidRequestError(
-                f"stop string {index} has {len(string.encode())} bytes; 1 to {MAX_STOP_STRING_BYTES} are allowed",
-                field="stop.strings",
-            )
-    if len(stop.token_ids) > MAX_STOP_TOKENS:
-        raise InvalidRequestError(
-            f"{len(stop.token_ids)} stop tokens; at most {MAX_STOP_TOKENS} are allowed", field="stop.token_ids"
-        )
+        num_bytes = len(string.encode())
+        message = f"stop string {index} has {num_bytes} bytes; 1 to {MAX_STOP_STRING_BYTES} are allowed"
+        _require(1 <= num_bytes <= MAX_STOP_STRING_BYTES, message, field="stop.strings")
+    _check_count(len(stop.token_ids), MAX_STOP_TOKENS, "stop tokens", field="stop.token_ids")
     check_token_ids(stop.token_ids, model, field="stop.token_ids")
 
 
 def _check_output(output: router_pb2.OutputOptions) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
-        if getattr(output, name) > MAX_TOP_LOGPROBS:
-            raise InvalidRequestError(
-                f"{name} is 0 to {MAX_TOP_LOGPROBS}, not {getattr(output, name)}", field=f"output.{name}"
-            )
-    if int(output.logprobs_mode) not in router_pb2.LogprobsMode.values():
-        raise InvalidRequestError(f"logprobs_mode {output.logprobs_mode} is unknown", field="output.logprobs_mode")
+        number = getattr(output, name)
+        _require(number <= MAX_TOP_LOGPROBS, f"{name} is 0 to {MAX_TOP_LOGPROBS}, not {number}", field=f"output.{name}")
+    is_known = int(output.logprobs_mode) in router_pb2.LogprobsMode.values()
+    _require(is_known, f"logprobs_mode {output.logprobs_mode} is unknown", field="output.logprobs_mode")
 
 
 def _check_speculation(speculation: router_pb2.SpeculationOptions) -> None:
-    if int(speculation.method) not in router_pb2.VerificationMethod.values():
-        raise InvalidRequestError(f"verification method {speculation.method} is unknown", field="speculation.method")
+    is_known = int(speculation.method) in router_pb2.VerificationMethod.values()
+    _require(is_known, f"verification method {speculation.method} is unknown", field="speculation.method")
 
 
 def _check_resume_window(proto: router_pb2.GenerateRequest) -> None:
-    if not proto.HasField("resume_window"):
-        return
     window = proto.resume_window
     is_duration = 0 <= window.seconds <= _MAX_DURATION_SECONDS and 0 <= window.nanos < 1_000_000_000
-    if not is_duration:
-        raise InvalidRequestError("resume_window is a duration of at least 0", field="resume_window")
+    _require(is_duration, "resume_window is a duration of at least 0", field="resume_window")
 
 
 def _check_generated(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
-    if not proto.generated_token_ids:
+    num_generated = len(proto.generated_token_ids)
+    if not num_generated:
         return
     sampling = proto.sampling
-    if num_samples(sampling) != 1:
-        raise InvalidRequestError("generated_token_ids go with n = 1 only", field="generated_token_ids")
+    _require(num_samples(sampling) == 1, "generated_token_ids go with n = 1 only", field="generated_token_ids")
     is_greedy = sampling.HasField("temperature") and sampling.temperature < GREEDY_TEMPERATURE
-    if not is_greedy and not sampling.HasField("seed"):
-        raise InvalidRequestError(
-            "generated_token_ids need the seed that they were made with, unless temperature is 0", field="sampling.seed"
-        )
-    if len(proto.generated_token_ids) > model.max_model_len:
-        raise InvalidRequestError(
-            f"{len(proto.generated_token_ids)} tokens exceed the window of {model.max_model_len}",
-            field="generated_token_ids",
-        )
+    _require(
+        is_greedy or sampling.HasField("seed"),
+        "generated_token_ids need the seed that they were made with, unless temperature is 0",
+        field="sampling.seed",
+    )
+    message = f"{num_generated} tokens exceed the window of {model.max_model_len}"
+    _require(num_generated <= model.max_model_len, message, field="generated_token_ids")
     check_token_ids(proto.generated_token_ids, model, field="generated_token_ids")
 
 
@@ -275,3 +246,13 @@ def _check_supported(proto: router_pb2.GenerateRequest) -> None:
         raise NotSupportedError("constrained output is not supported by this version", field=f"sampling.{kind}")
     if proto.output.HasField("prompt_logprobs"):
         raise NotSupportedError("prompt_logprobs are not supported by this version", field="output.prompt_logprobs")
+
+
+def _check_count(number: int, limit: int, what: str, *, field: str) -> None:
+    _require(number <= limit, f"{number} {what}; at most {limit} are allowed", field=field)
+
+
+def _require(is_allowed: bool, message: str, *, field: str, reason: str | None = None) -> None:  # noqa: FBT001 as of `assert`
+    """Raises: InvalidRequestError."""
+    if not is_allowed:
+        raise InvalidRequestError(message, field=field, reason=reason)

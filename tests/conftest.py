@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import signal
@@ -12,17 +11,17 @@ import time
 import pytest
 
 from outrider.client import Client
-from outrider.cluster import Cluster, ClusterConfig, Launch
+from outrider.cluster import Cluster, ClusterConfig, Launch, Supervision
 from outrider.model_hub.config import DEFAULT_MODEL_ID
 from outrider.rpc.credentials import TlsConfig
 from outrider.rpc.peer_security import SecurityConfig
-from tests import store_server as store_servers
-from tests.fault_points import FaultPoints
+from tests.support import store_server as store_servers
+from tests.support.fault_points import FaultPoints
 
 STEP = "decode.step"
 START_SECONDS = 300.0
-END_SECONDS = 60.0
-"""From SIGTERM to SIGKILL: processes end by themselves, on a busy machine too."""
+SUPERVISION = Supervision(end_seconds=60.0, restart_seconds=0.1, stable_seconds=0.1)
+"""Processes end by themselves, on a busy machine too; those that die are there again at once."""
 
 
 def pytest_configure():
@@ -111,7 +110,7 @@ def is_idle(status):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A checkpoint with random weights: real architecture, real tokenizer, milliseconds a step."""
-    tiny = pytest.importorskip("outrider.model_hub.tiny", reason="needs torch")
+    tiny = pytest.importorskip("tests.support.tiny_model", reason="needs torch")
     path = tmp_path_factory.mktemp("tiny-model")
     tiny.make_tiny_model(path)
     return path
@@ -127,15 +126,13 @@ def start_cluster(tiny_model, tmp_path_factory):
             overrides=(
                 f"model.id={model or tiny_model}",
                 # A tiny model's steps are so short that drafts pay only now and then.
-                *(() if model else ("model.num_threads=1", "decode_node.draft_rows=all")),
-                "prefill_node.kv_cache.num_blocks=2048",
-                "decode_node.kv_cache.num_blocks=2048",
+                *(() if model else ("model.num_threads=1", "decode_node.draft_rows=all", "kv_cache.memory=24MiB")),
                 *overrides,
             ),
             log_directory=tmp_path_factory.mktemp(f"cluster-{next(numbers)}"),
             environ={**os.environ, **(environ or {})},
         )
-        return Cluster(dataclasses.replace(config or ClusterConfig(port=0), kill_seconds=END_SECONDS), launch)
+        return Cluster(config or ClusterConfig(port=0), launch, supervision=SUPERVISION)
 
     return start
 
@@ -171,8 +168,6 @@ def real(start_cluster):
 @pytest.fixture
 def store_server(tmp_path):
     """An empty server of Valkey's protocol."""
-    if store_servers.PROGRAM is None:
-        pytest.skip(store_servers.MISSING)
     with store_servers.StoreServer(tmp_path) as server:
         yield server
 
@@ -215,3 +210,14 @@ def sampler_kernels(request):
         pytest.skip(str(choice))
     library = KernelLibrary(choice.library)
     return CpuKernels(library, Team(library, 2))
+
+
+@pytest.fixture
+def one_thread():
+    """Torch computes in one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

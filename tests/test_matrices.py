@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.matrices import cover_pairs
+from tests.support.matrices import cover_pairs
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4,), (2, 3), (6, 10, 5, 2), (6, 11, 4, 2), (2, 2, 2, 2, 2)], ids=str)

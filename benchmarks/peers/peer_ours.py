@@ -18,7 +18,7 @@ from outrider.bench.prompts import AnswerOptions, BenchPrompt
 from outrider.client import AsyncClient
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = ("prefill_node.kv_cache.prefix_cache=false", "decode_node.kv_cache.prefix_cache=false")
+SETTINGS = ("kv_cache.prefix_cache=false",)
 PLAIN = ("decode_node.local_fallback=none",)
 
 

@@ -28,8 +28,7 @@ from reference import encode
 from session import SessionResult, run_session
 from table import as_text
 
-from outrider.bench.prompts import BenchPrompt, load_prompts
-from outrider.cli.bench import DEFAULT_PROMPTS
+from outrider.bench.prompts import DEFAULT_PROMPTS, BenchPrompt, load_prompts
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import locate_model
 

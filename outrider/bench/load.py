@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.bench.prompts import AnswerOptions, BenchRequest
+from outrider.bench.prompts import AnswerOptions, BenchPrompt
 from outrider.client import AsyncClient, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
 
@@ -63,7 +63,7 @@ OnDone = Callable[[RequestRecord], None]
 class Asker(Protocol):
     """Gets one answer. `benchmarks/peers` has askers of other servers."""
 
-    async def ask(self, prompt: BenchRequest, *, index: int, speculation: bool) -> RequestRecord:
+    async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
         """An answer that fails is a record with `error`, never an exception."""
 
 
@@ -76,7 +76,7 @@ class LoadGenerator:
         self._seed = seed
 
     async def run(
-        self, prompts: Sequence[BenchRequest], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
+        self, prompts: Sequence[BenchPrompt], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
     ) -> Pass:
         """Sends every prompt once. An answer that fails is a record with `error`, never an exception."""
         started_at = time.monotonic()
@@ -87,7 +87,7 @@ class LoadGenerator:
         return Pass(records=tuple(records), wall_seconds=time.monotonic() - started_at)
 
     async def _closed_loop(
-        self, prompts: Sequence[BenchRequest], num_clients: int, *, speculation: bool, on_done: OnDone
+        self, prompts: Sequence[BenchPrompt], num_clients: int, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
         """Each client sends its next prompt when its last answer has ended."""
         waiting = iter(enumerate(prompts))
@@ -104,12 +104,12 @@ class LoadGenerator:
         return [records[index] for index in sorted(records)]
 
     async def _open_loop(
-        self, prompts: Sequence[BenchRequest], rate: float, *, speculation: bool, on_done: OnDone
+        self, prompts: Sequence[BenchPrompt], rate: float, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
         """Poisson arrivals (the same ones in every run): late answers hold no arrival back."""
         gaps = random.Random(self._seed)  # noqa: S311 arrivals, not secrets
 
-        async def client(index: int, prompt: BenchRequest) -> RequestRecord:
+        async def client(index: int, prompt: BenchPrompt) -> RequestRecord:
             record = await self._asker.ask(prompt, index=index, speculation=speculation)
             on_done(record)
             return record
@@ -131,11 +131,9 @@ class RouterAsker:
         self._client = client
         self._options = options
 
-    async def ask(self, prompt: BenchRequest, *, index: int, speculation: bool) -> RequestRecord:
-        message, metadata = prompt.to_message(self._options, index=index, speculation=speculation)
-        stream = self._client.generate_message(
-            message, timeout_seconds=self._options.timeout_seconds, metadata=metadata
-        )
+    async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
+        message = prompt.to_message(self._options, index=index, speculation=speculation)
+        stream = self._client.generate_message(message, timeout_seconds=self._options.timeout_seconds)
         sent_at = time.monotonic()
         token_times: list[tuple[float, int]] = []
         try:

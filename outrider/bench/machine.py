@@ -14,7 +14,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineInfo:
-    """What a figure must be read with."""
+    """What a figure depends on."""
 
     processor: str
     num_cores: int

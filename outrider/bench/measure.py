@@ -1,4 +1,4 @@
-"""From records of answers to figures."""
+"""Figures from records of answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """None of no values."""
+        """None without values."""
         if not values:
             return None
         ordered = sorted(values)
@@ -38,7 +38,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelFigures:
-    """What one level gave in one mode (with or without speculation)."""
+    """Figures of one level in one mode (with or without speculation)."""
 
     level: str
     speculation: bool

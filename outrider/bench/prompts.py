@@ -1,18 +1,18 @@
-"""What a benchmark asks: prompts from a JSONL file, {id, kind, text} or {id, kind, messages} a line, and options."""
+"""Requests of a benchmark: prompts from a JSONL file, {id, kind, text} or {id, kind, messages} a line, and options."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 from outrider.client import ChatMessage, Prompt
 from outrider.client.options import make_request
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
 
-Metadata = tuple[tuple[str, str], ...]
+DEFAULT_PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +28,6 @@ class AnswerOptions:
     timeout_seconds: float = 600.0
 
 
-class BenchRequest(Protocol):
-    """One request of a benchmark, before it is known when and how it is sent."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-
-    def salted(self, salt: str) -> Self:
-        """The same behind a short mark, so that no prefix cache knows its prompt."""
-
-    def to_message(
-        self, options: AnswerOptions, *, index: int, speculation: bool
-    ) -> tuple[router_pb2.GenerateRequest, Metadata]:
-        """What is sent as the index-th request of a pass, and the call's metadata."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPrompt:
     """One prompt: a text, or the messages of a chat."""
@@ -54,16 +37,16 @@ class BenchPrompt:
     content: Prompt
 
     def salted(self, salt: str) -> BenchPrompt:
+        """The same behind a short mark, so that no prefix cache knows it."""
         if isinstance(self.content, str):
             return replace(self, content=f"{salt}\n{self.content}")
         first, *others = self.content
         assert isinstance(first, ChatMessage)
         return replace(self, content=(ChatMessage(first.role, f"{salt}\n{first.content}"), *others))
 
-    def to_message(
-        self, options: AnswerOptions, *, index: int, speculation: bool
-    ) -> tuple[router_pb2.GenerateRequest, Metadata]:
-        request = make_request(
+    def to_message(self, options: AnswerOptions, *, index: int, speculation: bool) -> router_pb2.GenerateRequest:
+        """The index-th request of a pass."""
+        return make_request(
             self.content,
             {
                 "temperature": options.temperature,
@@ -75,7 +58,6 @@ class BenchPrompt:
                 "speculation": speculation,
             },
         )
-        return request, ()
 
 
 def load_prompts(path: Path) -> tuple[BenchPrompt, ...]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from outrider.bench.ghz import GhzReport
 from outrider.bench.load import Level, RequestRecord
 from outrider.bench.machine import MachineInfo
 from outrider.bench.measure import Comparison, LevelFigures, Percentiles
@@ -38,7 +37,7 @@ def as_json(
 
 
 def as_text(result: BenchResult, *, machine: MachineInfo, model: dict[str, Any]) -> str:
-    """Several lines, without an end of line at the end."""
+    """Several lines, without a trailing newline."""
     memory = f"{machine.memory_bytes / 2**30:.0f} GiB"
     lines = [
         f"{machine.processor}, {machine.num_cores} cores, {memory}, {machine.system}, commit {machine.commit or '?'}",
@@ -55,29 +54,6 @@ def as_text(result: BenchResult, *, machine: MachineInfo, model: dict[str, Any])
     return "\n".join(lines)
 
 
-def beside_ghz(result: BenchResult, report: GhzReport) -> str:
-    """One table: what ghz has seen of a load, and what a client that reads the answers has seen of the same."""
-    ghz = (
-        *("ghz", str(report.num_requests), str(report.num_errors), f"{report.requests_per_second:.2f}"),
-        *(_milliseconds(report.e2e_seconds), *6 * ("-",)),
-    )
-    return "\n".join(_table([_GHZ_HEADINGS, ghz, *(_row_beside_ghz(figures) for figures in result.figures)]))
-
-
-def _row_beside_ghz(figures: LevelFigures) -> tuple[str, ...]:
-    return (
-        f"bench, {_mode(figures)}",
-        str(figures.num_requests),
-        str(sum(figures.errors.values())),
-        f"{figures.requests_per_second:.2f}",
-        _milliseconds(figures.e2e_seconds),
-        f"{figures.tokens_per_second:.1f}",
-        _milliseconds(figures.ttft_seconds),
-        _milliseconds(figures.itl_seconds),
-        *_acceptance(figures),
-    )
-
-
 _HEADINGS = (
     "clients",
     "mode",
@@ -91,19 +67,6 @@ _HEADINGS = (
     "accept. length",
     "hit rate",
     "others' CPU",
-)
-_GHZ_HEADINGS = (
-    "seen by",
-    "requests",
-    "errors",
-    "requests/s",
-    "whole call ms p50/p90/p99",
-    "tokens/s",
-    "TTFT ms p50/p90/p99",
-    "ITL ms p50/p90/p99",
-    "acceptance",
-    "accept. length",
-    "hit rate",
 )
 _COMPARISON_HEADINGS = ("clients", "pairs", "tokens/s ×", "per stream ×", "TTFT ×", "identical")
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from outrider.bench.load import Level, LoadGenerator, Pass, RequestRecord, RouterAsker
 from outrider.bench.machine import CpuMeter, CpuReading
 from outrider.bench.measure import Comparison, LevelFigures, compare, figures_of
-from outrider.bench.prompts import AnswerOptions, BenchRequest
+from outrider.bench.prompts import AnswerOptions, BenchPrompt
 from outrider.client import AsyncClient
 
 WARM_UP_TOKENS = 16
@@ -20,7 +20,7 @@ WARM_UP_PROMPTS = 4
 class BenchPlan:
     """What to run. Modes: True is with speculation, False is plain."""
 
-    prompts: tuple[BenchRequest, ...]
+    prompts: tuple[BenchPrompt, ...]
     levels: tuple[Level, ...]
     modes: tuple[bool, ...]
     rounds: int = 1
@@ -29,8 +29,6 @@ class BenchPlan:
     same_prompts: bool = False
     # In front of every prompt, so that a router that has seen an earlier run does not know it.
     run_mark: str = ""
-    # A few short answers before anything is measured.
-    has_warm_up: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,7 @@ class BenchResult:
 
 
 class Progress(Protocol):
-    """Told what happens while it happens."""
+    """Receives progress."""
 
     def pass_started(self, level: Level, *, speculation: bool, num_requests: int) -> None: ...
     def request_done(self, record: RequestRecord) -> None: ...
@@ -56,8 +54,7 @@ async def run_bench(
     progress: Progress,
 ) -> BenchResult:
     """Runs the plan. Passes of one level alternate between the modes, and the mode that goes first alternates too."""
-    if plan.has_warm_up:
-        await _warm_up(client, plan, options, progress=progress)
+    await _warm_up(client, plan, options, progress=progress)
     load = LoadGenerator(RouterAsker(client, options), seed=options.seed)
     figures: list[LevelFigures] = []
     comparisons: list[Comparison] = []
@@ -82,7 +79,7 @@ async def run_bench(
     return BenchResult(figures=tuple(figures), comparisons=tuple(comparisons))
 
 
-def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchRequest, ...]]:
+def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]]:
     """The prompts cut into passes: small ones where modes are interleaved and few clients run.
 
     A pass is at least four prompts for each client, so that its ragged end, where fewer

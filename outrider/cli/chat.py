@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from outrider.cli.connection import add_connection_arguments, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
 from outrider.cli.generate import describe_stream
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client
@@ -17,6 +17,7 @@ HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--stats", action="store_true", help="print tokens, times and acceptance after each answer")
+    add_target_argument(parser)
     add_sampling_arguments(parser)
     add_connection_arguments(parser)
 

@@ -6,29 +6,25 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from outrider.cluster import ClusterConfig
-from outrider.config import CONFIG_FILE_VARIABLE, format_value, resolve_config, to_plain
+from outrider.config import add_settings_arguments, format_value, resolve_config, to_plain
 from outrider.rpc.peer_security import SecurityConfig
-from outrider.service.config import TelemetryConfig
+from outrider.service.config import ServerConfig, TelemetryConfig
 
 ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=ROLES, help="only the settings of this service; default: all")
-    parser.add_argument("--config", metavar="FILE", type=Path, help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}")
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
-    )
+    add_settings_arguments(parser, os.environ)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    default = os.environ.get(CONFIG_FILE_VARIABLE)
-    file = arguments.config or (Path(default) if default else None)
-    resolved = resolve_config(sections_of(arguments.role), file=file, environ=os.environ, overrides=arguments.overrides)
+    resolved = resolve_config(
+        sections_of(arguments.role), file=arguments.config, environ=os.environ, overrides=arguments.overrides
+    )
     for name, section in resolved.sections.items():
         sys.stdout.write(f"{name}:\n")
         for line in _lines(to_plain(section), (name,), resolved.sources):
@@ -38,11 +34,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def sections_of(role: str | None) -> dict[str, type]:
     """The sections that a service reads; without a role, all."""
+    from outrider.engine.kv_cache.config import KVCacheConfig
+    from outrider.kv_transfer.config import KvTransferConfig
     from outrider.model_hub.config import ModelConfig
 
     sections: dict[str, type] = {}
     if role != "router":
-        sections["model"] = ModelConfig
+        sections |= {"model": ModelConfig, "kv_cache": KVCacheConfig}
+    if role in (None, "prefill_node", "decode_node"):
+        sections["kv_transfer"] = KvTransferConfig
+    sections["server"] = ServerConfig
     sections["telemetry"] = TelemetryConfig
     sections["security"] = SecurityConfig
     sections |= {name: _config_of(name) for name in (ROLES if role is None else (role,))}
@@ -52,7 +53,7 @@ def sections_of(role: str | None) -> dict[str, type]:
 
 
 def _config_of(role: str) -> type:
-    """Imported when it is asked for: where the router is installed, what nodes import need not be."""
+    """Imported lazily: an install of the router lacks what nodes import."""
     match role:
         case "router":
             from router.config import RouterConfig

@@ -1,18 +1,39 @@
-"""The TLS flags of every command that calls a running service."""
+"""The flags of every command that calls a running service: its address, TLS, a token."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
+from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import ConfigError
 from outrider.rpc.credentials import TlsConfig
+
+TARGET_VARIABLE = "OUTRIDER_TARGET"
+SYSTEM = "system"
+
+
+def add_target_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help=f"the router, or several with commas between them; default ${TARGET_VARIABLE}, else {DEFAULT_TARGET}",
+    )
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser, *, with_token: bool = True) -> None:
     connection = parser.add_argument_group("TLS", "without any of these flags the connection is plaintext")
-    connection.add_argument("--tls", action="store_true", help="trust the system's certificate authorities")
-    connection.add_argument("--authority", type=Path, metavar="FILE", help="trust these authorities instead (PEM)")
+    connection.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="the folder of `outrider up --tls DIR`, with ca.pem, client.pem and client-key.pem",
+    )
+    connection.add_argument(
+        "--authority", metavar="FILE", help="trust these authorities (PEM), or with `system` the system's"
+    )
     connection.add_argument("--certificate", type=Path, metavar="FILE", help="our certificate, for mutual TLS (PEM)")
     connection.add_argument("--private-key", type=Path, metavar="FILE", help="the certificate's key (PEM)")
     if with_token:
@@ -23,11 +44,17 @@ def add_connection_arguments(parser: argparse.ArgumentParser, *, with_token: boo
 
 def read_tls(arguments: argparse.Namespace) -> TlsConfig | None:
     """None: plaintext. Raises: ConfigError for a certificate without its key, or the other way round."""
-    files = {name: getattr(arguments, name) for name in ("authority", "certificate", "private_key")}
-    if not arguments.tls and not any(files.values()):
+    certificate, private_key, authority = arguments.certificate, arguments.private_key, arguments.authority
+    if arguments.tls is not None:
+        if authority or certificate or private_key:
+            raise ConfigError("--tls names the files of its folder: omit --authority, --certificate and --private-key")
+        folder = arguments.tls
+        certificate, private_key, authority = folder / "client.pem", folder / "client-key.pem", folder / "ca.pem"
+    if not (authority or certificate or private_key):
         return None
+    trusted = None if authority in (None, SYSTEM) else Path(authority)
     try:
-        return TlsConfig(**files)
+        return TlsConfig(certificate=certificate, private_key=private_key, authority=trusted)
     except ValueError as error:
         raise ConfigError("--certificate and --private-key must be given together") from error
 

@@ -24,8 +24,7 @@ STOP_LIMIT_SECONDS = 5.0
 DEFAULT_MAX_TOKENS = 128
 DEMO_SETTINGS = (
     # Both runs of a prompt do the same work, including the KV transfer.
-    "prefill_node.kv_cache.prefix_cache=false",
-    "decode_node.kv_cache.prefix_cache=false",
+    "kv_cache.prefix_cache=false",
 )
 
 

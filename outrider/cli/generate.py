@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from outrider.cli.connection import add_connection_arguments, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
 from outrider.cli.sampling_arguments import add_sampling_arguments, read_options
 from outrider.client import ChatMessage, Client, GenerateStream, Prompt
 
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and of the K most likely"
     )
     parser.add_argument("--stats", action="store_true", help="print tokens, times and acceptance on standard error")
+    add_target_argument(parser)
     add_sampling_arguments(parser)
     add_connection_arguments(parser)
 

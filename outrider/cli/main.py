@@ -26,7 +26,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; 1 for an error (one line on stderr), 2 for an wrong command line, 130 for Ctrl-C."""
+    """Returns the exit status: 0; 1 for an error (one line on stderr), 2 for a wrong command line, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     chosen = next((argument for argument in argv if not argument.startswith("-")), "")
     try:
@@ -37,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"outrider {chosen}: {error}\n")
         return 1
     except ModuleNotFoundError as error:
-        # The client and the router install without what nodes need.
-        sys.stderr.write(f"outrider {chosen}: {error.name} is not installed; run pip install 'outrider[node]'\n")
+        # Clients and routers install without what nodes need.
+        sys.stderr.write(
+            f"outrider {chosen}: {error.name} is not installed; in the source tree, run pip install '.[node]'\n"
+        )
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\n")

@@ -1,4 +1,4 @@
-"""`outrider profile`: where the milliseconds of a running node's steps go."""
+"""`outrider profile`: where the time of a running node's steps goes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import grpc
 
-from outrider.cli.connection import add_connection_arguments, read_tls, read_token
+from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
 from outrider.client import Client
-from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import NodeRole, NodeState
 from outrider.profile import (
@@ -34,10 +33,8 @@ ROLES = {"prefill_node": NodeRole.PREFILL, "decode_node": NodeRole.DECODE}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--node", metavar="HOST:PORT", help="the node's address")
-    where.add_argument("--role", choices=sorted(ROLES), help="the first node of this role that the router knows")
-    parser.add_argument(
-        "--target", metavar="HOST:PORT", default=DEFAULT_TARGET, help="the router, for --role; default %(default)s"
-    )
+    where.add_argument("--role", choices=sorted(ROLES), help="the first node of this role that --target knows")
+    add_target_argument(parser)
     parser.add_argument(
         "--steps", type=int, default=DEFAULT_NUM_STEPS, metavar="N", help="number of steps; default %(default)s"
     )

@@ -55,7 +55,7 @@ class EventPrinter:
             if before is None or before.message != event.message:
                 self._drawn_at = time.monotonic()
                 self.say(f"{event.name:<10} {event.message} …")
-            elif time.monotonic() - self._drawn_at >= LINE_SECONDS:
+            elif (event.done or event.total) and time.monotonic() - self._drawn_at >= LINE_SECONDS:
                 self._drawn_at = time.monotonic()
                 self.say(f"{event.name:<10} {event.message} {_amount(event)} …")
         elif time.monotonic() - self._drawn_at >= REDRAW_SECONDS:

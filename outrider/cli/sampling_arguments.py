@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from outrider.client import GenerateOptions
-from outrider.client.targets import DEFAULT_TARGET
 
 _NUMBERS = {
     "temperature": (float, "T", "0 takes the most likely token; default 1"),
@@ -25,12 +24,6 @@ _NUMBERS = {
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target",
-        default=DEFAULT_TARGET,
-        metavar="HOST:PORT",
-        help=f"the router, or several with commas between them; default {DEFAULT_TARGET}",
-    )
     for name, (kind, metavar, text) in _NUMBERS.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, dest=name, help=text)

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -15,10 +14,15 @@ from outrider import __version__
 from outrider.cli.config import sections_of
 from outrider.cli.progress import EventPrinter
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
-from outrider.config import CONFIG_FILE_VARIABLE, load_config
+from outrider.cluster.cpu_shares import has_shared_cpus
+from outrider.config import add_settings_arguments, load_config
 from outrider.errors import PeerLostError
 from outrider.service.server import probe_port
+from outrider.speculation.proposers.factory import DRAFT_CHOICES
 
+GPU_DRIVER = Path("/dev/nvidiactl")
+PREFILL_PERCENT, DECODE_PERCENT = 25, 60
+"""Of the memory that is free on a GPU: answers grow, prompts are transferred."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 
@@ -32,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls",
         metavar="DIR",
         type=Path,
-        help="mutual TLS on every connection; unless DIR has them, makes there ca.pem, client.pem and client-key.pem, "
-        "which clients need, and node.pem and node-key.pem, valid for 30 days",
+        help="mutual TLS on every connection; unless DIR has them, creates ca.pem, client.pem and client-key.pem, "
+        "which clients need, and node.pem and node-key.pem there, valid for 30 days",
     )
     parser.add_argument(
-        "--token-file",
+        "--token-hashes",
         metavar="FILE",
         type=Path,
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
@@ -51,7 +55,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="auto: the checkpoint's dtype, but float32 on a CPU without native kernels",
     )
-    parser.add_argument("--draft", metavar="PROPOSER", help="ngram (default), draft_model:PATH, or none")
+    parser.add_argument("--draft", metavar="PROPOSER", help=f"{', '.join(DRAFT_CHOICES)}; default ngram")
     for role in ("prefill", "decode", "draft"):
         parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"number of {role} nodes; default 1")
     parser.add_argument("--routers", type=int, metavar="N", help="number of routers, on consecutive ports; default 1")
@@ -59,17 +63,14 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", metavar="URL", help="what routers share: valkey://host:port; default: memory, each its own"
     )
     parser.add_argument("--port", type=int, metavar="N", help="the router's port; default 50051; 0: the system chooses")
-    parser.add_argument("--config", metavar="FILE", type=Path, help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}")
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
-    )
+    add_settings_arguments(parser, os.environ)
     parser.add_argument("--log-dir", metavar="DIR", type=Path, help="keep each process's log in this directory")
 
 
-def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None, token_file: Path | None = None) -> Cluster:
+def make_cluster(
+    arguments: argparse.Namespace, *, tls: Path | None = None, token_hashes: Path | None = None
+) -> Cluster:
     """`tls`: the folder of `--tls`. Raises: ConfigError, also for a setting that only a child would read."""
-    default = os.environ.get(CONFIG_FILE_VARIABLE)
-    file = arguments.config or (Path(default) if default else None)
     flags = {
         "model.id": arguments.model,
         "model.dtype": arguments.dtype,
@@ -80,10 +81,10 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None, toke
         "cluster.routers": arguments.routers,
         "cluster.port": arguments.port,
         "router.store": arguments.store,
-        "router.token_file": token_file and token_file.absolute(),
+        "router.token_file": token_hashes and token_hashes.absolute(),
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    sections = load_config(sections_of(None), file=file, environ=os.environ, overrides=overrides)
+    sections = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
     if tls is not None:
         from outrider.cluster.authority import prepare_tls_folder
 
@@ -91,16 +92,33 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None, toke
         files = {"certificate": shown.certificate, "private_key": shown.private_key, "authority": shown.authority}
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
     config: ClusterConfig = sections["cluster"]
-    if config.routers > 1 and config.port is None:
-        config = replace(config, port=sections["router"].server.port)
-    launch = Launch(config_file=file, overrides=tuple(overrides), log_directory=arguments.log_dir)
+    if config.port:  # reported at once, not after the weights are loaded
+        for index in range(config.routers):
+            probe_port(sections["server"].host, config.port + index, "choose another with --port")
+    launch = Launch(
+        config_file=arguments.config,
+        overrides=tuple(overrides),
+        node_overrides={} if sections["kv_cache"].memory else shares_of_gpu(config, sections["model"].device),
+        log_directory=arguments.log_dir,
+    )
     return Cluster(config, launch)
+
+
+def shares_of_gpu(config: ClusterConfig, device: str) -> dict[str, tuple[str, ...]]:
+    """How much of one GPU each node takes for KV, where all compute on it: alone, one would take most of it."""
+    if not device.startswith("cuda") and not (device == "auto" and GPU_DRIVER.exists()):
+        return {}
+    shares = (("prefill", config.prefill_nodes, PREFILL_PERCENT), ("decode", config.decode_nodes, DECODE_PERCENT))
+    return {
+        f"{role}-{index}": (f"kv_cache.memory={percent // count}%",)
+        for role, count, percent in shares
+        for index in range(count)
+    }
 
 
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
-    cluster = make_cluster(arguments, tls=arguments.tls, token_file=arguments.token_file)
-    _check_router_ports(cluster)
+    cluster = make_cluster(arguments, tls=arguments.tls, token_hashes=arguments.token_hashes)
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
@@ -119,6 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     printer.say(f"outrider {__version__}; logs in {cluster.log_directory}")
+    if cluster.config.draft_choice.model_id and has_shared_cpus(cluster.config):
+        printer.say("the draft model computes on the target's processors, which is slower than --draft none or ngram")
     cluster.start()
     has_served = False
     try:
@@ -143,21 +163,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if set(statuses.values()) <= good else 1
 
 
-def _check_router_ports(cluster: Cluster) -> None:
-    """Reports a port in use at once, not after the weights are loaded. Raises: ConfigError."""
-    launch, port = cluster.launch, cluster.config.port
-    overrides = [*launch.overrides, *([] if port is None else [f"router.server.port={port}"])]
-    router = load_config(sections_of("router"), file=launch.config_file, environ=launch.environ, overrides=overrides)[
-        "router"
-    ]
-    if router.server.port:
-        for index in range(cluster.config.routers):
-            probe_port(router.server.host, router.server.port + index, "choose another with --port")
-
-
 def client_flags(tls: Path) -> str:
-    """What other commands need."""
-    return f"clients: --authority {tls}/ca.pem --certificate {tls}/client.pem --private-key {tls}/client-key.pem"
+    """The flags that other commands need."""
+    return f"clients: --tls {tls}"
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -13,10 +12,8 @@ import grpc
 import grpc.aio
 
 from outrider.answer import CompleteResult, Delta
-from outrider.client.asked import Asked
-from outrider.client.continuation import Continuation, Step
+from outrider.client.base import ABORT_SECONDS, BaseClient, BaseStream
 from outrider.client.options import (
-    DEFAULT_RESUME_WINDOW_SECONDS,
     GenerateOptions,
     Prompt,
     make_detokenize_request,
@@ -24,24 +21,19 @@ from outrider.client.options import (
     set_prompt,
     to_duration,
     with_request_id,
-    with_resume_window,
 )
-from outrider.client.record import StreamRecord
-from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
-from outrider.client.sync import ABORT_SECONDS, DEFAULT_TIMEOUT_SECONDS
-from outrider.client.targets import DEFAULT_TARGET, Targets
-from outrider.errors import OutriderError, PeerLostError
+from outrider.client.retry import Attempts
+from outrider.errors import PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import ChatMessage
 from outrider.rpc.channels import open_channel
-from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.rpc.status import UNREACHABLE, from_rpc_error
-from outrider.v1 import router_pb2, router_pb2_grpc
+from outrider.v1 import router_pb2
 from outrider.wire.answer import complete_from_proto
-from outrider.wire.cluster import cluster_from_proto, model_from_proto
+from outrider.wire.cluster import CLUSTER, MODEL
 
 
-class AsyncGenerateStream(StreamRecord):
+class AsyncGenerateStream(BaseStream):
     """Iterates over the Deltas of one request as they are verified. One reader.
 
     A request with a resume window goes on as `GenerateStream` does. Iterating raises
@@ -49,22 +41,9 @@ class AsyncGenerateStream(StreamRecord):
     nodes; iteration then just ends. (`break` alone would not: gRPC cancels nothing then.)
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        *,
-        open_call: Callable[[Step, float | None], Any],
-        abort: Callable[[str], Coroutine[Any, Any, None]],
-        targets: Targets,
-        attempts: Attempts,
-    ) -> None:
-        super().__init__(asked)
-        self._open_call = open_call
-        self._abort = abort
-        self._aborting: asyncio.Task[None] | None = None
-        self._continuation = Continuation(self, asked, targets=targets, attempts=attempts)
-        self._cancelled = asyncio.Event()
-        self._call = self._open()
+    _cancelled: asyncio.Event
+    _make_event = asyncio.Event
+    _aborting: asyncio.Task[None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
@@ -87,16 +66,9 @@ class AsyncGenerateStream(StreamRecord):
         finally:
             self.cancel()
 
-    def _open(self) -> Any:
-        return self._open_call(self._continuation.step, self._continuation.remaining_seconds())
-
     async def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
         """Waits and opens the next call. Raises: OutriderError when there is none."""
-        error = from_rpc_error(rpc_error, target=self._continuation.step.target)
-        try:
-            step = self._continuation.next_after(error)
-        except OutriderError as last:
-            raise last from rpc_error
+        step = self._next_step(rpc_error)
         try:
             async with asyncio.timeout(step.pause_seconds):
                 await self._cancelled.wait()
@@ -126,69 +98,14 @@ class AsyncGenerateStream(StreamRecord):
         await self.wait_stopped()
 
 
-class AsyncClient:
+class AsyncClient(BaseClient[AsyncGenerateStream]):
     """A router's client for one event loop, with `Client`'s arguments. Raises OutriderErrors, nothing of gRPC's.
 
     Cancelling a task that waits for an answer stops the request on all nodes.
     """
 
-    def __init__(
-        self,
-        target: str | Sequence[str] = DEFAULT_TARGET,
-        *,
-        tls: TlsConfig | None = None,
-        token: str | None = None,
-        retry: RetryPolicy = ONE_ATTEMPT,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> None:
-        self._targets = Targets(target)
-        self._timeout_seconds = timeout_seconds
-        self._retry = retry
-        credentials, several = client_credentials(tls, token), len(self._targets) > 1
-        self._channels = {
-            target: open_channel(target, credentials=credentials, is_replaceable=several)
-            for target in self._targets.all
-        }
-        self._stubs = {target: router_pb2_grpc.RouterServiceStub(channel) for target, channel in self._channels.items()}
-        self._streams: weakref.WeakSet[AsyncGenerateStream] = weakref.WeakSet()
-
-    @property
-    def target(self) -> str:
-        """The one that answered last, at first the first one."""
-        return self._targets.current
-
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerateStream:
-        """Streams an answer."""
-        request = make_request(prompt, with_resume_window(options, self._targets))
-        return self.generate_message(request, timeout_seconds=options.get("timeout_seconds"))
-
-    def generate_message(
-        self,
-        request: router_pb2.GenerateRequest,
-        *,
-        timeout_seconds: float | None = None,
-        metadata: Sequence[tuple[str, str]] = (),
-    ) -> AsyncGenerateStream:
-        """Streams an answer to a message that was made elsewhere."""
-        asked = Asked.answer_to(with_request_id(request))
-        return self._stream(asked, timeout_seconds=timeout_seconds, metadata=metadata)
-
-    def resume(
-        self,
-        request_id: str,
-        next_positions: Mapping[int, int] | None = None,
-        *,
-        timeout_seconds: float | None = None,
-        resume_window_seconds: float = DEFAULT_RESUME_WINDOW_SECONDS,
-    ) -> AsyncGenerateStream:
-        """Streams the rest of an answer, as `Client.resume`."""
-        asked = Asked(
-            request_id=request_id,
-            request=None,
-            resume_window_seconds=resume_window_seconds,
-            next_positions=next_positions or {},
-        )
-        return self._stream(asked, timeout_seconds=timeout_seconds)
+    _make_stream = AsyncGenerateStream
+    _open_channel = staticmethod(open_channel)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
         """The same answer at once, at the end."""
@@ -222,7 +139,7 @@ class AsyncClient:
 
     async def model(self) -> Model:
         request = router_pb2.GetModelRequest()
-        return model_from_proto(await self._call("GetModel", request, self._timeout_seconds))
+        return MODEL.from_proto(await self._call("GetModel", request, self._timeout_seconds))
 
     async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncGenerator[ClusterStatus, None]:
         """The cluster now, then again at each interval, until the iterator is closed."""
@@ -234,7 +151,7 @@ class AsyncClient:
                 response = await call.read()
                 if not isinstance(response, router_pb2.WatchClusterResponse):  # grpc.aio.EOF
                     return
-                yield cluster_from_proto(response)
+                yield CLUSTER.from_proto(response)
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=target) from error
         finally:
@@ -255,21 +172,6 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    def _stream(
-        self, asked: Asked, *, timeout_seconds: float | None, metadata: Sequence[tuple[str, str]] = ()
-    ) -> AsyncGenerateStream:
-        stream = AsyncGenerateStream(
-            asked,
-            open_call=lambda step, seconds: getattr(self._stubs[step.target], step.method)(
-                step.request, timeout=seconds, metadata=tuple(metadata)
-            ),
-            abort=self._abort_anywhere,
-            targets=self._targets,
-            attempts=Attempts(self._retry, timeout_seconds=timeout_seconds),
-        )
-        self._streams.add(stream)
-        return stream
 
     async def _abort_anywhere(self, request_id: str) -> None:
         """Asks each router that can be reached; one that cannot loses the request with its resume window."""

@@ -1,4 +1,4 @@
-"""How a Generate stream goes on when its call has failed: where, with which call, and when.
+"""Continues a Generate stream when its call has failed: on which router, by which call, and when.
 
 A request with a resume window is resumed: on the router that it was on, then on the others,
 until its window has passed. A router that does not know it (it died before it stored the
@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.client.asked import Asked
 from outrider.client.record import StreamRecord
 from outrider.client.retry import Attempts
+from outrider.client.stream_request import StreamRequest
 from outrider.client.targets import Targets
 from outrider.errors import (
     AbortedError,
@@ -48,33 +48,33 @@ class Step:
 
 
 class Continuation:
-    """One stream's way through calls and routers. One owner."""
+    """Chooses the calls of one stream. Not thread-safe."""
 
     def __init__(
         self,
         record: StreamRecord,
-        asked: Asked,
+        wanted: StreamRequest,
         *,
         targets: Targets,
         attempts: Attempts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
-        self._request = asked.request
-        self._window_seconds = asked.resume_window_seconds
+        self._request = wanted.request
+        self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
         self._clock = clock
         self._num_events = 0  # that the record had when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
-        self._is_draining = False  # a router said so since the last event: another one is, or comes, in its place
-        self._is_over = False  # refused, or another stream's now
-        self.step = Step(targets.current, self._resume() if asked.request is None else asked.request)
+        self._is_draining = False  # a router said so since the last event: it is being replaced
+        self._is_over = False  # refused, or taken over by another stream
+        self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
 
     @property
     def leaves_work(self) -> bool:
-        """Whether a router would keep on with the answer when nobody reads it any more."""
+        """Whether a router would go on computing the answer without a reader."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
     def remaining_seconds(self) -> float | None:
@@ -97,7 +97,7 @@ class Continuation:
         return self.step
 
     def note_progress(self) -> None:
-        """Takes note of what has arrived."""
+        """Resets failure counts when something has arrived since the last call."""
         if self._record.num_events > self._num_events:
             self._num_events = self._record.num_events
             self._num_failures, self._lost_at, self._is_draining = 0, None, False
@@ -117,7 +117,7 @@ class Continuation:
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
             return self._sent_again(error)
         if isinstance(error, AlreadyRunningError) and not is_first:
-            return self._paused(step.target, self._resume())  # an earlier call reached it after all, or just does
+            return self._paused(step.target, self._resume())  # an earlier call has reached it after all
         if not isinstance(error, (PeerLostError, CapacityError)) and not _was_cancelled_there(error):
             raise error
         self._is_draining |= error.reason == "DRAINING"
@@ -129,7 +129,7 @@ class Continuation:
         return self._paused(step.target if is_first else self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """Every target gets a call at once; then there are pauses."""
+        """No pause until every target was tried; then exponential backoff."""
         self._num_failures += 1
         num_pauses = self._num_failures - len(self._targets)
         if num_pauses <= 0:
@@ -184,7 +184,7 @@ class Continuation:
         seconds = self._attempts.next_after(error)
         if seconds is None or self._request is None:
             raise error
-        self._record.forget_start()  # of the next attempt nothing is known yet
+        self._record.forget_start()  # the next attempt starts afresh
         return Step(target, self._request, seconds)
 
 

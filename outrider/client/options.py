@@ -1,4 +1,4 @@
-"""What can be asked for, and its GenerateRequest."""
+"""Options of a request, and the GenerateRequest that they make."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_RESUME_WINDOW_SECONDS = 30.0
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `complete`. What is left out has the contract's default."""
+    """Keyword arguments of `generate` and `complete`. Defaults are those of router.proto."""
 
     request_id: str
     model: str
@@ -109,7 +109,7 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
 
 
 def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
-    """The request under a name of ours unless it has one: every attempt of it has the same."""
+    """The request with a new request id, unless it has one: all attempts share it."""
     if request.request_id:
         return request
     named = router_pb2.GenerateRequest(request_id=str(uuid4()))
@@ -118,7 +118,7 @@ def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateR
 
 
 def with_resume_window(options: GenerateOptions, targets: Targets) -> GenerateOptions:
-    """With several routers an answer is resumable, unless the options say how long, or None."""
+    """With several routers answers are resumable by default."""
     if len(targets) == 1 or "resume_window_seconds" in options:
         return options
     return {**options, "resume_window_seconds": DEFAULT_RESUME_WINDOW_SECONDS}

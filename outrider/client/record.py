@@ -1,11 +1,11 @@
-"""What a Generate stream has told so far."""
+"""What has arrived of a Generate stream."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from outrider.answer import Delta, Finished, Started, Summary
-from outrider.client.asked import Asked
+from outrider.client.stream_request import StreamRequest
 from outrider.errors import InternalError
 from outrider.v1 import router_pb2
 from outrider.wire.answer import event_from_proto
@@ -14,17 +14,17 @@ from outrider.wire.answer import event_from_proto
 class StreamRecord:
     """Sorts a stream's events. The base of both clients' streams."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.request_id = asked.request_id
-        """The request's name on its router from the first moment, for `abort` and for logs."""
+    def __init__(self, wanted: StreamRequest) -> None:
+        self.request_id = wanted.request_id
+        """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
-        self._num_brought_tokens = 0 if asked.request is None else len(asked.request.generated_token_ids)
+        self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
         self._is_sent_again = False
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
         self._token_ids: dict[int, list[int]] = {}
-        self._next_positions = dict(asked.next_positions)
+        self._next_positions = dict(wanted.next_positions)
         self._ended_texts: set[int] = set()  # samples whose held-back text has come
         self.finished: dict[int, Finished] = {}
         """By sample, as they end."""
@@ -57,7 +57,7 @@ class StreamRecord:
         self._started = started
 
     def _take_delta(self, delta: Delta) -> Delta | None:
-        """None for text that came before the stream was resumed: no token tells the router that we have it."""
+        """None for text that came before the stream was resumed: positions count tokens, so it is sent again."""
         sample = delta.sample
         expected = self._next_positions.get(sample, delta.start_position)
         if delta.start_position != expected:
@@ -79,11 +79,11 @@ class StreamRecord:
         return dict(self._next_positions)
 
     def mark_sent_again(self) -> None:
-        """The next call brings the tokens that have come so far."""
+        """The next call sends the tokens that have arrived."""
         self._is_sent_again = True
 
     def forget_start(self) -> None:
-        """Another attempt begins, which may draw another seed."""
+        """A new attempt begins, which may draw another seed."""
         self._started = None
 
     @property

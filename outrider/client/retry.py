@@ -1,4 +1,4 @@
-"""When a call that failed is made again, and when not."""
+"""Retries: which failed calls are made again, and after which backoff."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RetryPolicy:
     """
 
     max_attempts: int = 4
-    initial_backoff_seconds: float = 0.2  # doubled with each attempt; what the router asks for is waited for
+    initial_backoff_seconds: float = 0.2  # doubled with each attempt; at least what the router asks for
     max_backoff_seconds: float = 5.0
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class RetryPolicy:
             return None
         grown = self.initial_backoff_seconds * _BACKOFF_FACTOR ** (num_attempts - 1)
         seconds = max(min(grown, self.max_backoff_seconds), getattr(error, "retry_after_seconds", 0.0))
-        # Clients that were refused together do not come back together.
+        # Jitter: clients that were refused together must not return together.
         return seconds * random.uniform(1.0, 1.0 + _JITTER)  # noqa: S311 no secret
 
 
@@ -48,13 +48,13 @@ ONE_ATTEMPT = RetryPolicy(max_attempts=1)
 
 def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
     if isinstance(error, AlreadyRunningError):
-        # It is our own first attempt, whose connection broke before the router has noticed.
+        # Our own first attempt: its connection broke, and the router has not noticed yet.
         return num_attempts > 1
     return isinstance(error, (CapacityError, PeerLostError))
 
 
 class Attempts:
-    """Attempts of one call, against its policy and its deadline. One owner."""
+    """Counts the attempts of one call against its policy and deadline. Not thread-safe."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class Attempts:
         self.num_attempts = 1
 
     def remaining_seconds(self) -> float | None:
-        """What is left for the attempt at hand; None: no limit."""
+        """Time until the deadline; None: no limit."""
         return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
 
     def next_after(self, error: OutriderError) -> float | None:
-        """Counts one more attempt and tells how long to wait for it; None: the error stands."""
+        """Seconds to wait before the next attempt, which is counted; None: give up."""
         seconds = self._policy.backoff_seconds(error, num_attempts=self.num_attempts)
         remaining = self.remaining_seconds()
         if seconds is None or (remaining is not None and seconds >= remaining):

@@ -13,5 +13,15 @@ from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.events import ClusterEvent, EventKind
 from outrider.cluster.plan import Launch
+from outrider.cluster.supervision import Supervision
 
-__all__ = ["ChildState", "Cluster", "ClusterConfig", "ClusterEvent", "EventKind", "Launch", "NodeProcess"]
+__all__ = [
+    "ChildState",
+    "Cluster",
+    "ClusterConfig",
+    "ClusterEvent",
+    "EventKind",
+    "Launch",
+    "NodeProcess",
+    "Supervision",
+]

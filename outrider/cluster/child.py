@@ -1,4 +1,4 @@
-"""One child process: its announcements, its log file, its end."""
+"""One child process: its announcements, log file and exit status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NodeProcess:
     metrics_address: str | None
     num_restarts: int
     log_path: Path
-    description: Mapping[str, Any] = field(default_factory=dict)  # what it said when it began to serve
+    description: Mapping[str, Any] = field(default_factory=dict)  # as announced when it began to serve
 
 
 class Child:
@@ -54,6 +54,7 @@ class Child:
         self.state = ChildState.PLANNED
         self.address = ""
         self.metrics_address: str | None = None
+        self.drain_seconds = 0.0  # as it announces
         self.description: Mapping[str, Any] = {}
         self.exit_status: int | None = None
         self.num_restarts = 0
@@ -96,7 +97,7 @@ class Child:
         self.state, self.serving_since = ChildState.STARTING, None
 
     def announcements(self) -> list[dict[str, Any]]:
-        """What has been said since the last call."""
+        """New announcements since the last call."""
         if self._descriptor is None:
             return []
         try:
@@ -132,7 +133,7 @@ class Child:
         return self.serving_since is not None and time.monotonic() - self.serving_since >= seconds
 
     def last_words(self) -> str:
-        """The last line of the log that says something, for people."""
+        """The last error in the log, or its last line."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(self.log_path.stat().st_size - 16_384, 0))

@@ -28,15 +28,14 @@ from outrider.cluster.plan import (
     child_command,
     plan_children,
 )
+from outrider.cluster.supervision import Supervision
 from outrider.errors import InternalError, NotFoundError, PeerLostError
 
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 """Default patience of `wait_serving`: a first start may download the model."""
-MAX_DOUBLINGS = 64
-"""Of the wait for a restart."""
 NODE_TERM_SHARE = 0.4
-"""Nodes get their SIGTERM when the router has ended, or after this share of `kill_seconds`."""
+"""Nodes get their SIGTERM when the routers have ended, or after this share of the routers' time."""
 
 
 class Cluster:
@@ -52,10 +51,12 @@ class Cluster:
         config: ClusterConfig | None = None,
         launch: Launch | None = None,
         *,
+        supervision: Supervision | None = None,
         on_event: Callable[[ClusterEvent], None] = lambda _: None,
     ) -> None:
         self.config = ClusterConfig() if config is None else config
         self.launch = Launch() if launch is None else launch
+        self._supervision = Supervision() if supervision is None else supervision
         self.on_event = on_event
         """Called on the supervisor's thread; must not block. Set it before `start`."""
         given = self.launch.log_directory
@@ -228,6 +229,7 @@ class Cluster:
             else:
                 child.address = str(said["address"])
                 child.metrics_address = said.get("metrics_address")
+                child.drain_seconds = float(said.get("drain_seconds", 0.0))
                 self._tell(child, EventKind.LISTENING, f"on {child.address}")
 
     def _notice_death(self, child: Child) -> None:
@@ -244,9 +246,9 @@ class Cluster:
         if first_start and status > 0:
             self._fail(child, f"{child.spec.name} ended {why}: {child.last_words()}")
             return
-        if child.has_served_for(self.config.stable_seconds):
+        if child.has_served_for(self._supervision.stable_seconds):
             child.num_failures = 0
-        delay = restart_delay(self.config, child.num_failures, has_served=child.serving_since is not None)
+        delay = self._supervision.restart_delay(child.num_failures, has_served=child.serving_since is not None)
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
@@ -298,12 +300,13 @@ class Cluster:
         first = [child for child in running if child.spec.role == ROUTER]
         rest = [child for child in running if child.spec.role != ROUTER]
         self._terminate(first)
-        router_deadline = time.monotonic() + self.config.kill_seconds
-        nodes_from = time.monotonic() + (self.config.kill_seconds * NODE_TERM_SHARE if first else 0.0)
+        router_seconds = self._seconds_to_end(first)
+        router_deadline = time.monotonic() + router_seconds
+        nodes_from = time.monotonic() + router_seconds * NODE_TERM_SHARE
         while any(child.is_running for child in first) and time.monotonic() < nodes_from:
             self._reap_stopped(first, router_deadline)
         self._terminate(rest)
-        nodes_deadline = time.monotonic() + self.config.kill_seconds
+        nodes_deadline = time.monotonic() + self._seconds_to_end(rest)
         while any(child.is_running for child in running):
             self._reap_stopped(first, router_deadline)
             self._reap_stopped(rest, nodes_deadline)
@@ -313,6 +316,10 @@ class Cluster:
             shutil.rmtree(self._turns_directory, ignore_errors=True)
         if self.launch.log_directory is None and self._failure is None and not any(self.exit_statuses.values()):
             shutil.rmtree(self.log_directory, ignore_errors=True)
+
+    def _seconds_to_end(self, children: list[Child]) -> float:
+        """From SIGTERM to SIGKILL."""
+        return max((child.drain_seconds + self._supervision.end_seconds for child in children), default=0.0)
 
     def _terminate(self, children: list[Child]) -> None:
         for child in children:
@@ -357,24 +364,13 @@ class Cluster:
         raise NotFoundError(f"no node {name}; there are {', '.join(child.spec.name for child in self._children)}")
 
 
-def restart_delay(config: ClusterConfig, num_failures: int, *, has_served: bool) -> float:
-    """Seconds, after so many earlier failures in a row: doubled each time, up to the most.
-
-    0 after the first failure of a child that has served: requests wait for it.
-    """
-    if num_failures == 0 and has_served:
-        return 0.0
-    doublings = min(max(num_failures - 1, 0), MAX_DOUBLINGS)  # 2.0**1024 would be an error
-    return min(config.restart_seconds * 2.0**doublings, config.restart_most_seconds)
-
-
 def describe_status(status: int) -> str:
-    """For people: that it ended "with status 1", or "by SIGKILL"."""
+    """Either "with status 1" or "by SIGKILL"."""
     return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
 
 def _memory_directory() -> Path:
-    """For small files that processes map: on a disk, writing them back would hold a process up now and then."""
+    """A directory in memory: on a disk, writing back a mapped file would stall its processes."""
     shared = Path("/dev/shm")  # noqa: S108 names there are random
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 

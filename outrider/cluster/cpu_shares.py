@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.cluster.config import DRAFT_MODEL_PREFIX, ClusterConfig
+from outrider.cluster.config import ClusterConfig
+from outrider.engine.processor import usable_cpus
 
 FEWEST_TO_DIVIDE = 6
-"""Processors from which on roles get their own. With fewer, an idle role's would be missed by the others."""
+"""With fewer processors all roles share them: an idle role's own would be wasted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """What one process computes on."""
+    """Processors and threads of one process."""
 
     cpus: tuple[int, ...]
     num_threads: int
@@ -36,7 +37,7 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
         config: how many nodes there are.
         cpus: that may be used; at least one.
     """
-    has_draft_model = config.draft.startswith(DRAFT_MODEL_PREFIX)
+    has_draft_model = bool(config.draft_choice.model_id)
     names = {
         "decode": [f"decode-{index}" for index in range(config.decode_nodes)],
         "prefill": [f"prefill-{index}" for index in range(config.prefill_nodes)],
@@ -53,8 +54,13 @@ def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, CpuShar
     return _divide(names["decode"], decode) | _divide(names["prefill"], prefill) | _divide(names["draft"], draft)
 
 
+def has_shared_cpus(config: ClusterConfig) -> bool:
+    """Whether the computing nodes of a cluster on this machine share its processors."""
+    return any(share.is_shared for share in divide_cpus(config, usable_cpus()).values())
+
+
 def _divide(names: Sequence[str], cpus: Sequence[int]) -> dict[str, CpuShare]:
-    """Neighbouring processors for each, as equal parts as can be."""
+    """Divides neighbouring processors as evenly as possible."""
     bounds = [len(cpus) * index // len(names) for index in range(len(names) + 1)] if names else []
     parts = [tuple(cpus[start:end]) for start, end in itertools.pairwise(bounds)]
     return {name: CpuShare(part, len(part)) for name, part in zip(names, parts, strict=True)}

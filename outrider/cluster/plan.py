@@ -9,20 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from outrider.cluster.config import DRAFT_MODEL_PREFIX, ClusterConfig
+from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import divide_cpus
-from outrider.config import environment_name
 from outrider.engine.processor import usable_cpus
-from outrider.errors import ConfigError
 
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
 MODEL = "outrider.cluster.locate_model"
+DRAIN_SECONDS = 1.5
+"""Default of `server.drain_seconds` in a local cluster: short, for Ctrl-C to take effect soon."""
 
 
 def module_command(role: str) -> list[str]:
-    """How a role is started."""
+    """The command that starts a role."""
     return [sys.executable, "-m", role]
 
 
@@ -41,12 +39,6 @@ class Launch:
     command: Callable[[str], Sequence[str]] = module_command
     locate_model: bool = True
 
-    def sets(self, key: str) -> bool:
-        """Whether the user has set this key anywhere, so that the cluster's own choice must yield."""
-        if any(override.partition("=")[0].strip() == key for override in self.overrides):
-            return True
-        return environment_name(key) in self.environ or _is_in_file(self.config_file, key)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
@@ -58,12 +50,7 @@ class ChildSpec:
 
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
-    """In the order of their start; the model's own process first, routers last.
-
-    Raises: ConfigError for several routers without a port to count from.
-    """
-    if config.routers > 1 and config.port is None:
-        raise ConfigError("cluster.routers: several routers need cluster.port, from which theirs are counted")
+    """In the order of their start; the model's own process first, routers last."""
     num_drafts = 0 if config.draft == "none" else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
@@ -72,16 +59,13 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
         for role, count in counts
         for index in range(count)
     ]
-    names = ["router"] if config.routers == 1 else [f"router-{index}" for index in range(config.routers)]
-    return [*children, *(ChildSpec(name=name, role=ROUTER) for name in names)]
+    return [*children, *(ChildSpec(name=name, role=ROUTER) for name in router_ports(config))]
 
 
 def router_ports(config: ClusterConfig) -> dict[str, int]:
-    """Of several routers, by name: consecutive, or all 0. Empty for one router, whose settings say it."""
-    if config.routers == 1:
-        return {}
-    assert config.port is not None, "plan_children has checked it"
-    return {f"router-{index}": config.port + index if config.port else 0 for index in range(config.routers)}
+    """By the router's name: consecutive, or all 0."""
+    names = ["router"] if config.routers == 1 else [f"router-{index}" for index in range(config.routers)]
+    return {name: config.port + index if config.port else 0 for index, name in enumerate(names)}
 
 
 def child_command(
@@ -93,7 +77,7 @@ def child_command(
     bound: Mapping[str, int | None],
     turns_file: Path,
 ) -> list[str]:
-    """The command line.
+    """The command line: the cluster's own choices as defaults that the user's settings override, and ports.
 
     `targets`: addresses by role. `bound`: "port" and "metrics_port" of an earlier life.
     `turns_file`: for nodes on the same processors.
@@ -102,11 +86,13 @@ def child_command(
     if launch.config_file is not None:
         command += ["--config", str(launch.config_file)]
     chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
-    settings = [f"{key}={_text(value)}" for key, value in chosen.items() if not launch.sets(key)]
-    settings += [*launch.overrides, *launch.node_overrides.get(spec.name, ())]
-    if spec.name in (ports := router_ports(config)):  # over all sources: a port in them is one for all routers
-        settings.append(f"router.server.port={ports[spec.name]}")
-    settings += [f"{spec.role}.server.{name}={port}" for name, port in bound.items() if port is not None]
+    for key, value in chosen.items():
+        command += ["--default", f"{key}={_text(value)}"]
+    settings = [*launch.overrides, *launch.node_overrides.get(spec.name, ())]
+    if not spec.is_one_shot:  # over all sources: a port in them would be the same for all processes
+        ports = {"port": router_ports(config).get(spec.name, 0)}
+        ports |= {name: port for name, port in bound.items() if port is not None}
+        settings += [f"server.{name}={port}" for name, port in ports.items()]
     for setting in settings:
         command += ["--set", setting]
     return command
@@ -117,51 +103,30 @@ def _chosen(
 ) -> dict[str, Any]:
     """The cluster's own settings for one process."""
     role = spec.role
-    chosen: dict[str, Any] = {f"{role}.server.drain_seconds": config.drain_seconds}
-    section = {PREFILL: "model", DECODE: "model", DRAFT: "draft_node.model"}.get(role)
+    chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": 0}
     share = divide_cpus(config, usable_cpus()).get(spec.name)
-    if section is not None and share is not None:
-        chosen[f"{section}.cpus"] = share.cpus
-        chosen[f"{section}.num_threads"] = share.num_threads
+    if share is not None:
+        chosen["model.cpus"] = share.cpus
+        chosen["model.num_threads"] = share.num_threads
         if share.is_shared and role in (PREFILL, DECODE):
-            chosen[f"{role}.turns_file"] = turns_file
+            chosen["model.turns_file"] = turns_file
         if role == DRAFT:
-            chosen["draft_node.shares_processors"] = share.is_shared
-    if config.metrics:
-        chosen[f"{role}.server.metrics_port"] = 0
+            chosen["draft_node.look_ahead"] = "off" if share.is_shared else "auto"
     if role == ROUTER:
-        if config.port is not None:
-            chosen["router.server.port"] = config.port
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
         chosen["router.decode_targets"] = targets.get(DECODE, ())
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
     elif role == DECODE:
         chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
-        if share is not None and share.is_shared and config.draft.startswith(DRAFT_MODEL_PREFIX):
-            chosen["decode_node.drafts_share_processors"] = True
         if config.draft == "none":
             chosen["decode_node.local_fallback"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0
     elif role == DRAFT:
-        chosen["draft_node.proposer"] = "draft_model" if config.draft.startswith(DRAFT_MODEL_PREFIX) else config.draft
-        if config.draft.startswith(DRAFT_MODEL_PREFIX):
-            chosen["draft_node.model.id"] = config.draft.removeprefix(DRAFT_MODEL_PREFIX)
+        chosen["draft_node.proposer"] = config.draft_choice.proposer
+        if config.draft_choice.model_id:
+            chosen["draft_node.model"] = config.draft_choice.model_id
     return chosen
 
 
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _is_in_file(path: Path | None, key: str) -> bool:
-    if path is None:
-        return False
-    try:
-        node = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path}: {error}") from error
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return False
-        node = node[part]
-    return True

@@ -5,34 +5,34 @@ declared with `setting()` (or are such dataclasses themselves):
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class DecodeNodeConfig:
-        max_running: int = setting(64, at_least=1, help="Sequences in the running batch.")
+        max_running_sequences: int = setting(64, at_least=1, help="Sequences in the running batch.")
 
-A key is a dotted path, `decode_node.max_running`; its environment variable is
-`OUTRIDER_DECODE_NODE__MAX_RUNNING`. All roles may share one file: a role ignores the
-sections of the others, and nothing else.
+A key is a dotted path, `decode_node.max_running_sequences`; its environment variable is
+`OUTRIDER_DECODE_NODE__MAX_RUNNING_SEQUENCES`. All roles may share one file: a role
+ignores the sections of the others, and nothing else.
 """
 
 from __future__ import annotations
 
-from outrider.config.arguments import parse_role_arguments
+from outrider.config.arguments import add_settings_arguments, parse_role_arguments
 from outrider.config.resolve import (
-    CONFIG_FILE_VARIABLE,
     SECTIONS,
     ResolvedConfig,
     environment_name,
     load_config,
     resolve_config,
 )
-from outrider.config.settings import SettingInfo, describe_settings, setting
+from outrider.config.settings import SettingInfo, describe_settings, fixed, setting
 from outrider.config.values import format_value, to_plain
 
 __all__ = [
-    "CONFIG_FILE_VARIABLE",
     "SECTIONS",
     "ResolvedConfig",
     "SettingInfo",
+    "add_settings_arguments",
     "describe_settings",
     "environment_name",
+    "fixed",
     "format_value",
     "load_config",
     "parse_role_arguments",

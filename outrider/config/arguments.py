@@ -35,24 +35,39 @@ def parse_role_arguments(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_settings_arguments(parser, environ)
+    parser.add_argument(
+        "--default",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="defaults",
+        help="as --set, but file, environment and --set override it; repeatable",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        parse_faults(environ)
+        return load_config(
+            sections, file=arguments.config, environ=environ, overrides=arguments.overrides, defaults=arguments.defaults
+        )
+    except ConfigError as error:
+        sys.stderr.write(f"{role}: {error}\n")
+        raise SystemExit(2) from error
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    """`--config` and `--set`, which every command with settings has: `config` and `overrides` of the result."""
+    default = environ.get(CONFIG_FILE_VARIABLE)
     parser.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
-        default=environ.get(CONFIG_FILE_VARIABLE) or None,
+        default=Path(default) if default else None,
         help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}, else none",
     )
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
     )
-    arguments = parser.parse_args(argv)
-    file = None if arguments.config is None else Path(arguments.config)
-    try:
-        parse_faults(environ)
-        return load_config(sections, file=file, environ=environ, overrides=arguments.overrides)
-    except ConfigError as error:
-        sys.stderr.write(f"{role}: {error}\n")
-        raise SystemExit(2) from error
 
 
 def _help_of(sections: Mapping[str, type]) -> str:

@@ -1,4 +1,4 @@
-"""Where settings come from: defaults < YAML file < environment < overrides."""
+"""Where settings come from: defaults < `--default` < YAML file < environment < `--set`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.config.settings import default_of, nested_type
+from outrider.config.settings import default_of, nested_type, setting_fields
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
     import yaml
 
-SECTIONS = ("model", "telemetry", "security", "router", "prefill_node", "decode_node", "draft_node", "cluster")
+SECTIONS = (
+    *("model", "kv_cache", "kv_transfer", "server", "telemetry", "security"),
+    *("router", "prefill_node", "decode_node", "draft_node", "cluster"),
+)
 """Every section that a file may have, whichever role reads it."""
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
@@ -38,13 +41,14 @@ def load_config(
     file: Path | None,
     environ: Mapping[str, str],
     overrides: Sequence[str] = (),
+    defaults: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One instance for each section. `overrides` are "decode_node.max_running=32".
+    """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32".
 
     Raises: ConfigError, naming the key, its source and the nearest valid key or the
     allowed range.
     """
-    return resolve_config(sections, file=file, environ=environ, overrides=overrides).sections
+    return resolve_config(sections, file=file, environ=environ, overrides=overrides, defaults=defaults).sections
 
 
 def resolve_config(
@@ -53,9 +57,12 @@ def resolve_config(
     file: Path | None,
     environ: Mapping[str, str],
     overrides: Sequence[str] = (),
+    defaults: Sequence[str] = (),
 ) -> ResolvedConfig:
     """As `load_config`, with the source of every key that is not a default."""
     settings = _Settings(sections)
+    for default in defaults:
+        settings.take_override(default, flag="--default")
     if file is not None:
         settings.take_file(file)
     settings.take_environment(environ)
@@ -127,9 +134,9 @@ class _Settings:
                 continue  # OUTRIDER_CONFIG, OUTRIDER_ANNOUNCE_FD, …: not settings
             self._take_text(path, environ[name], f"environment variable {name}")
 
-    def take_override(self, override: str) -> None:
+    def take_override(self, override: str, flag: str = "--set") -> None:
         key, equals, text = override.partition("=")
-        source = f"--set {without_passwords(override)}"
+        source = f"{flag} {without_passwords(override)}"
         if not equals:
             raise ConfigError(f"{source}: expected KEY=VALUE")
         self._take_text(tuple(key.strip().split(".")), text, source)
@@ -152,7 +159,7 @@ class _Settings:
         kind: Any = self._sections[section]
         for depth, name in enumerate(names):
             owner = nested_type(kind)
-            known = [] if owner is None else [item.name for item in fields(owner)]
+            known = [] if owner is None else [item.name for item in setting_fields(owner)]
             if owner is None or name not in known:
                 raise ConfigError(
                     unknown_key(source, name, ".".join(path[: depth + 1]), known, tuple(names[depth + 1 :]))
@@ -169,7 +176,7 @@ class _Settings:
         changes: dict[str, Any] = {}
         sources: dict[str, str] = {}  # by field
         hints = typing.get_type_hints(kind)
-        for item in fields(kind):
+        for item in setting_fields(kind):
             here = (*path, item.name)
             owner = nested_type(hints[item.name])
             if owner is not None:
@@ -196,7 +203,7 @@ def _blamed(message: str, sources: Mapping[str, str]) -> str:
 
 
 def environment_name(key: str) -> str:
-    """`decode_node.server.port` → `OUTRIDER_DECODE_NODE__SERVER__PORT`."""
+    """`decode_node.draft_targets` → `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 

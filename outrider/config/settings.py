@@ -6,7 +6,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from outrider.errors import ConfigError
@@ -19,7 +19,6 @@ class Limits:
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
-    below: float | None = None
     choices: tuple[Any, ...] | None = None
 
     def allow(self, value: Any) -> bool:
@@ -33,45 +32,39 @@ class Limits:
             and (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
             and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
         )
 
     def __str__(self) -> str:
         if self.choices is not None:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
-        bounds = [
-            (self.at_least, "at least"),
-            (self.above, "above"),
-            (self.at_most, "at most"),
-            (self.below, "below"),
-        ]
+        bounds = [(self.at_least, "at least"), (self.above, "above"), (self.at_most, "at most")]
         return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
 
 
 def setting(
-    default: Any = MISSING,
+    default: Any,
     *,
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
-    below: float | None = None,
     choices: Sequence[Any] | None = None,
     help: str = "",  # noqa: A002 the word that argparse users know
 ) -> Any:
-    """A dataclass field with its range and its document. A list or dict default is copied for each instance."""
+    """A dataclass field with its range and its documentation."""
     limits = Limits(
-        at_least=at_least,
-        at_most=at_most,
-        above=above,
-        below=below,
-        choices=None if choices is None else tuple(choices),
+        at_least=at_least, at_most=at_most, above=above, choices=None if choices is None else tuple(choices)
     )
-    metadata = {"limits": limits, "help": help}
-    if default is MISSING:
-        return field(metadata=metadata)
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"limits": limits, "help": help})
+
+
+def fixed(default: Any) -> Any:
+    """A dataclass field that is no setting: the same for every user, and another value in a test."""
+    return field(default=default, metadata={"is_setting": False})
+
+
+def setting_fields(kind: Any) -> list[Field[Any]]:
+    """The fields of a section that users may set."""
+    return [item for item in fields(kind) if item.metadata.get("is_setting", True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +96,7 @@ def describe_settings(sections: Mapping[str, type]) -> list[SettingInfo]:
 
 def _describe(prefix: str, kind: Any, default: Any, found: list[SettingInfo]) -> None:
     hints = typing.get_type_hints(kind)
-    for item in fields(kind):
+    for item in setting_fields(kind):
         key, value = f"{prefix}.{item.name}", getattr(default, item.name)
         owner = nested_type(hints[item.name])
         if owner is not None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.config.settings import Limits, options_of, type_name
+from outrider.config.settings import Limits, options_of, setting_fields, type_name
 from outrider.errors import ConfigError
 
 
@@ -19,11 +18,11 @@ def from_text(kind: Any, text: str, source: str) -> Any:
     options = options_of(kind)
     if type(None) in options and text.strip().lower() in ("null", "none", "~", ""):
         return None
-    if str in options or Path in options or any(isinstance(o, type) and issubclass(o, enum.Enum) for o in options):
+    if str in options or Path in options:
         return text
-    if any(typing.get_origin(option) in (tuple, list) for option in options) and not text.lstrip().startswith("["):
-        item = next(typing.get_args(option)[0] for option in options if typing.get_origin(option) in (tuple, list))
-        return [from_text(item, part.strip(), source) for part in text.split(",") if part.strip()]
+    items = [typing.get_args(option)[0] for option in options if typing.get_origin(option) is tuple]
+    if items and not text.lstrip().startswith("["):
+        return [from_text(items[0], part.strip(), source) for part in text.split(",") if part.strip()]
     import yaml
 
     try:
@@ -52,31 +51,18 @@ _WRONG_TYPE = object()
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """The value as an instance of one plain type, or _WRONG_TYPE. A bool is no number."""
-    if typing.get_origin(kind) is not None:
-        return _convert_generic(value, kind)
+    """The value as an instance of one type, or _WRONG_TYPE. A bool is no number."""
+    if typing.get_origin(kind) is tuple:
+        parts = [_convert(part, typing.get_args(kind)[0]) for part in value] if isinstance(value, (list, tuple)) else []
+        is_wrong = not isinstance(value, (list, tuple)) or any(part is _WRONG_TYPE for part in parts)
+        return _WRONG_TYPE if is_wrong else tuple(parts)
     if kind in (int, float) and isinstance(value, bool):
         return _WRONG_TYPE
     if kind is float and isinstance(value, (int, float, str)):
         return _number(value)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return next((member for member in kind if value in (member.value, member.name)), _WRONG_TYPE)
     if kind is Path and isinstance(value, str):
         return Path(value)
     return value if isinstance(value, kind) else _WRONG_TYPE
-
-
-def _convert_generic(value: Any, kind: Any) -> Any:
-    """As `_convert`, for tuple[…], list[…], dict[…] and Literal[…]."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (tuple, list) and isinstance(value, (list, tuple)):
-        parts = [_convert(part, arguments[0]) for part in value]
-        return _WRONG_TYPE if any(part is _WRONG_TYPE for part in parts) else origin(parts)
-    if isinstance(value, Mapping) and isinstance(origin, type) and issubclass(origin, Mapping):
-        return {str(key): item for key, item in value.items()}
-    if origin is typing.Literal and value in arguments:
-        return value
-    return _WRONG_TYPE
 
 
 def _number(value: float | str) -> Any:
@@ -104,13 +90,9 @@ def without_passwords(text: str) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses, tuples, enums and paths as dicts, lists and strings."""
+    """Sections, tuples and paths as dicts, lists and strings."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: to_plain(getattr(value, item.name)) for item in setting_fields(value)}
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, enum.Enum):
-        return value.value
     return str(value) if isinstance(value, Path) else value

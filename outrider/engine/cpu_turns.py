@@ -1,10 +1,7 @@
-"""Turns of nodes that compute on the same processors, so that each has all of them for a while.
+"""Nodes on the same processors compute one after the other, each with all of them (ADR 17). Torch-free.
 
-Two teams of threads on the same cores each run at half speed and the system decides who
-gets on: a decode node in a batch of three holds up the prompts of thirteen others. In
-turns the nodes decide: a prefill node computes for so long, then each decode node that
-waits does a step. A turn is a lease in a file that the nodes map (source/turns.h): who was
-killed or stopped loses it, and no result depends on it. Torch-free.
+A turn is a lease in a file that the nodes map (source/turns.h): if its holder dies or hangs, it expires. It affects
+timing only, never results.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ from outrider.errors import ConfigError
 
 LEAST_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
-"""A holder may take so many times as long as it expected, which another program on its processors may well cause."""
+"""A lease lasts this many times the expected duration: other programs on the processors may delay its holder."""
 
 TAKEN_FROM_ANOTHER = "a node on the same processors showed no life in its turn; this one goes on"
-"""What to say in `on_taken_from_another`."""
+"""Log message for `on_taken_from_another`."""
 
 _NOT_TAKEN, _TAKEN, _TAKEN_FROM_ANOTHER = range(3)
 
@@ -41,20 +38,20 @@ class CpuTurns(Protocol):
         """For people: the file, or "none"."""
 
     def take(self, timeout_seconds: float) -> bool:
-        """Waits for this node's turn, in line; False: not in that time, and the place in line is kept."""
+        """Queues for a turn (FIFO). False: not within the timeout; the place in the queue is kept."""
 
     def keep(self, expected_seconds: float) -> bool:
-        """In a turn: there will be another sign of life in about that time. False: the turn is lost already."""
+        """Renews the lease: the next renewal is expected in about that time. False: it has expired already."""
 
     def is_over(self, seconds: float) -> bool:
-        """In a turn: whether it has lasted for so long, and others wait for it."""
+        """Whether the turn has lasted this long and others wait for one."""
 
     def give(self) -> None:
-        """The turn is the next one's; leaves the line where there was none. Idempotent."""
+        """Releases the turn to the longest waiter, or leaves the queue. Idempotent."""
 
 
 class NoTurns:
-    """For a node that shares its processors with no other: it is always its turn."""
+    """For a node that shares its processors with no other."""
 
     def __init__(self, description: str = "none") -> None:
         self.description = description
@@ -73,7 +70,7 @@ class NoTurns:
 
 
 class SharedTurns:
-    """Turns in a file that all nodes on the same processors map. One in a process: seats are the process's."""
+    """Turns in a file that all nodes on the same processors map. At most one in a process, which owns one slot."""
 
     def __init__(
         self,
@@ -83,12 +80,12 @@ class SharedTurns:
         least_lease_seconds: float = LEAST_LEASE_SECONDS,
         on_taken_from_another: Callable[[], None] = lambda: None,
     ) -> None:
-        """Takes a seat among the nodes that have the file open; those that have ended leave theirs.
+        """Claims a slot. Slots of exited processes are reclaimed.
 
-        `on_taken_from_another` is called when a turn was not given but had run out: its
-        holder has ended, stands still, or was much slower than it expected.
+        `on_taken_from_another` is called when this node takes an expired turn: its holder has died, hangs, or was much
+        slower than expected.
 
-        Raises: ConfigError when the file cannot be had or is something else, or no seat is left.
+        Raises: ConfigError when the file cannot be opened or is another kind of file, or no slot is free.
         """
         self.description = str(path)
         self._on_taken_from_another = on_taken_from_another
@@ -100,31 +97,31 @@ class SharedTurns:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _check_file(os.fstat(self._descriptor), size)
             _allocate(self._descriptor, size)
-            self._seat = _take_seat(self._descriptor, self._calls.outrider_turns_seats())
+            self._slot = _claim_slot(self._descriptor, self._calls.outrider_turns_slots())
             self._memory = mmap.mmap(self._descriptor, size)
         except OSError as error:
             raise ConfigError(f"turns cannot be taken in {path}: {error}") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._taken_at = 0.0
-        self.give()  # what the seat's last holder left behind
+        self.give()  # the slot's last owner may have died in its turn
 
     def take(self, timeout_seconds: float) -> bool:
         calls = self._calls if timeout_seconds > 0 else self._short_calls
-        taken = calls.outrider_turns_take(self._address, self._seat, self._lease(0.0), round(timeout_seconds * 1e9))
+        taken = calls.outrider_turns_take(self._address, self._slot, self._lease(0.0), round(timeout_seconds * 1e9))
         if taken == _TAKEN_FROM_ANOTHER:
             self._on_taken_from_another()
         self._taken_at = time.monotonic()
         return bool(taken != _NOT_TAKEN)
 
     def keep(self, expected_seconds: float) -> bool:
-        return bool(self._short_calls.outrider_turns_keep(self._address, self._seat, self._lease(expected_seconds)))
+        return bool(self._short_calls.outrider_turns_keep(self._address, self._slot, self._lease(expected_seconds)))
 
     def is_over(self, seconds: float) -> bool:
         has_lasted = time.monotonic() - self._taken_at >= seconds
-        return has_lasted and bool(self._short_calls.outrider_turns_is_wanted(self._address, self._seat))
+        return has_lasted and bool(self._short_calls.outrider_turns_is_wanted(self._address, self._slot))
 
     def give(self) -> None:
-        self._short_calls.outrider_turns_give(self._address, self._seat, self._lease(0.0))
+        self._short_calls.outrider_turns_give(self._address, self._slot, self._lease(0.0))
 
     def _lease(self, expected_seconds: float) -> int:
         """Nanoseconds; the library limits them."""
@@ -138,10 +135,10 @@ def open_turns(
     cpus: Sequence[int],
     on_taken_from_another: Callable[[], None] = lambda: None,
 ) -> CpuTurns:
-    """Of the nodes that name the same path and compute on the same `cpus`.
+    """Turns among the nodes that name the same path and compute on the same `cpus`.
 
-    None for an empty path, where no native kernels compute, and for a node that would leave
-    some of its processors idle in its turn.
+    NoTurns for an empty path, without native kernels, and for a node with fewer threads than processors, whose turns
+    would leave some idle.
 
     Raises: ConfigError.
     """
@@ -156,7 +153,7 @@ def open_turns(
 
 
 def _ranges(cpus: Sequence[int]) -> str:
-    """Rising numbers as a file's name can hold them: "0-3,8"."""
+    """Rising numbers as ranges, for a file name: "0-3,8"."""
     runs: list[list[int]] = []
     for cpu in cpus:
         if runs and cpu == runs[-1][-1] + 1:
@@ -182,12 +179,12 @@ def _allocate(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
-def _take_seat(descriptor: int, num_seats: int) -> int:
-    """The first that no process holds; the system frees it when this one ends. Raises: OSError."""
-    for seat in range(num_seats):
+def _claim_slot(descriptor: int, num_slots: int) -> int:
+    """The first free one. The system releases it when this process exits. Raises: OSError."""
+    for slot in range(num_slots):
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, seat)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
         except (BlockingIOError, PermissionError):
             continue
-        return seat
-    raise OSError(f"all {num_seats} seats are taken")
+        return slot
+    raise OSError(f"all {num_slots} slots are in use")

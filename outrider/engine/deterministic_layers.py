@@ -1,7 +1,7 @@
-"""A transformers model on a GPU whose rows do not depend on the batch, as linear layers and norms are ours.
+"""Batch-invariant linear layers and norms in a transformers model on a GPU.
 
-What torch still computes is element by element: activations, rotations, sums. A model with anything else is found
-out at load, where rows alone are compared with rows in company.
+The rest is torch's and element by element: activations, rotations, sums. Whether a model has anything else shows at
+load, where rows are compared over several batches (`model_hub.support.depends_on_batch`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from outrider.engine.gpu_kernels.attention import Tile
 from outrider.engine.gpu_kernels.layers import PRODUCT_TILE, linear, rms_norm
-from outrider.engine.linear import pack_linear_layers
+from outrider.engine.linear import replace_linear_layers
 from outrider.engine.plain_norms import replace_norms
 
 
@@ -47,7 +47,7 @@ class DeterministicRMSNorm(nn.Module):
 
 def make_deterministic(model: nn.Module) -> None:
     """Replaces linear layers and norms in place."""
-    pack_linear_layers(model, DeterministicLinear)
+    replace_linear_layers(model, DeterministicLinear)
     replace_norms(model, DeterministicRMSNorm)
 
 

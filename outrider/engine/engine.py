@@ -1,4 +1,4 @@
-"""The parts that together run forward passes, as one value: what a node's loop holds."""
+"""What a decode loop runs forward passes with, as one value."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Engine:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether `forward` returns while a device still computes: what needs no result can be done meanwhile."""
+        """Whether `forward` returns while a device still computes."""
         return self.runner.is_asynchronous
 
     def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[SequenceRows]) -> Tensor:
-        """Copies blocks that are about to be written while shared, then one forward pass.
+        """Copies the shared blocks that the step writes to, then runs one forward pass.
 
         Returns:
             Logits of the rows that need them, in order.  # [num_logits, vocab_size] float32

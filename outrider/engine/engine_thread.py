@@ -13,11 +13,10 @@ Parts = TypeVar("Parts")
 class EngineThread(Generic[Parts]):
     """`build` and then `run` in one thread.
 
-    OpenMP keeps a pool of threads for each thread that has ever computed in parallel. As
-    soon as all pools together have more threads than there are cores, its threads sleep at
-    every barrier instead of spinning, and a decode step takes twice as long. So loading
-    and warming up must not happen in another thread than the steps, and no other thread
-    may use torch on anything large.
+    OpenMP keeps a pool of threads for each thread that has ever computed in parallel. Once the pools together have more
+    threads than there are cores, threads sleep at every barrier instead of spinning, and a decode step takes twice as
+    long. So models are loaded and warmed up in the thread that runs steps, and no other thread may use torch on
+    anything large.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class EngineThread(Generic[Parts]):
         self._may_run.set()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits for the end of `run`, which someone must have asked for; an engine that never ran just ends."""
+        """Waits for `run` to return, which its caller has arranged. An engine that was not started ends at once."""
         if not self._may_run.is_set():
             self._is_given_up = True
             self._may_run.set()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outrider.engine.device_batch import DeviceBatch, pack, unpack
 from outrider.engine.transfer import upload
 
 
@@ -30,41 +29,52 @@ class SequenceRows(NamedTuple):
     parents: Sequence[int] = ()  # of each draft, if they are a tree: index of its parent among them, rising; or -1
 
 
+Values = TypeVar("Values")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BatchArrays:
-    """An InputBatch as plain memory, for kernels that read it where it lies.
+class BatchFields(Generic[Values]):
+    """What kernels read of a batch: arrays on the host, or tensors on the device of a model."""
 
-    None of them may grow or shrink from here on: tensors and kernels hold addresses.
-    """
-
-    token_ids: array[int]  # [num_rows] int64
-    positions: array[int]  # [num_rows] int64, absolute
-    slot_mapping: array[int]  # [num_rows] int64, block_id * block_size + offset
-    logits_rows: array[int]  # [num_logits] int64, rising
-    query_start_loc: array[int]  # [num_seqs + 1] int32
-    seq_lens: array[int]  # [num_seqs] int32, with this step's rows
-    block_tables: array[int]  # [num_seqs, max_blocks] int32; unused entries repeat a block of the sequence
+    token_ids: Values  # [num_rows] int64
+    positions: Values  # [num_rows] int64, absolute
+    slot_mapping: Values  # [num_rows] int64, block_id * block_size + offset
+    logits_rows: Values  # [num_logits] int64, rising
+    query_start_loc: Values  # [num_seqs + 1] int32
+    seq_lens: Values  # [num_seqs] int32, with this step's rows
+    block_tables: (
+        Values  # [num_seqs, max_blocks] int32, as an array flat; unused entries repeat a block of the sequence
+    )
     # Of rows in trees the slots of the last keys that they see, their own last. Both empty in a batch without trees.
-    path_starts: array[int] = field(default_factory=lambda: array("q"))  # [num_rows + 1] int64, into path_slots
-    path_slots: array[int] = field(default_factory=lambda: array("q"))  # [sum of depths] int64
+    path_starts: Values  # [num_rows + 1] int64, into path_slots
+    path_slots: Values  # [sum of depths] int64
 
 
-@dataclass(frozen=True, eq=False)
+FIELD_NAMES = tuple(each.name for each in fields(BatchFields))
+ALIGNMENT = 16
+"""Bytes, of each field on a device: a kernel is compiled for each alignment of its arguments that it meets."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
     """One forward's input: the rows of every planned sequence, laid end to end.
 
     Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. Rows, sequences and
     logits keep the order in which the sequences were given.
 
-    Tensors are views of `arrays`, on the CPU (`on` moves them), and made when they
-    are asked for: right after a forward, whose weights have pushed everything else out of the
-    caches, a call into torch or numpy costs several times what it costs in a loop of its own.
+    Native kernels read the arrays where they lie. Tensors are made when `on` asks for them: right after a forward,
+    whose weights have evicted everything else from the processor's caches, a call into torch or numpy costs several
+    times what it costs in a loop of its own.
     """
 
-    arrays: BatchArrays
+    arrays: BatchFields[array[int]]  # none may grow or shrink from here on: tensors and kernels hold addresses
     max_blocks: int  # of a sequence
     block_size: int
-    _copies: dict[torch.device, DeviceBatch] = field(default_factory=dict, init=False, repr=False)
+    _tensors: dict[torch.device, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process makes tensors of its own."""
+        return InputBatch, (self.arrays, self.max_blocks, self.block_size)
 
     @property
     def num_rows(self) -> int:
@@ -83,72 +93,47 @@ class InputBatch:
         """Whether rows of a sequence may see keys that are not at the slots of their positions."""
         return bool(self.arrays.path_starts)
 
-    @cached_property
-    def token_ids(self) -> Tensor:
-        """[num_rows] int64."""
-        return _tensor(self.arrays.token_ids)
+    def context_slots(self, sequence: int, num_tokens: int) -> npt.NDArray[np.int64]:
+        """Where a sequence's first tokens are by its block table: [num_tokens] int64."""
+        table = np.frombuffer(self.arrays.block_tables, dtype=np.int32).reshape(self.num_seqs, -1)[sequence]
+        positions = np.arange(num_tokens)
+        slots: npt.NDArray[np.int64] = (
+            table[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
+        )
+        return slots
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """[num_rows] int64, absolute."""
-        return _tensor(self.arrays.positions)
+    def on(self, device: torch.device) -> BatchFields[Tensor]:
+        """As tensors on `device`: on a CPU views of the arrays, elsewhere a copy that is made once."""
+        if device not in self._tensors:
+            if device.type == "cpu":
+                self._tensors[device] = self._shaped({name: _view(getattr(self.arrays, name)) for name in FIELD_NAMES})
+            else:
+                self.copy_to(device)
+        return self._tensors[device]
 
-    @cached_property
-    def slot_mapping(self) -> Tensor:
-        """[num_rows] int64, block_id * block_size + offset."""
-        return _tensor(self.arrays.slot_mapping)
+    def copy_to(self, device: torch.device) -> Tensor:
+        """One transfer of all fields; `on` gives views of it from here on. Returns it: [bytes] uint8, as `packed`."""
+        buffer = upload(self.packed(), device)
+        tensors, start = {}, 0
+        for name in FIELD_NAMES:
+            values = getattr(self.arrays, name)
+            size = len(values) * values.itemsize
+            tensors[name] = buffer.narrow(0, start, size).view(_dtype(values))
+            start += size + -size % ALIGNMENT
+        self._tensors[device] = self._shaped(tensors)
+        return buffer
 
-    @cached_property
-    def logits_rows(self) -> Tensor:
-        """[num_logits] int64, rising."""
-        return _tensor(self.arrays.logits_rows)
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """All fields, each from a multiple of ALIGNMENT on: [bytes] uint8."""
+        packed = bytearray()
+        for name in FIELD_NAMES:
+            packed += getattr(self.arrays, name)
+            packed += bytes(-len(packed) % ALIGNMENT)
+        return np.frombuffer(packed, dtype=np.uint8)
 
-    @cached_property
-    def query_start_loc(self) -> Tensor:
-        """[num_seqs + 1] int32."""
-        return _tensor(self.arrays.query_start_loc)
-
-    @cached_property
-    def seq_lens(self) -> Tensor:
-        """[num_seqs] int32, with this step's rows."""
-        return _tensor(self.arrays.seq_lens)
-
-    @cached_property
-    def block_tables(self) -> Tensor:
-        """[num_seqs, max_blocks] int32; unused entries repeat a block of the sequence."""
-        return _tensor(self.arrays.block_tables).view(self.num_seqs, self.max_blocks)
-
-    @cached_property
-    def path_starts(self) -> Tensor:
-        """[num_rows + 1] int64 into `path_slots`, or empty."""
-        return _tensor(self.arrays.path_starts)
-
-    @cached_property
-    def path_slots(self) -> Tensor:
-        """[sum of depths] int64."""
-        return _tensor(self.arrays.path_slots)
-
-    def on(self, device: torch.device) -> InputBatch | DeviceBatch:
-        """The same tensors on `device`: a copy, which is made once; of the CPU, unless there is one, this batch."""
-        if device in self._copies:
-            return self._copies[device]
-        return self if device.type == "cpu" else self.copy_to(device)
-
-    def copy_to(self, device: torch.device) -> DeviceBatch:
-        """A copy in one transfer, which `on` gives from here on."""
-        arrays = self._packed_arrays()
-        buffer = upload(pack(list(arrays.values())), device)
-        tensors = dict(zip(arrays, unpack(buffer, list(arrays.values())), strict=True))
+    def _shaped(self, tensors: dict[str, Tensor]) -> BatchFields[Tensor]:
         tensors["block_tables"] = tensors["block_tables"].view(self.num_seqs, self.max_blocks)
-        self._copies[device] = DeviceBatch(**tensors, buffer=buffer)
-        return self._copies[device]
-
-    def packed(self) -> np.ndarray:
-        """What `copy_to` transfers: [bytes] uint8."""
-        return pack(list(self._packed_arrays().values()))
-
-    def _packed_arrays(self) -> dict[str, array[int]]:
-        return {each.name: getattr(self.arrays, each.name) for each in fields(BatchArrays)}
+        return BatchFields(**tensors)
 
 
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
@@ -198,7 +183,8 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         block_tables.extend(block_ids[:used] if used < len(block_ids) else block_ids)
         if used < max_blocks:
             block_tables.extend([block_ids[0]] * (max_blocks - used))
-    arrays = BatchArrays(
+    path_starts, path_slots = _path_arrays(paths, len(token_ids))
+    arrays = BatchFields(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
@@ -206,7 +192,8 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=block_tables,
-        **_path_arrays(paths, len(token_ids)),
+        path_starts=path_starts,
+        path_slots=path_slots,
     )
     return InputBatch(arrays, max_blocks, block_size)
 
@@ -228,17 +215,21 @@ def _place_tree(
         positions[first + draft] = start + len(before)
 
 
-def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> dict[str, array[int]]:
-    if not paths:
-        return {}
-    starts, path_slots = array("q", (0,)), array("q")
-    for row in range(num_rows):
-        path_slots.extend(paths.get(row, ()))
-        starts.append(len(path_slots))
-    return {"path_starts": starts, "path_slots": path_slots}
+def _path_arrays(paths: dict[int, list[int]], num_rows: int) -> tuple[array[int], array[int]]:
+    """`path_starts` and `path_slots`."""
+    starts, path_slots = array("q"), array("q")
+    if paths:
+        starts.append(0)
+        for row in range(num_rows):
+            path_slots.extend(paths.get(row, ()))
+            starts.append(len(path_slots))
+    return starts, path_slots
 
 
-def _tensor(values: array[int]) -> Tensor:
-    """A view, which keeps the array alive but not where it is. # [len(values)], of the array's type"""
-    dtype = torch.int64 if values.itemsize == 8 else torch.int32
-    return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+def _dtype(values: array[int]) -> torch.dtype:
+    return torch.int64 if values.itemsize == 8 else torch.int32
+
+
+def _view(values: array[int]) -> Tensor:
+    """A tensor over the array's memory, which it keeps alive."""
+    return torch.frombuffer(values, dtype=_dtype(values)) if values else torch.empty(0, dtype=_dtype(values))

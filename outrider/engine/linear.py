@@ -1,15 +1,7 @@
-"""Linear layers as the CPU likes them: weights packed once, sibling projections as one product.
+"""Linear layers of a loaded model replaced by ours, projections of one input joined to one product.
 
-torch's F.linear hands float32 products on a CPU to MKL, which reads plain weights. For
-the 2 to 16 rows of a verification that costs up to four times what one row costs,
-although the time should be that of reading the weights. oneDNN with weights reordered
-beforehand reads them at the memory's speed up to about 16 rows (figures in
-benchmarks/LOG.md). Projections of the same input (q, k, v; gate, up) become one product,
-which spares the threads meeting at the end of each.
-
-Native kernels come in by the same door: `pack_linear_layers` replaces modules after loading
-by whatever it is given to make them with, and knows nothing of models beyond the names of
-projections.
+Models are known by the names of projections only. Joined projections (q, k, v; gate, up) spare the threads meeting at
+the end of each product.
 """
 
 from __future__ import annotations
@@ -24,30 +16,6 @@ PROJECTIONS_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_pr
 
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 """From a weight [out_features, in_features] and a bias [out_features] or None."""
-
-
-class PackedLinear(nn.Module):
-    """y = x W^T + b with W in oneDNN's own layout. Holds no plain copy of W."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out_features, in_features]; `bias` [out_features]."""
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)  # noqa: SLF001
-        self._bias = None if bias is None else bias.detach()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """[…, in_features] → […, out_features]."""
-        if rows.numel() == 0:
-            return rows.new_empty((*rows.shape[:-1], self.out_features))
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")  # noqa: SLF001
-        return output
-
-    @property
-    def weight(self) -> Tensor:
-        """A plain copy, [out_features, in_features], for the rare code that asks a layer for its weight."""
-        plain: Tensor = self._packed.to_dense()
-        return plain
 
 
 class SharedProjection(nn.Module):
@@ -75,33 +43,30 @@ class SharedProjection(nn.Module):
         return last[1 + self._index]
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN's packed product is there and fast for this dtype: float32 anywhere, bfloat16 with AVX-512."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
-    )
-
-
 @torch.no_grad()
-def pack_linear_layers(model: nn.Module, make_linear: MakeLinear = PackedLinear) -> int:
-    """Replaces every plain nn.Linear in `model`, dropping its weight as it goes; returns how many there were.
+def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> int:
+    """Replaces every plain nn.Linear in `model`; returns how many there were.
 
-    A weight that another module holds as well (an embedding tied to the output layer)
-    stays there in its plain form. What stays is copied out of the checkpoint's mapping,
-    one view of which would keep the whole file resident.
+    Weights are freed layer by layer: beside the new layers, at most those of one joint product are held. A weight that
+    another module holds as well (an embedding tied to the output layer) stays there in its plain form. What stays is
+    copied out of the checkpoint's mapping, one view of which would keep the whole file resident.
     """
-    replaced = 0
-    for module in list(model.modules()):
-        for names in PROJECTIONS_OF_ONE_INPUT:
-            replaced += _join(module, names, make_linear)
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, make_linear(child.weight.detach(), child.bias))
-                replaced += 1
+    replaced = _replace(model, make_linear)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
+    return replaced
+
+
+def _replace(module: nn.Module, make_linear: MakeLinear) -> int:
+    """Keeps no list of modules, which would keep their weights."""
+    replaced = sum(_join(module, names, make_linear) for names in PROJECTIONS_OF_ONE_INPUT)
+    for name in [name for name, _ in module.named_children()]:
+        child = module.get_submodule(name)
+        if type(child) is nn.Linear:
+            setattr(module, name, make_linear(child.weight.detach(), child.bias))
+            replaced += 1
+        else:
+            replaced += _replace(child, make_linear)
     return replaced
 
 

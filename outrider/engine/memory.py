@@ -1,4 +1,4 @@
-"""How much of the main memory this process may still take: the machine's, and its control groups' limits."""
+"""Free main memory, within the machine and the control groups of this process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def free_main_memory_bytes(
     *, groups: Path = GROUPS, membership: Path = MEMBERSHIP, mapped_bytes: int | None = None
 ) -> int:
-    """The least of what is available on the machine and what each control group above this process leaves.
+    """The least of what is available on the machine and below the limit of each control group of this process.
 
-    The system takes all pages of files for memory that can be had again. Those that this
-    process maps, its weights above all, it needs in every step: they are not free.
-    `mapped_bytes` of them are resident; by default what the system says.
+    The system counts all pages of files as reclaimable. Those that this process maps, above all its weights, are read
+    in every step and do not count as free here. `mapped_bytes`: how much of them is resident; by default as the system
+    says.
     """
     mapped = int(psutil.Process().memory_info().shared) if mapped_bytes is None else mapped_bytes
     available: int = psutil.virtual_memory().available - mapped
@@ -29,8 +29,8 @@ def free_main_memory_bytes(
 def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int]:
     """Bytes left in each group that has a limit, of both versions of control groups.
 
-    A container sees its own group as the root of the hierarchy, whatever name the host
-    has for it: names that are not there are passed over.
+    A container sees its own group as the root of the hierarchy, under another name than the host's: groups that are not
+    there are skipped.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -52,7 +52,7 @@ def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int
                 used = int((folder / usage).read_text())
                 rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
                 inactive, active = (int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-                # The page cache of files makes room where it is needed, but for what is mapped here.
+                # Page cache is reclaimed when memory is needed, except what is mapped here.
                 yield bound - used + min(inactive, max(0, inactive + active - mapped))
             if folder == root:
                 break

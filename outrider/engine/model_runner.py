@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,13 +14,13 @@ from outrider.engine.attention.native import NativeAttention
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.modules import NativeLayers
-from outrider.engine.forward_phases import ForwardPhases, ModulePhases, NoPhases
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache, free_memory_bytes
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.step_graphs import MOST_ROWS, Buckets, GraphShapes, StepGraphs, cuda_graphs
+from outrider.engine.step_profiler import ForwardPhases, NoPhases
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +60,6 @@ class ModelRunner:
         graphs: GraphShapes | None = None,
     ) -> None:
         """`graphs`: steps that `warm_up` captures, on a GPU with our own attention. None: none."""
-        self._model = model.model
         self._spec = model.spec
         self._kv_cache = kv_cache
         self._native = model.native.new_step(kv_cache) if isinstance(model.native, NativeDecoder) else None
@@ -67,26 +67,22 @@ class ModelRunner:
             attention = NativeAttention(model.native.kernels)
         self._attention = attention
         self._device = kv_cache.device
-        # Elsewhere kernels compute behind the caller's back: a clock around a module would time its launches.
-        self.phases: ForwardPhases = NoPhases()
-        if self._native is not None:
-            self.phases = self._native.phases
-        elif self._device.type == "cpu":
-            assert model.model is not None
-            self.phases = ModulePhases(model.model)
-
+        self._modules: _ModuleForward | None = None
+        if model.model is not None:
+            self._modules = _ModuleForward(model.model, model.spec, kv_cache, attention)
+        self.phases: ForwardPhases = NoPhases() if self._native is None else self._native.phases
         self._graphs: StepGraphs | None = None
         self.padded_rows: tuple[int, ...] = ()
-        """Numbers of rows to which steps are padded, rising; steps of more rows are not. Empty: none is."""
-        if graphs is not None and self._device.type == "cuda" and attention.name == "triton":
+        """Row counts to which steps are padded, rising; larger steps are not padded. Empty: no step is."""
+        if graphs is not None and self._modules is not None and attention.can_be_captured:
             self.padded_rows = graphs.row_counts
             self._graphs = StepGraphs(
-                lambda batch: self._forward_of_modules(batch, None),
+                self._modules,
                 Buckets(graphs, max_model_len=self._spec.max_model_len, block_size=kv_cache.block_size),
                 device=self._device,
                 scratch_block=kv_cache.scratch_blocks[0],
                 block_size=kv_cache.block_size,
-                capture=cuda_graphs(),
+                capture=cuda_graphs(self._device),
             )
 
     @property
@@ -96,15 +92,15 @@ class ModelRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether `forward` only queues the work of a device. Who reads its results waits for them."""
+        """Whether `forward` only queues work on a device; reading its results waits for it."""
         return self._device.type != "cpu"
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
 
         `on_layer_done(layer)` is called once the rows' keys and values of that layer are
-        in the cache, layers rising, from this thread: whoever pushes KV need not wait for
-        the whole forward.
+        in the cache, layers rising, from this thread, so that KV is pushed while later layers
+        compute.
 
         Returns [num_logits, vocab_size] float32, with no rows when none need logits. It may be
         an inference tensor: change it in place only within torch.inference_mode().
@@ -115,32 +111,14 @@ class ModelRunner:
             logits = self._graphs.run(batch)
             if logits is not None:
                 return logits
-        return self._forward_of_modules(batch, on_layer_done)
-
-    @torch.inference_mode()
-    def _forward_of_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
-        assert self._model is not None
-        step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
-        on_device = batch.on(self._device)
-        arguments: dict[str, Any] = {
-            "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
-            "position_ids": on_device.positions.unsqueeze(0),
-            "use_cache": False,
-            STEP_ARGUMENT: step,
-        }
-        if batch.num_logits == 0:
-            self._model.base_model(**arguments)
-            return torch.empty((0, self._spec.vocab_size), device=self._device)
-        if batch.num_logits < batch.num_rows:
-            arguments["logits_to_keep"] = on_device.logits_rows
-        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
-        return logits.float()
+        assert self._modules is not None
+        return self._modules(batch, on_layer_done)
 
     def warm_up(self) -> None:
-        """Runs the shapes of prefill, verification and decoding once, on blocks that are free by definition.
+        """Runs the shapes of prefill, verification and decoding once, so that no request pays for thread pools, memory
+        and compilation.
 
-        The first forward pays for thread pools and memory; a request should not. Call it
-        before any block is handed out: it writes to the first ones.
+        Call it before any block is handed out: it writes to the first ones.
         """
         block_size = self._kv_cache.block_size
         most = min(64, self._kv_cache.num_blocks * block_size, self._spec.max_model_len)
@@ -158,49 +136,62 @@ def open_runner(
     kv_cache: KVCacheConfig,
     *,
     num_rows: int,
+    num_logits: int = MOST_ROWS,
     graphs: GraphShapes | None = None,
+    main_memory_bytes: int = 0,
 ) -> tuple[PagedKVCache, ModelRunner]:
     """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
 
+    `num_logits`: rows of that step with logits, at most. `main_memory_bytes`: of that memory, for other things.
+
     Raises what PagedKVCache.sized_for does.
     """
-    cache = PagedKVCache.sized_for(
-        model.spec,
-        kv_cache,
-        block_size=attention.block_size(kv_cache.block_size),
-        device=model.device,
-        reserved_bytes=rehearse(model, attention, num_rows=num_rows, graphs=graphs),
+    reserved_bytes = rehearse(
+        model, attention, num_rows=num_rows, num_logits=num_logits, block_size=kv_cache.block_size, graphs=graphs
     )
+    if model.device.type == "cpu":
+        reserved_bytes += main_memory_bytes
+    cache = PagedKVCache.sized_for(model.spec, kv_cache, device=model.device, reserved_bytes=reserved_bytes)
     runner = ModelRunner(model, cache, attention, graphs=graphs)
     runner.warm_up()
     return cache, runner
 
 
 def rehearse(
-    model: RunnableModel, attention: AttentionBackend, *, num_rows: int, graphs: GraphShapes | None = None
+    model: RunnableModel,
+    attention: AttentionBackend,
+    *,
+    num_rows: int,
+    block_size: int,
+    num_logits: int = MOST_ROWS,
+    graphs: GraphShapes | None = None,
 ) -> int:
     """Runs the largest step on a GPU and captures all graphs, over a cache of its own; returns the bytes they took.
 
-    So many are to stay free of keys and values. 0 on a CPU, whose system finds memory elsewhere.
+    Reserve this many bytes outside the KV pool. 0 on a CPU, whose system finds memory elsewhere.
     """
     device, spec = model.device, model.spec
     if device.type == "cpu":
         return 0
-    num_rows = min(num_rows, spec.max_model_len)
-    block_size = attention.block_size(None)
-    num_blocks = -(-num_rows // block_size)
+    window_blocks = -(-min(num_rows, spec.max_model_len) // block_size)
+    num_sequences = -(-num_rows // spec.max_model_len)
     cache = PagedKVCache(
         spec.planes,
-        num_blocks=num_blocks,
+        num_blocks=num_sequences * window_blocks,
         block_size=block_size,
         device=device,
         num_scratch_blocks=1,
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    rows = SequenceRows([0] * num_rows, 0, range(num_blocks), num_logits=min(num_rows, MOST_ROWS))
+    rows = []
+    for sequence in range(num_sequences):
+        size = min(num_rows - sequence * spec.max_model_len, spec.max_model_len)
+        blocks = range(sequence * window_blocks, (sequence + 1) * window_blocks)
+        rows.append(SequenceRows([0] * size, 0, blocks, num_logits=min(size, max(num_logits, 0))))
+        num_logits -= rows[-1].num_logits
     runner = ModelRunner(model, cache, attention, graphs=graphs)
-    runner.forward(build_input_batch([rows], block_size))
+    runner.forward(build_input_batch(rows, block_size))
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
@@ -210,6 +201,7 @@ def rehearse(
     torch.cuda.empty_cache()
     taken += free - free_memory_bytes(device)
     del runner, cache
+    gc.collect()  # whatever else has come to hold them
     torch.cuda.empty_cache()
     return taken
 
@@ -218,6 +210,42 @@ def store_in_torch(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache:
     """As `gpu_kernels.cache.store`."""
     key_cache.flatten(0, 1).index_copy_(0, slots, keys)
     value_cache.flatten(0, 1).index_copy_(0, slots, values)
+
+
+class _ModuleForward:
+    """The forward pass of a model made of torch modules.
+
+    An object of its own, which StepGraphs and ModelRunner both hold: graphs that held their runner would be a reference
+    cycle, and device memory would wait for a garbage collection.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, spec: ModelSpec, kv_cache: PagedKVCache, attention: AttentionBackend
+    ) -> None:
+        self._model = model
+        self._vocab_size = spec.vocab_size
+        self._kv_cache = kv_cache
+        self._attention = attention
+
+    @torch.inference_mode()
+    def __call__(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+        """As ModelRunner.forward."""
+        device = self._kv_cache.device
+        step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
+        on_device = batch.on(device)
+        arguments: dict[str, Any] = {
+            "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
+            "position_ids": on_device.positions.unsqueeze(0),
+            "use_cache": False,
+            STEP_ARGUMENT: step,
+        }
+        if batch.num_logits == 0:
+            self._model.base_model(**arguments)
+            return torch.empty((0, self._vocab_size), device=device)
+        if batch.num_logits < batch.num_rows:
+            arguments["logits_to_keep"] = on_device.logits_rows
+        logits: Tensor = self._model(**arguments).logits[0]  # [num_logits, vocab_size]
+        return logits.float()
 
 
 class _PagedStep:

@@ -1,4 +1,4 @@
-"""How far a node's arithmetic lets a row's result depend on the rows beside it, as a name that nodes compare."""
+"""A node's batch-invariance guarantee, as a name that nodes compare."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from enum import StrEnum
 
 
 class Promise(StrEnum):
-    """What holds for the tokens of an answer, whatever else is in the batch and however they are drafted."""
+    """What is guaranteed of an answer's tokens in any batch and with any drafts."""
 
     EXACT = "exact"
     """The logits of a row are the same bits in every batch: the same tokens, always."""
 
     UP_TO_TIES = "exact up to ties"
-    """Logits differ by float32 rounding: the same tokens, but where two candidates are closer than that."""
+    """Logits differ by float32 rounding: the same tokens, except where two candidates are closer than that."""
 
     BATCH_DEPENDENT = "batch-dependent"
     """Logits differ by bfloat16 rounding: about one greedy decision in fifty may change."""
@@ -33,26 +33,27 @@ class Numerics:
 def native_numerics(
     path: str, *, by_layers: bool = False, has_int8_weights: bool = False, promise: Promise = Promise.EXACT
 ) -> Numerics:
-    """`path`: an instruction path, whose kernels keep the order of every sum fixed (see cpu_kernels).
+    """Of native kernels, which keep the order of every sum fixed.
 
-    `by_layers`: transformers runs the model and native layers compute in it, which rounds
-    at other places than a whole native decoder does. `has_int8_weights`: exact, but of a
-    model whose weights have been rounded. `promise`: less than exact for a model of which torch
-    computes something that depends on the batch.
+    Args:
+        path: the instruction path.
+        by_layers: transformers runs the model with native layers, which rounds in other places than a native decoder.
+        has_int8_weights: exact, but of a model whose weights have been rounded.
+        promise: less than exact where torch computes a part that depends on the batch.
     """
     notes = [path, *["by layers"] * by_layers, *["lossy int8 weights"] * has_int8_weights]
     return Numerics(promise, ", ".join(notes))
 
 
 def promise_of_torch(dtype: str) -> Promise:
-    """What its kernels keep; `dtype` "float32" or "bfloat16"."""
+    """The guarantee of torch's own kernels; `dtype` "float32" or "bfloat16"."""
     return Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
 
 
 def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numerics:
     """Of torch's own kernels; `dtype` "float32" or "bfloat16", `device_type` "cpu" or "cuda".
 
-    `num_ranks`: that share the model. Each adds up its part of a product, so sums have another order.
+    `num_ranks`: processes that share the model. Each sums its part of a product, so sums have another order.
     """
     kernels = f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}"
     return Numerics(promise_of_torch(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")

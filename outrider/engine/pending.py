@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[Result]):
-    """A result whose numbers are queued on a device: `finish` makes it of them once they are on the host."""
+    """A result that is queued on a device. `finish` makes it from the tensors' numbers, once they are on the host."""
 
     tensors: tuple[Tensor, ...]  # int64 or float64, all on one device; may be none
     finish: Callable[[list[npt.NDArray[Any]]], Result]  # of the tensors' numbers, in their shapes

@@ -1,7 +1,7 @@
-"""Norms of a transformers model, known by what they compute, and replaced.
+"""Replaces the RMS norms of a transformers model, whatever their classes are called.
 
-A module that gives what root mean square normalisation with its weight gives (or with one plus its weight, as Gemma
-has it) is one.
+A module is one if its outputs are those of root mean square normalisation with its weight, or, as in Gemma, with one
+plus its weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 _PROBED_ROWS = 4
-_ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
+_ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """Of the largest output: rounding in another order, not another function."""
 
 MakeNorm = Callable[[Tensor, float], nn.Module]
@@ -22,7 +22,7 @@ MakeNorm = Callable[[Tensor, float], nn.Module]
 
 @torch.no_grad()
 def replace_norms(model: nn.Module, make_norm: MakeNorm) -> int:
-    """Replaces the norms of `model` that are found to be plain ones; returns how many."""
+    """Replaces the RMS norms of `model`; returns how many."""
     replaced = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from outrider.errors import ConfigError
 
-SPIN_LONG = 20_000
-"""For a node whose steps are some hundred short products, one after the other."""
-
-SPIN_SHORT = 100
-"""For everything that shares the cores with such a node: give way at once."""
+ENVIRONMENT = {
+    # OpenMP threads that wait at a barrier spin this often before they sleep: nodes share cores (ADR 12).
+    "GOMP_SPINCOUNT": "2000",
+    # Transparent huge pages for torch's buffers, where the system allows them.
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+"""Variables that libgomp and torch read when they are loaded."""
 
 
 def usable_cpus() -> list[int]:
@@ -21,19 +23,7 @@ def usable_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def environment(*, spin_count: int) -> dict[str, str]:
-    """Variables that libgomp and torch read when they are loaded.
-
-    OpenMP threads that wait at a barrier spin `spin_count` times before they sleep.
-    """
-    return {
-        "GOMP_SPINCOUNT": str(spin_count),
-        # Transparent huge pages for torch's buffers, where the system allows them.
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
-
-
-def prepare_environment(*, spin_count: int, cpus: Sequence[int] = ()) -> None:
+def prepare_environment(cpus: Sequence[int] = ()) -> None:
     """Call it in `main`, before anything imports torch. What the user's environment sets wins.
 
     `cpus`: the processors of this process from here on, and of every thread that it starts;
@@ -47,5 +37,5 @@ def prepare_environment(*, spin_count: int, cpus: Sequence[int] = ()) -> None:
                 f"model.cpus {','.join(map(str, cpus))} cannot be had: {error}; this process may use "
                 f"{','.join(map(str, usable_cpus()))}"
             ) from error
-    for name, value in environment(spin_count=spin_count).items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,14 +53,18 @@ class Scheduled(NamedTuple):
     reaches_end: bool  # every known token is computed after this step: its last row decides the next one
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRoom:
-    """What a step has for drafts, once each sequence that has only its newest token to feed has a row for it."""
+@dataclass(slots=True)
+class StepRoom:
+    """What `reserve` has found: who runs in the step, with blocks for all known tokens, and the rows for drafts."""
 
-    sequences: Sequence[EngineSequence]  # those; no others can verify a draft
-    max_rows: int  # for drafts, at most
-    num_rows: int  # of the step without drafts, prompts included
-    num_prompts: int  # that are computed in the step
+    sequences: Sequence[EngineSequence] = ()  # that have only their newest token to feed: a row each; may verify drafts
+    prompts: Sequence[EngineSequence] = ()  # that have more to feed
+    max_draft_rows: int = 0
+    num_rows: int = 0  # of the step without drafts, prompts included
+    admitted: list[EngineSequence] = field(default_factory=list)
+    preempted: list[EngineSequence] = field(default_factory=list)
+    copies: dict[EngineSequence, list[tuple[int, int]]] = field(default_factory=dict)
+    stalled: set[EngineSequence] = field(default_factory=set)  # running, but without blocks for this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +86,18 @@ class StepPlan:
         return sum(item.num_rows + item.num_draft_tokens for item in self.scheduled)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    copies: dict[EngineSequence, list[tuple[int, int]]] = field(default_factory=dict)
-    admitted: list[EngineSequence] = field(default_factory=list)
-    preempted: list[EngineSequence] = field(default_factory=list)
-    stalled: set[EngineSequence] = field(default_factory=set)  # running, but without blocks for this step
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, draft rows and preemption by recomputation.
 
     Running sequences get their blocks first, then waiting ones join while blocks last.
     Rows are given out in this order: one for each sequence that has only its newest token
-    to feed, then drafts, as the caller chooses, then prompt chunks; drafts leave chunks at least half of what
-    remains, so neither side starves. When blocks are short, drafts go first, then room
+    to feed (`reserve`), then drafts, as the caller chooses, then prompt chunks (`hand_out`); drafts leave chunks at
+    least half of what remains, so neither side starves. When blocks are short, drafts go first, then room
     reserved ahead, then what the caller can reclaim, then whole sequences: lowest priority,
     then latest arrival, never the oldest running one. A preempted sequence waits ahead of all
     others of its priority.
 
-    Not thread-safe. Nothing in `plan` grows with the length of a sequence, except once
+    Not thread-safe. Nothing in a step grows with the length of a sequence, except once
     when it is admitted. After Orca (iteration-level batching), Sarathi-Serve (chunked
     prefill beside decodes) and vLLM v1's scheduler.
     """
@@ -115,7 +109,7 @@ class Scheduler:
         assert max_rows_per_step >= 1
         self._pool = pool
         self._max_running = max_running
-        self._max_rows = max_rows_per_step
+        self.max_rows_per_step = max_rows_per_step
         self._reserve_blocks = reserve_blocks_per_running
         self._running: list[EngineSequence] = []  # by _running_rank
         self._waiting: list[EngineSequence] = []  # by _waiting_rank
@@ -174,38 +168,59 @@ class Scheduler:
             sequence.kv.free()
             sequence.kv = None
 
-    def plan(
-        self,
-        choose_drafts: Callable[[DraftRoom], Mapping[int, int]] = lambda _room: {},
-        *,
-        reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False,
-    ) -> StepPlan:
-        """The next step: reserves every block it needs, preempting and admitting as it must.
+    def plan(self) -> StepPlan:
+        """A step without drafts."""
+        return self.hand_out(self.reserve(), {})
 
-        `choose_drafts` says how many draft tokens each sequence verifies, by key: not more than
-        there is room for. Those whose blocks do not suffice verify fewer. `reclaim(sequence)` frees blocks
-        that are held outside the scheduler for something that ranks behind this sequence;
-        False: there are none. The plan is empty when nothing runs, or when others than this
-        scheduler hold the blocks that are needed.
+    def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepRoom:
+        """The first half of a step: blocks for known tokens, preempting and admitting as it must, and who gets rows.
+
+        `reclaim(sequence)` frees blocks that are held outside the scheduler for something that ranks behind this
+        sequence; False: there are none. There is no room when nothing runs, or when others than this scheduler hold
+        the blocks that are needed.
         """
-        draft = _Draft()
+        room = StepRoom()
         for sequence in tuple(self._running):
             kv = sequence.kv
             if kv is not None and not kv.has_reserved(len(sequence.token_ids)):  # None: preempted for one before it
-                self._reserve_known(sequence, draft, reclaim)
-        if not draft.preempted and not draft.stalled:
-            self._admit(draft)
+                self._reserve_known(sequence, room, reclaim)
+        if not room.preempted and not room.stalled:
+            self._admit(room)
+        self._divide_rows(room)
+        return room
+
+    def hand_out(self, room: StepRoom, num_drafts: Mapping[int, int]) -> StepPlan:
+        """The second half. `num_drafts`: draft tokens by sequence key, in all at most `room.max_draft_rows`.
+
+        Those whose blocks do not suffice verify fewer. The room is used up.
+        """
+        assert sum(num_drafts.values()) <= room.max_draft_rows
+        budget = self.max_rows_per_step - len(room.sequences)
+        scheduled: list[Scheduled] = []
+        for sequence in room.sequences:
+            num_granted = num_drafts.get(sequence.key, 0)
+            if num_granted:
+                num_granted = self._grant_drafts(sequence, num_granted)
+                budget -= num_granted
+            scheduled.append(Scheduled(sequence, 1, num_granted, True))
+        for sequence in room.prompts:
+            num_uncomputed = sequence.num_uncomputed
+            num_rows = min(num_uncomputed, budget)
+            if num_rows == 0:
+                break
+            budget -= num_rows
+            scheduled.append(Scheduled(sequence, num_rows, 0, reaches_end=num_rows == num_uncomputed))
         return StepPlan(
-            scheduled=tuple(self._hand_out_rows(draft, choose_drafts)),
-            admitted=tuple(draft.admitted),
-            preempted=tuple(draft.preempted),
-            block_copies=tuple(pair for pairs in draft.copies.values() for pair in pairs),
+            scheduled=tuple(scheduled),
+            admitted=tuple(room.admitted),
+            preempted=tuple(room.preempted),
+            block_copies=tuple(pair for pairs in room.copies.values() for pair in pairs),
         )
 
     # --- blocks ---------------------------------------------------------------------------
 
     def _reserve_known(
-        self, sequence: EngineSequence, draft: _Draft, reclaim: Callable[[EngineSequence], bool]
+        self, sequence: EngineSequence, room: StepRoom, reclaim: Callable[[EngineSequence], bool]
     ) -> None:
         """Blocks for all known tokens of a running sequence, or it is preempted, or it sits this step out."""
         assert sequence.kv is not None
@@ -219,14 +234,14 @@ class Scheduler:
                 if reclaim(victim or sequence):
                     continue
                 if victim is None:
-                    draft.stalled.add(sequence)
+                    room.stalled.add(sequence)
                     return
-                self._preempt(victim, draft)
+                self._preempt(victim, room)
                 if victim is sequence:
                     return
             else:
                 if copies:
-                    draft.copies[sequence] = copies
+                    room.copies[sequence] = copies
                 return
 
     def _release_slack(self) -> bool:
@@ -242,7 +257,7 @@ class Scheduler:
         oldest = min(self._running, key=_age)
         return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
 
-    def _preempt(self, sequence: EngineSequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: EngineSequence, room: StepRoom) -> None:
         assert sequence.kv is not None
         sequence.kv.publish(sequence.token_ids)  # so that what is not evicted meanwhile need not be recomputed
         sequence.kv.free()
@@ -250,11 +265,11 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._running.remove(sequence)
         insort(self._waiting, sequence, key=_waiting_rank)
-        draft.copies.pop(sequence, None)
-        draft.stalled.discard(sequence)
-        draft.preempted.append(sequence)
+        room.copies.pop(sequence, None)
+        room.stalled.discard(sequence)
+        room.preempted.append(sequence)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, room: StepRoom) -> None:
         """Waiting sequences join in order, each with blocks for all its known tokens; none overtakes the head."""
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
@@ -272,10 +287,10 @@ class Scheduler:
             sequence.kv = kv
             copies = kv.reserve(len(sequence.token_ids))
             if copies:
-                draft.copies[sequence] = copies
+                room.copies[sequence] = copies
             del self._waiting[0]
             insort(self._running, sequence, key=_running_rank)
-            draft.admitted.append(sequence)
+            room.admitted.append(sequence)
 
     def _was_refused(self, sequence: EngineSequence, num_available: int) -> bool:
         """Whether this sequence was refused last time, with no fewer blocks than now."""
@@ -290,13 +305,12 @@ class Scheduler:
 
     # --- rows -----------------------------------------------------------------------------
 
-    def _hand_out_rows(
-        self, draft: _Draft, choose_drafts: Callable[[DraftRoom], Mapping[int, int]]
-    ) -> Iterator[Scheduled]:
+    def _divide_rows(self, room: StepRoom) -> None:
+        """A row for each sequence that needs one only, and what that leaves for drafts and prompts."""
         singles: list[EngineSequence] = []
-        chunks: list[EngineSequence] = []
-        num_chunk_rows = 0
-        stalled = draft.stalled
+        prompts: list[EngineSequence] = []
+        num_prompt_rows = 0
+        stalled = room.stalled
         for sequence in self._running:
             kv = sequence.kv
             assert kv is not None
@@ -306,27 +320,14 @@ class Scheduler:
             if num_uncomputed == 1:
                 singles.append(sequence)
             else:
-                chunks.append(sequence)
-                num_chunk_rows += num_uncomputed
-        if len(singles) + bool(chunks) > self._max_rows:
-            singles = self._in_turn(singles, num_rows=self._max_rows - bool(chunks))
-        budget = self._max_rows - len(singles)
-        draft_budget = budget - min(num_chunk_rows, (budget + 1) // 2)
-        num_rows = len(singles) + min(num_chunk_rows, budget)
-        chosen = choose_drafts(DraftRoom(singles, draft_budget, num_rows, len(chunks))) if singles else {}
-        assert sum(chosen.values()) <= draft_budget
-        for sequence in singles:
-            num_drafts = chosen.get(sequence.key, 0)
-            if num_drafts:
-                num_drafts = self._grant_drafts(sequence, num_drafts)
-                budget -= num_drafts
-            yield Scheduled(sequence, 1, num_drafts, True)
-        for sequence in chunks:
-            num_rows = min(sequence.num_uncomputed, budget)
-            if num_rows == 0:
-                return
-            budget -= num_rows
-            yield Scheduled(sequence, num_rows, 0, reaches_end=num_rows == sequence.num_uncomputed)
+                prompts.append(sequence)
+                num_prompt_rows += num_uncomputed
+        if len(singles) + bool(prompts) > self.max_rows_per_step:
+            singles = self._in_turn(singles, num_rows=self.max_rows_per_step - bool(prompts))
+        budget = self.max_rows_per_step - len(singles)
+        room.sequences, room.prompts = singles, prompts
+        room.max_draft_rows = budget - min(num_prompt_rows, (budget + 1) // 2) if singles else 0
+        room.num_rows = len(singles) + min(num_prompt_rows, budget)
 
     def _in_turn(self, singles: list[EngineSequence], *, num_rows: int) -> list[EngineSequence]:
         """More sequences than rows: each step goes on where the last one ended."""

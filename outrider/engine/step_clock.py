@@ -1,4 +1,4 @@
-"""Where the engine thread's time goes, always measured: a handful of clock reads in each step. Torch-free."""
+"""The engine thread's time by part of a step. Always on: it is a few clock reads a step. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from outrider.profile import Part
 class StepClock:
     """Nanoseconds by part of a step. Engine thread only.
 
-    `mark(part)` says that everything since the last mark was that part, so that parts add
-    up to the time that has passed, whatever path the step takes.
+    `mark(part)` counts all time since the last mark as that part, so that parts add up to the time that has passed.
     """
 
     __slots__ = ("_last", "_now", "_spent")
@@ -31,13 +30,13 @@ class StepClock:
         return passed
 
     def move(self, nanoseconds: int, *, source: Part, target: Part) -> None:
-        """So many of the nanoseconds marked as `source` are `target`'s: a callee has measured them itself."""
+        """Counts some of the time marked as `source` as `target`: time that a callee has measured itself."""
         moved = min(nanoseconds, self._spent.get(source, 0))
         self._spent[source] = self._spent.get(source, 0) - moved
         self._spent[target] = self._spent.get(target, 0) + moved
 
     def take(self) -> dict[str, int]:
-        """Nanoseconds by part since the last `take` or `restart`, which ends there."""
+        """Nanoseconds by part since the last `take` or `restart`."""
         spent, self._spent = self._spent, {}
         return spent
 

@@ -1,17 +1,19 @@
-"""Steps as CUDA graphs: one launch for a forward pass whose shape is a bucket's.
+"""Steps as CUDA graphs: the forward pass of a padded batch as one launch.
 
-A graph reads one buffer and writes one tensor of logits, both at the addresses that they had when it was captured.
-A batch is padded to its bucket with sequences of one row, which write to a scratch block that no sequence has, and with
-sequences of none. So a padded batch is a batch like others, and its padding changes no other row.
+A graph reads one buffer and writes one tensor of logits, at the addresses of its capture. A batch is padded to its
+bucket's shape with sequences of one row, which write to a scratch block that no sequence has, and with sequences
+without rows. So a padded batch is an ordinary batch, and padding changes no other row.
 
-All graphs are captured before the first request. They share their memory: one is replayed at a time, and what it leaves
-are the logits, which are in a buffer of their own.
+All graphs are captured before the first request. They share memory, since one is replayed at a time and its only result
+is in the buffer of logits.
 """
 
 from __future__ import annotations
 
+import gc
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -19,19 +21,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outrider.engine.device_batch import DeviceBatch
-from outrider.engine.input_batch import BatchArrays, InputBatch, SequenceRows, build_input_batch
+from outrider.engine.input_batch import BatchFields, InputBatch, SequenceRows, build_input_batch
+from outrider.engine.transfer import page_locked
 
 MOST_ROWS = 256
-"""Of a bucket. Steps with more rows compute long enough for their launches not to matter."""
+"""Of a bucket. In larger steps launches take a small part of the time."""
 LEAST_KEYS = 512
-"""That a bucket's block tables have room for: fewer buckets, and no more splits."""
+"""Of the shortest block tables: shorter ones would be more buckets, and attention would not be faster."""
 KEYS_FACTOR = 4
-"""From one length of block tables to the next. Splits without keys return at once."""
+"""Between one length of block tables and the next. Attention programs without keys return at once."""
 MOST_DEPTH = 16
 """Of a draft tree's paths, on average over the rows of a step."""
 LEAST_TREE_ROWS = 4
-"""Fewer rows than a known token and two siblings are no tree; rounded up."""
+"""A tree needs three rows, a known token and two siblings; rounded to a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,7 @@ class Buckets:
                     yield from (Bucket(num_rows, max_blocks, has_trees) for max_blocks in reversed(self._max_blocks))
 
     def of(self, batch: InputBatch) -> Bucket | None:
-        """The smallest that holds the batch; None if it is to run as it is.
-
-        Prompt chunks do, of which few rows need logits.
-        """
+        """The smallest that holds the batch. None: it runs unpadded, as prompt chunks do, with few logits."""
         num_rows = _power_of_two(batch.num_rows)
         if batch.num_logits != batch.num_rows or num_rows > self._shapes.row_counts[-1]:
             return None
@@ -93,7 +92,7 @@ class Buckets:
 
 
 def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
-    """The batch with more sequences: as many of one row as rows are missing, then some without any."""
+    """The batch with further sequences: of one row each until the rows are enough, then without rows."""
     arrays, size = batch.arrays, batch.block_size
     num_rows = bucket.num_rows - batch.num_rows
     num_empty = bucket.num_rows - batch.num_seqs - num_rows
@@ -109,7 +108,7 @@ def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
         starts = starts or array("q", [0] * (batch.num_rows + 1))
         starts = starts + array("q", [starts[-1]] * num_rows)
         slots = slots + array("q", [0] * (MOST_DEPTH * bucket.num_rows - len(slots)))
-    padded = BatchArrays(
+    padded = BatchFields(
         token_ids=arrays.token_ids + array("q", [0] * num_rows),
         positions=arrays.positions + array("q", [0] * num_rows),
         slot_mapping=arrays.slot_mapping + array("q", [scratch_block * size] * num_rows),
@@ -125,14 +124,14 @@ def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
     return InputBatch(padded, bucket.max_blocks, size)
 
 
-class Captured(Protocol):
+class CapturedGraph(Protocol):
     """Work that can be queued again over what lies at the same addresses."""
 
     def replay(self) -> None:
         """Queues it; nobody waits."""
 
 
-Capture = Callable[[Callable[[], object]], Captured]
+GraphCapture = Callable[[Callable[[], object]], CapturedGraph]
 """Runs a function, and captures what it queues. What it allocates may be taken by other captured work."""
 
 
@@ -147,16 +146,16 @@ class StepGraphs:
         device: torch.device,
         scratch_block: int,
         block_size: int,
-        capture: Capture,
+        capture: GraphCapture,
     ) -> None:
-        """`forward`: of a batch whose tensors are on `device` already, from which alone it takes what differs."""
+        """`forward`: of a batch whose tensors are on `device`; all that differs within a bucket it reads there."""
         self._forward = forward
         self._buckets = buckets
         self._device = device
         self._scratch_block = scratch_block
         self._block_size = block_size
         self._capture = capture
-        self._graphs: dict[Bucket, tuple[DeviceBatch, Captured]] = {}
+        self._graphs: dict[Bucket, tuple[Tensor, CapturedGraph]] = {}  # with the buffer of its batch
         self._logits: Tensor | None = None  # [most rows, vocab_size] float32, which every graph writes
 
     @torch.inference_mode()
@@ -165,46 +164,71 @@ class StepGraphs:
         nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
         for bucket in self._buckets:
             padded = pad(nothing, bucket, self._scratch_block)
-            on_device = padded.copy_to(self._device)
+            buffer = padded.copy_to(self._device)
             if self._logits is None:
                 self._logits = torch.empty_like(self._forward(padded))
             logits = self._logits.narrow(0, 0, bucket.num_rows)
-            self._graphs[bucket] = on_device, self._capture(partial(self._compute, padded, logits))
+            self._graphs[bucket] = buffer, self._capture(partial(self._compute, padded, logits))
 
     def _compute(self, padded: InputBatch, logits: Tensor) -> None:
         logits.copy_(self._forward(padded))
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
-        """Logits [num_logits, vocab_size] float32, until the next run; None if the batch is to run as it is."""
+        """Logits [num_logits, vocab_size] float32, valid until the next run. None: no bucket holds the batch."""
         bucket = self._buckets.of(batch)
         graph = None if bucket is None else self._graphs.get(bucket)
         if bucket is None or graph is None or self._logits is None:
             return None
-        on_device, captured = graph
-        on_device.load(pad(batch, bucket, self._scratch_block).packed())
+        buffer, captured = graph
+        packed = pad(batch, bucket, self._scratch_block).packed()
+        buffer.copy_(page_locked(packed, self._device), non_blocking=True)
         captured.replay()
         return self._logits.narrow(0, 0, batch.num_logits)
 
 
-def cuda_graphs() -> Capture:
-    """CUDA graphs that share one pool of memory."""
-    pool = torch.cuda.graph_pool_handle()
-
-    def capture(run: Callable[[], object]) -> Captured:
-        """After a run on another stream, which compiles kernels and takes workspaces."""
+def cuda_graphs(device: torch.device) -> GraphCapture:
+    """CUDA graphs of `device` that share one pool of memory, and one stream: cuBLAS has a workspace for each."""
+    with torch.cuda.device(device):
+        pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: they copy frames and take page-locked memory.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            run()
-        return graph
+
+    def capture(run: Callable[[], object]) -> CapturedGraph:
+        """After a first run on the same stream, which compiles kernels and takes workspaces."""
+        with torch.cuda.device(device), _no_garbage_collection():
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads go on meanwhile: they copy frames and take page-locked memory.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+        return _CudaGraph(graph, device)
 
     return capture
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaGraph:
+    graph: torch.cuda.CUDAGraph
+    device: torch.device
+
+    def replay(self) -> None:
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection could destroy other graphs or free device memory, which ends a capture with an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _power_of_two(number: int) -> int:

@@ -1,11 +1,10 @@
-"""Profiles the engine thread's next steps when asked to: first an account of each, then a trace."""
+"""Profiles the engine thread's next steps on request: first timings by part, then a torch trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from outrider.engine.forward_phases import ForwardPhases, NoPhases
 from outrider.engine.step_clock import StepClock
 from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, ProfiledStep, StepKind
 
@@ -13,11 +12,36 @@ if TYPE_CHECKING:
     from outrider.engine.torch_trace import TorchTrace
 
 
-class StepProfiler:
-    """Watches one capture at a time. Engine thread only; idle, it costs a step one comparison.
+class ForwardPhases(Protocol):
+    """Splits forward passes into named phases, measured inside native kernels. Engine thread only."""
 
-    Accounted and traced are different steps: torch's profiler makes every dispatch slower,
-    and an account taken beside it would be the profiler's own.
+    def start(self) -> None:
+        """Forwards are measured from here on."""
+
+    def take(self) -> Mapping[str, int]:
+        """Nanoseconds by phase of the forwards since the last `take`; callbacks between layers are not in them."""
+
+    def stop(self) -> None:
+        """As before `start`. Idempotent."""
+
+
+class NoPhases:
+    """A forward that is not split: of torch modules, whose operations a trace shows, and of devices that only queue."""
+
+    def start(self) -> None:
+        return
+
+    def take(self) -> Mapping[str, int]:
+        return {}
+
+    def stop(self) -> None:
+        return
+
+
+class StepProfiler:
+    """One capture at a time. Engine thread only; without a capture it costs a step one comparison.
+
+    Steps are timed or traced, never both: torch's profiler slows every operation down, which timings would include.
     """
 
     def __init__(
@@ -44,7 +68,7 @@ class StepProfiler:
         return self._capture is not None
 
     def begin(self, capture: Capture) -> None:
-        """Whatever was under way ends: nobody waits for it any more."""
+        """Ends the capture under way, if any, and starts this one."""
         self.end()
         self._capture = capture
         self._steps = []
@@ -54,7 +78,7 @@ class StepProfiler:
         self.clock.restart()
 
     def end(self, capture: Capture | None = None) -> None:
-        """Hands over what there is. With `capture`: only if it is the one under way."""
+        """Delivers what has been captured so far. With `capture`: only if it is the one under way."""
         current = self._capture
         if current is None or capture not in (None, current):
             return
@@ -72,13 +96,8 @@ class StepProfiler:
         )
         self.clock.restart()
 
-    def left_forward(self, nanoseconds: int) -> None:
-        """So much of the forward under way was a callback's, and is marked as such."""
-        if self._capture is not None:
-            self._phases.exclude(nanoseconds)
-
     def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:
-        """A step, and what the clock gave for it."""
+        """Adds a step with the clock's nanoseconds by part."""
         if self._capture is None:
             return
         options = self._capture.options
@@ -103,7 +122,7 @@ class StepProfiler:
             self.end()
 
     def _split_forward(self, nanoseconds: Mapping[str, int]) -> Mapping[str, int]:
-        """The forward by phases. Phases are measured inside the forward, so that a rest remains."""
+        """The forward by phases. What they leave of it is its rest."""
         phases = self._phases.take()
         if not phases:
             return nanoseconds

@@ -1,4 +1,4 @@
-"""How far an engine is: what a node tells of the step at hand. Torch-free."""
+"""An engine's progress, from which others tell a long step from a dead process. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-FIRST_STEP_SECONDS = 1.0  # the least expected of a number of rows that was never run: a busy machine is not a death
+FIRST_STEP_SECONDS = 1.0  # least expected duration in a bucket without steps: on a busy machine they are slow
 NEWEST_WEIGHT = 0.2
-OUTLIER_FACTOR = 3.0  # a step of more than so many times the expected counts as that: this process may have been frozen
+OUTLIER_FACTOR = 3.0  # longer steps count as so many times the expected duration: this process may have been frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,14 @@ class StepAtHand:
 
 
 class StepProgress:
-    """How far the engine is, for whoever must tell a long step from a dead process.
+    """The engine thread's current step, its age and its expected duration.
 
-    A step is everything that an engine thread does between two waits: commands, drafts,
-    planning, the forward pass, events. So a thread that hangs anywhere in it shows as a step
-    that grows old, and one that waits for a command or for its turn shows as idle.
+    A step is everything that the thread does between two waits: commands, drafts, planning, the forward pass, events. A
+    thread that hangs in it shows as a step that grows old; one that waits for a command or its turn shows as idle.
 
-    The engine thread swaps in a new frozen snapshot; readers never see half of one. Steps
-    are expected to take as long as those of about as many rows, in buckets of powers of
-    two; a bucket that was never run, as long for each row as the nearest that was.
+    The expected duration is a moving average over steps of about as many rows, in buckets of powers of two. A bucket
+    without steps takes the time for each row of the nearest one. Snapshots are frozen and replaced as a whole, so any
+    thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,29 +41,29 @@ class StepProgress:
         self.at_hand = StepAtHand()
 
     def begin(self) -> None:
-        """A step of which nothing is known yet: it is expected to be like the last one."""
+        """A step begins. Until its rows are known it is expected to take as long as the last one."""
         self._has_rows = False
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self._clock())
 
     def expect(self, num_rows: int) -> None:
-        """The step at hand has a forward pass of so many rows. A new number: the expectation is a new one."""
+        """The current step has a forward pass of so many rows. It gets a new number, with its new expectation."""
         self._has_rows = True
         self._bucket = num_rows.bit_length()
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), self.at_hand.started)
 
     def pause(self) -> None:
-        """The step at hand waits for others: nothing is expected of this node until `resume`."""
+        """The current step waits for another node: this one counts as idle until `resume`."""
         self._age_at_pause = self.age_seconds()
         self.at_hand = StepAtHand(self.at_hand.step)
 
     def resume(self) -> None:
-        """It goes on. The pause is no part of it; a new number tells that it is not one long step."""
+        """The step goes on, under a new number. The pause is not part of its age."""
         started = self._clock() - self._age_at_pause
         self.at_hand = StepAtHand(self.at_hand.step + 1, self._expected_seconds(), started)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no part of the step."""
+        """Time inside is not part of the step."""
         self.pause()
         try:
             yield
@@ -72,7 +71,7 @@ class StepProgress:
             self.resume()
 
     def end(self) -> None:
-        """Idle until the next one begins. A step with rows says what others of its kind will take."""
+        """Idle until the next step begins. The duration of a step with rows is averaged into its bucket."""
         at_hand = self.at_hand
         assert at_hand.started is not None, "begin comes first"
         if self._has_rows:
@@ -83,7 +82,7 @@ class StepProgress:
         self.at_hand = StepAtHand(at_hand.step)
 
     def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
-        """Of a snapshot, without pauses; by default of the present one. Report a snapshot and its own age."""
+        """Of a snapshot, by default the current one, without pauses. Report an age with its own snapshot."""
         started = (at_hand or self.at_hand).started
         return 0.0 if started is None else max(0.0, self._clock() - started)
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class TorchTrace:
-    """Recording from its making to `stop`. Both belong to the engine thread: torch records the thread that asks."""
+    """Records from construction to `stop`, both in the engine thread: torch records the calling thread."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -22,7 +22,7 @@ class TorchTrace:
         self._step = self._enter()
 
     def step_ended(self) -> None:
-        """The step at hand is over, the next begins: each is one bar of the trace, with the time before it."""
+        """Ends the current step and begins the next. Each is one bar of the trace, with the time before it."""
         self._num_steps += 1
         self._step.__exit__(None, None, None)
         self._step = self._enter()

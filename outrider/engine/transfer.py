@@ -1,7 +1,6 @@
-"""Small arrays on their way to the logits' device and back.
+"""Small arrays to and from a device.
 
-Results come back together: what is asked of a device is queued first, as `Pending`, and `read` waits for
-all of it once.
+Work is queued first, with its results as `Pending`; `read` then waits once and takes all of them in one transfer.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ Arrays = list[npt.NDArray[Any]]
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of the array's dtype and shape on `device`; on the CPU it may share the array's memory.
 
-    A GPU copies it from page-locked memory, in its turn behind the work that is queued: nobody waits.
+    A GPU copies it from page-locked memory, behind the work that is queued; the host does not wait.
     """
     return page_locked(values, device).to(device, non_blocking=True)
 
 
 def page_locked(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A tensor on the CPU from which `device` can copy without waiting; on the CPU it may share the array's memory."""
+    """A tensor on the CPU that `device` can copy while the host goes on; it may share the array's memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, to which and from which a GPU copies without anybody waiting."""
+    """A tensor on the CPU that a GPU copies to and from while the host goes on."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
@@ -62,6 +61,6 @@ def _numbers_of(tensors: Sequence[Tensor]) -> Arrays:
 
 
 def download(numbers: Tensor) -> npt.NDArray[np.int64]:
-    """The numbers of a tensor [n] int64. The one place where the host waits for a GPU: for all work queued there."""
+    """The numbers of a tensor [n] int64. The only place where the host waits for all work that a GPU has queued."""
     array: npt.NDArray[np.int64] = numbers.cpu().numpy()
     return array

@@ -16,9 +16,11 @@ a new id. KV of two transfers is never mixed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import xxhash
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 ID_BYTES = 16
 """Length of transfer ids and incarnations."""
+
+MAX_FRAME_BYTES = 8 << 20
+"""Payload of one frame, at most."""
 
 PROGRESS_SECONDS = 10.0
 """A peer that is silent for longer has failed: what receivers ask of senders, and senders by default of receivers."""
@@ -59,15 +64,19 @@ class TransferSpec:
         return next((plane for plane in self.planes if plane.name == name), None)
 
     @property
+    def bytes_per_token(self) -> int:
+        """In all layers of all planes."""
+        return sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in self.planes)
+
+    @property
     def num_bytes(self) -> int:
         """Payload of the whole transfer."""
-        per_token = sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in self.planes)
-        return per_token * (self.end_token - self.start_token)
+        return self.bytes_per_token * (self.end_token - self.start_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A part of one plane: layers × tokens, of all heads or of a range of them."""
+    """A part of one plane: layers × tokens × heads."""
 
     plane: str
     start_layer: int
@@ -75,29 +84,32 @@ class Region:
     start_token: int
     end_token: int  # exclusive
     start_head: int = 0
-    end_head: int = 0  # exclusive; 0, with start_head 0: all heads. A range of all heads is written in no other way.
+    end_head: int  # exclusive
 
     @property
     def layers(self) -> range:
         return range(self.start_layer, self.end_layer)
 
     @property
-    def has_all_heads(self) -> bool:
-        return self.start_head == self.end_head == 0
+    def heads(self) -> range:
+        return range(self.start_head, self.end_head)
 
-    def heads(self, plane: PlaneSpec) -> range:
-        """Of that plane, which is the region's."""
-        return range(plane.num_heads) if self.has_all_heads else range(self.start_head, self.end_head)
+    def is_inside(self, plane: PlaneSpec, *, start_token: int, end_token: int) -> bool:
+        """Whether it is a non-empty part of that plane, within these tokens."""
+        return (
+            0 <= self.start_layer < self.end_layer <= plane.num_layers
+            and start_token <= self.start_token < self.end_token <= end_token
+            and 0 <= self.start_head < self.end_head <= plane.num_heads
+        )
 
     def num_bytes(self, plane: PlaneSpec) -> int:
         """Payload of the region, which lies within that plane."""
         num_cells = (self.end_layer - self.start_layer) * (self.end_token - self.start_token)
-        return num_cells * len(self.heads(plane)) * plane.bytes_per_head
+        return num_cells * len(self.heads) * plane.bytes_per_head
 
     def __str__(self) -> str:
         layers, tokens = f"{self.start_layer}-{self.end_layer - 1}", f"{self.start_token}-{self.end_token - 1}"
-        heads = "" if self.has_all_heads else f" heads {self.start_head}-{self.end_head - 1}"
-        return f"{self.plane} layers {layers} tokens {tokens}{heads}"
+        return f"{self.plane} layers {layers} tokens {tokens} heads {self.start_head}-{self.end_head - 1}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +126,17 @@ class FrameHeader:
     region: Region
     length: int  # bytes of payload
     checksum: int  # xxh3-64 of the payload
+
+    @classmethod
+    def of(cls, spec: TransferSpec, region: Region, payload: memoryview) -> FrameHeader:
+        """A frame of that transfer."""
+        return cls(
+            transfer_id=spec.transfer_id,
+            incarnation=spec.incarnation,
+            region=region,
+            length=len(payload),
+            checksum=xxhash.xxh3_64_intdigest(payload),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,16 +167,22 @@ class CommitResult:
 MAX_MISSING = 32
 
 
-class KvSink(Protocol):
-    """Where a receiver puts verified payload.
-
-    Called from receiver threads, for disjoint regions of one transfer possibly at the same
-    time; bounds, length and checksum have been checked. Must not block on the token loop.
-    An exception fails the transfer.
-    """
+class KvWriter(Protocol):
+    """Where verified payload is put. Called from any thread; bounds, length and checksum have been checked."""
 
     def write(self, region: Region, payload: memoryview) -> None:
         """Copies [layers, tokens, heads, head_dim] bytes into the cache; `payload` is not valid after the return."""
+
+
+class KvSink(KvWriter, Protocol):
+    """The blocks that one transfer fills.
+
+    Called from receiver threads, for disjoint regions of one transfer possibly at the same
+    time. Must not block on the token loop. An exception fails the transfer.
+    """
+
+    def read(self, region: Region) -> memoryview:
+        """[layers, tokens, heads, head_dim] bytes of tokens that are held already: those before `spec.start_token`."""
 
 
 class Connector(Protocol):
@@ -189,6 +218,13 @@ class Sender(Protocol):
         Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
         refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
         reason: a transfer that lacks one never completes).
+        """
+
+    def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
+        """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
+
+        Each region is checked as a frame would be, then written. Raises: AbortedError (not held there, or
+        altered on the way: the transfer goes on without), PeerLostError.
         """
 
     def keep_alive(self) -> None:

@@ -1,42 +1,41 @@
-"""Settings of the sender's side."""
+"""Settings of KV transfers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import setting
+from outrider.config import fixed, setting
 from outrider.kv_transfer.base import PROGRESS_SECONDS
-from outrider.kv_transfer.frames import MAX_FRAME_BYTES
 
+CONNECTORS = ("shared_memory", "grpc")
 ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
-    """How a prefill node pushes KV."""
+    """Section `kv_transfer`: how prefill nodes push KV to decode nodes."""
 
     connector: str = setting(
         "auto",
-        choices=("auto", "shared_memory", "grpc"),
-        help="auto: shared memory where the decode node can attach to it, else grpc.",
+        choices=("auto", *CONNECTORS),
+        help="On a prefill node: how it sends; auto: shared memory where the decode node can attach to it, else grpc. "
+        "On a decode node: what it accepts; auto: both.",
     )
-    frame_bytes: int = setting(
-        2 << 20, at_least=4096, at_most=MAX_FRAME_BYTES, help="Largest payload of a frame; also the size of a slot."
-    )
+    port: int = setting(0, at_least=0, at_most=65535, help="On which a decode node receives KV; 0: the system chooses.")
+    host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
     arena_bytes: int = setting(
         32 << 20, at_least=1 << 20, at_most=1 << 30, help="Shared memory for each decode node; taken as it is needed."
     )
-    window_bytes: int = setting(
-        16 << 20, at_least=1 << 16, at_most=1 << 30, help="Payload that grpc may hold unacknowledged, per transfer."
-    )
-    connect_seconds: float = setting(5.0, above=0, at_most=600, help="How long a decode node may take to attach.")
-    progress_seconds: float = setting(
-        PROGRESS_SECONDS,
-        above=0,
-        at_most=600,
-        help="A decode node that acknowledges nothing for longer is taken for dead.",
-    )
-    arena_directory: str = setting(ARENA_DIRECTORY, help="A file system in memory, shared with the decode node.")
+    frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
+    window_bytes: int = fixed(16 << 20)  # unacknowledged payload of a transfer by grpc: eight frames keep a link busy
+    connect_seconds: float = fixed(5.0)  # for a decode node to attach; it serves, so this is a round trip
+    progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost
+    arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The connectors that a decode node offers, best first."""
+        return CONNECTORS if self.connector == "auto" else (self.connector,)
 
     @property
     def keep_alive_seconds(self) -> float:

@@ -25,6 +25,14 @@ class _TokenRanges:
         self.starts.insert(at, start)
         self.ends.insert(at, end)
 
+    def first_gap(self, start: int) -> int:
+        """The first token from `start` on that is in no range."""
+        for arrived_start, arrived_end in zip(self.starts, self.ends, strict=True):
+            if arrived_start > start:
+                break
+            start = arrived_end
+        return start
+
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
         """Within [start, end)."""
         gaps: list[tuple[int, int]] = []
@@ -54,33 +62,35 @@ class Coverage:
 
     def is_inside(self, region: Region) -> bool:
         """Whether the region is non-empty and within the transfer's bounds."""
-        plane = self._spec.plane(region.plane)
-        return (
-            plane is not None
-            and 0 <= region.start_layer < region.end_layer <= plane.num_layers
-            and self._spec.start_token <= region.start_token < region.end_token <= self._spec.end_token
-            and (
-                region.has_all_heads
-                or (0 <= region.start_head < region.end_head <= plane.num_heads and not _is_whole(region, plane))
-            )
-        )
+        plane, spec = self._spec.plane(region.plane), self._spec
+        return plane is not None and region.is_inside(plane, start_token=spec.start_token, end_token=spec.end_token)
 
     def overlaps(self, region: Region) -> bool:
         """Whether any cell of a region inside the bounds has arrived already, or its heads are cut at other places."""
-        heads = self._heads(region)
-        arrived = self._arrived[region.plane]
+        heads, arrived = (region.start_head, region.end_head), self._arrived[region.plane]
         if heads not in arrived:
             return any(start < heads[1] and heads[0] < end for start, end in arrived)
         return any(arrived[heads][layer].overlap(region.start_token, region.end_token) for layer in region.layers)
 
     def add(self, region: Region) -> None:
         """Marks a region that does not overlap."""
-        arrived = self._arrived[region.plane]
-        heads = self._heads(region)
+        heads, arrived = (region.start_head, region.end_head), self._arrived[region.plane]
         if heads not in arrived:
-            arrived[heads] = [_TokenRanges() for _ in range(self._plane(region.plane).num_layers)]
+            plane = self._spec.plane(region.plane)
+            assert plane is not None, "the region is inside"
+            arrived[heads] = [_TokenRanges() for _ in range(plane.num_layers)]
         for layer in region.layers:
             arrived[heads][layer].add(region.start_token, region.end_token)
+
+    def complete_until(self) -> int:
+        """The token up to which every head of every layer of every plane has arrived."""
+        first_gap = self._spec.end_token
+        for plane in self._spec.planes:
+            arrived = self._arrived[plane.name]
+            for heads in _partition(arrived, plane.num_heads):
+                for tokens in arrived.get(heads) or [_TokenRanges()]:
+                    first_gap = min(first_gap, tokens.first_gap(self._spec.start_token))
+        return first_gap
 
     def missing(self) -> tuple[Region, ...]:
         """The gaps, equal ones of consecutive layers as one region; at most `MAX_MISSING`."""
@@ -95,7 +105,6 @@ class Coverage:
 
     def _missing_of(self, plane: PlaneSpec, heads: _HeadRange, layers: list[_TokenRanges]) -> list[Region]:
         """Of these heads; no more than are reported."""
-        start_head, end_head = (0, 0) if heads == (0, plane.num_heads) else heads
         found: list[Region] = []
         gaps = [tokens.gaps(self._spec.start_token, self._spec.end_token) for tokens in layers]
         first_layer = 0
@@ -109,8 +118,8 @@ class Coverage:
                     end_layer=end_layer,
                     start_token=start,
                     end_token=end,
-                    start_head=start_head,
-                    end_head=end_head,
+                    start_head=heads[0],
+                    end_head=heads[1],
                 )
                 for start, end in gaps[first_layer]
             ]
@@ -118,19 +127,6 @@ class Coverage:
                 break
             first_layer = end_layer
         return found
-
-    def _heads(self, region: Region) -> _HeadRange:
-        heads = region.heads(self._plane(region.plane))
-        return heads.start, heads.stop
-
-    def _plane(self, name: str) -> PlaneSpec:
-        plane = self._spec.plane(name)
-        assert plane is not None, "the region is inside"
-        return plane
-
-
-def _is_whole(region: Region, plane: PlaneSpec) -> bool:
-    return (region.start_head, region.end_head) == (0, plane.num_heads)
 
 
 def _partition(arrived: dict[_HeadRange, list[_TokenRanges]], num_heads: int) -> list[_HeadRange]:

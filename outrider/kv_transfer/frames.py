@@ -1,19 +1,19 @@
 """The KV wire: one bidirectional gRPC stream of raw bytes for each transfer. Little-endian structs.
 
-Sender → receiver: Hello first, then Frame (payload inline) or SlotFrame (payload in the
-shared arena), Commit, Cancel, Alive in any number. Receiver → sender: Welcome for each
-Hello, Ack for each frame, CommitAnswer, Cancelled. A message is one byte of kind and a
-body; integers are unsigned. Whatever does not parse raises `MalformedMessageError`,
-before anything is looked up or written.
+Sender → receiver: Hello first, then Read in any number; Frame (payload inline) or SlotFrame (payload
+in the shared arena), Commit, Cancel, Alive in any number. Receiver → sender: Welcome for each
+Hello, Held or NotHeld for each Read, Ack for each frame, CommitAnswer, Cancelled. A message is one
+byte of kind and a body; integers are unsigned. Whatever does not parse raises
+`MalformedMessageError`, before anything is looked up or written.
 
-    header   transfer_id 16s, incarnation 16s, plane 16s (UTF-8, zero-padded),
-             start_layer u32, end_layer u32, start_token u32, end_token u32,
-             length u64, checksum u64 (xxh3-64 of the payload)
-    heads    start_head u16, end_head u16: behind the header in kinds "of heads", which senders use
-             whose frames have some of the heads only; other frames have all
-    Frame    sequence u32, check u32 (xxh32 of sequence and header), header, [heads], payload
-    Slot     sequence u32, check u32, header, [heads], offset u64 into the arena (under the check too)
-    Commit   number u32 of entries: region (as in the header), checksum u64, [heads]
+    region   plane 16s (UTF-8, zero-padded), start_layer u32, end_layer u32, start_token u32,
+             end_token u32, start_head u16, end_head u16
+    header   transfer_id 16s, incarnation 16s, region, length u64, checksum u64 (xxh3-64 of the payload)
+    Frame    sequence u32, check u32 (xxh32 of sequence and header), header, payload
+    Slot     sequence u32, check u32, header, offset u64 into the arena (under the check too)
+    Held     as Frame, with sequence 0
+    Read     region
+    Commit   number u32 of entries: region, checksum u64
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from outrider.errors import OutriderError
-from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region
+from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, DrainState, FrameHeader, Region
 from outrider.kv_transfer.inbox import AttachState, Disposition
 from outrider.kv_transfer.manifest import Manifest, ManifestEntry
 
 SERVICE_NAME = "outrider.v1.KvIngest"
 METHOD_NAME = "Push"
 METHOD = f"/{SERVICE_NAME}/{METHOD_NAME}"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
-MAX_FRAME_BYTES = 8 << 20
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
 """A payload and its header; also bounds a manifest to about 150,000 frames."""
 
@@ -57,14 +57,13 @@ class Kind(enum.IntEnum):
     COMMIT = 4
     CANCEL = 5
     ALIVE = 6
-    FRAME_OF_HEADS = 7
-    SLOT_FRAME_OF_HEADS = 8
-    COMMIT_OF_HEADS = 9
+    READ = 7
     WELCOME = 16
     ACK = 17
     COMMIT_ANSWER = 18
     CANCELLED = 19
-    COMMIT_ANSWER_OF_HEADS = 20
+    HELD = 20
+    NOT_HELD = 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +98,13 @@ class SlotFrame:
     offset: int  # of the payload in the arena
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Asks for KV that the receiver holds of the tokens before those that it expects."""
+
+    region: Region
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     manifest: Manifest
@@ -127,13 +133,27 @@ class Cancelled:
     drain: DrainState
 
 
-SenderMessage = Hello | Frame | SlotFrame | Commit | Cancel | Alive
-ReceiverMessage = Welcome | Ack | CommitResult | Cancelled
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Answers a Read."""
+
+    header: FrameHeader
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class NotHeld:
+    """Answers a Read: this is not held here, or no longer, or was read already."""
+
+
+SenderMessage = Hello | Read | Frame | SlotFrame | Commit | Cancel | Alive
+ReceiverMessage = Welcome | Held | NotHeld | Ack | CommitResult | Cancelled
 
 _HELLO = struct.Struct("<BB16s16s16sQ")
-_REGION = struct.Struct("<16sIIII")
-_HEADER = struct.Struct("<16s16s16sIIIIQQ")
-_HEADS = struct.Struct("<HH")
+_REGION = struct.Struct("<16sIIIIHH")
+_IDS = struct.Struct("<16s16s")
+_LENGTH = struct.Struct("<QQ")
+_HEADER_BYTES = _IDS.size + _REGION.size + _LENGTH.size
 _PREFIX = struct.Struct("<BII")
 _OFFSET = struct.Struct("<Q")
 _COUNT = struct.Struct("<BI")
@@ -147,15 +167,22 @@ _DRAINS = (DrainState.DRAINED, DrainState.UNKNOWN)
 
 def encode_frame(sequence: int, header: FrameHeader, payload: memoryview) -> bytes:
     """A Frame with its payload behind it: one copy."""
-    kind = Kind.FRAME if header.region.has_all_heads else Kind.FRAME_OF_HEADS
+    return _encode_inline(Kind.FRAME, sequence, header, payload)
+
+
+def encode_held(header: FrameHeader, payload: memoryview) -> bytes:
+    """A Held with its payload behind it: one copy."""
+    return _encode_inline(Kind.HELD, 0, header, payload)
+
+
+def _encode_inline(kind: Kind, sequence: int, header: FrameHeader, payload: memoryview) -> bytes:
     body = _encode_header(header)
     return b"".join((_PREFIX.pack(kind, sequence, _check(sequence, body)), body, payload))
 
 
 def encode_slot_frame(sequence: int, header: FrameHeader, offset: int) -> bytes:
-    kind = Kind.SLOT_FRAME if header.region.has_all_heads else Kind.SLOT_FRAME_OF_HEADS
     body = _encode_header(header) + _OFFSET.pack(offset)
-    return _PREFIX.pack(kind, sequence, _check(sequence, body)) + body
+    return _PREFIX.pack(Kind.SLOT_FRAME, sequence, _check(sequence, body)) + body
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -164,13 +191,14 @@ def encode_hello(hello: Hello) -> bytes:
     )
 
 
+def encode_read(region: Region) -> bytes:
+    return bytes((Kind.READ,)) + _encode_region(region)
+
+
 def encode_commit(manifest: Manifest) -> bytes:
-    of_heads = not all(entry.region.has_all_heads for entry in manifest)
-    parts = [_COUNT.pack(Kind.COMMIT_OF_HEADS if of_heads else Kind.COMMIT, len(manifest))]
+    parts = [_COUNT.pack(Kind.COMMIT, len(manifest))]
     for entry in manifest:
         parts += (_encode_region(entry.region), _CHECKSUM.pack(entry.checksum))
-        if of_heads:
-            parts.append(_encode_heads(entry.region))
     return b"".join(parts)
 
 
@@ -191,12 +219,12 @@ def encode_ack(ack: Ack) -> bytes:
 
 
 def encode_commit_answer(result: CommitResult) -> bytes:
-    of_heads = not all(region.has_all_heads for region in result.missing)
-    kind = Kind.COMMIT_ANSWER_OF_HEADS if of_heads else Kind.COMMIT_ANSWER
-    regions = b"".join(
-        _encode_region(region) + (_encode_heads(region) if of_heads else b"") for region in result.missing
-    )
-    return _ANSWER.pack(kind, result.state.value, len(result.missing)) + regions
+    regions = b"".join(map(_encode_region, result.missing))
+    return _ANSWER.pack(Kind.COMMIT_ANSWER, result.state.value, len(result.missing)) + regions
+
+
+def encode_not_held() -> bytes:
+    return bytes((Kind.NOT_HELD,))
 
 
 def encode_cancelled(drain: DrainState) -> bytes:
@@ -213,12 +241,16 @@ def decode_sender_message(message: bytes) -> SenderMessage:
 
 def _decode_sender_message(message: bytes) -> SenderMessage:
     kind = message[0]
-    if kind in (Kind.FRAME, Kind.SLOT_FRAME, Kind.FRAME_OF_HEADS, Kind.SLOT_FRAME_OF_HEADS):
-        return _decode_frame(kind, message)
+    if kind == Kind.FRAME:
+        return _decode_frame(message)
+    if kind == Kind.SLOT_FRAME:
+        return _decode_slot_frame(message)
     if kind == Kind.ALIVE:
         return Alive()
-    if kind in (Kind.COMMIT, Kind.COMMIT_OF_HEADS):
-        return Commit(manifest=_decode_manifest(message, of_heads=kind == Kind.COMMIT_OF_HEADS))
+    if kind == Kind.READ:
+        return Read(_region_of(_REGION.unpack(message[1:])))
+    if kind == Kind.COMMIT:
+        return Commit(manifest=_decode_manifest(message))
     if kind == Kind.CANCEL:
         return Cancel()
     if kind == Kind.HELLO:
@@ -239,8 +271,13 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
         if kind == Kind.WELCOME:
             _, state, nonce = _WELCOME.unpack(message)
             return Welcome(state=AttachState(state), nonce=nonce)
-        if kind in (Kind.COMMIT_ANSWER, Kind.COMMIT_ANSWER_OF_HEADS):
-            return _decode_answer(message, of_heads=kind == Kind.COMMIT_ANSWER_OF_HEADS)
+        if kind == Kind.HELD:
+            frame = _decode_frame(message)
+            return Held(header=frame.header, payload=frame.payload)
+        if kind == Kind.NOT_HELD:
+            return NotHeld()
+        if kind == Kind.COMMIT_ANSWER:
+            return _decode_answer(message)
         if kind == Kind.CANCELLED:
             return Cancelled(drain=_DRAINS[_CANCELLED.unpack(message)[1]])
     except (struct.error, ValueError, IndexError) as error:
@@ -248,83 +285,66 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
     raise MalformedMessageError(f"unknown kind {message[0]}")
 
 
-def _decode_frame(kind: int, message: bytes) -> Frame | SlotFrame:
-    _, sequence, check = _PREFIX.unpack_from(message)
-    is_slot = kind in (Kind.SLOT_FRAME, Kind.SLOT_FRAME_OF_HEADS)
-    of_heads = kind in (Kind.FRAME_OF_HEADS, Kind.SLOT_FRAME_OF_HEADS)
-    header_end = _PREFIX.size + _HEADER.size
-    head_end = header_end + of_heads * _HEADS.size + is_slot * _OFFSET.size
-    view = memoryview(message)
-    if len(message) < head_end or check != _check(sequence, view[_PREFIX.size : head_end]):
-        raise MalformedMessageError("a frame's header was cut or altered")
-    transfer_id, incarnation, plane, start_layer, end_layer, start_token, end_token, length, checksum = (
-        _HEADER.unpack_from(message, _PREFIX.size)
-    )
-    start_head, end_head = _decode_heads(message, header_end) if of_heads else (0, 0)
-    header = FrameHeader(
-        transfer_id=transfer_id,
-        incarnation=incarnation,
-        region=Region(
-            plane=_decode_name(plane),
-            start_layer=start_layer,
-            end_layer=end_layer,
-            start_token=start_token,
-            end_token=end_token,
-            start_head=start_head,
-            end_head=end_head,
-        ),
-        length=length,
-        checksum=checksum,
-    )
-    if not is_slot:
-        return Frame(sequence=sequence, header=header, payload=view[head_end:])
-    if len(message) != head_end:
-        raise MalformedMessageError("bytes behind a slot frame")
-    (offset,) = _OFFSET.unpack_from(message, head_end - _OFFSET.size)
+def _decode_frame(message: bytes) -> Frame:
+    head_end = _PREFIX.size + _HEADER_BYTES
+    sequence, header = _decode_header(message, head_end)
+    return Frame(sequence=sequence, header=header, payload=memoryview(message)[head_end:])
+
+
+def _decode_slot_frame(message: bytes) -> SlotFrame:
+    if len(message) != _PREFIX.size + _HEADER_BYTES + _OFFSET.size:
+        raise MalformedMessageError("a slot frame of the wrong length")
+    sequence, header = _decode_header(message, len(message))
+    (offset,) = _OFFSET.unpack_from(message, len(message) - _OFFSET.size)
     return SlotFrame(sequence=sequence, header=header, offset=offset)
 
 
-def _decode_manifest(message: bytes, *, of_heads: bool) -> Manifest:
+def _decode_header(message: bytes, head_end: int) -> tuple[int, FrameHeader]:
+    """The sequence number and the header; everything up to `head_end` is under the check."""
+    _, sequence, check = _PREFIX.unpack_from(message)
+    if len(message) < head_end or check != _check(sequence, memoryview(message)[_PREFIX.size : head_end]):
+        raise MalformedMessageError("a frame's header was cut or altered")
+    transfer_id, incarnation = _IDS.unpack_from(message, _PREFIX.size)
+    region_at = _PREFIX.size + _IDS.size
+    length, checksum = _LENGTH.unpack_from(message, region_at + _REGION.size)
+    header = FrameHeader(
+        transfer_id=transfer_id,
+        incarnation=incarnation,
+        region=_region_of(_REGION.unpack_from(message, region_at)),
+        length=length,
+        checksum=checksum,
+    )
+    return sequence, header
+
+
+def _decode_manifest(message: bytes) -> Manifest:
     _, count = _COUNT.unpack_from(message)
-    heads_at = _REGION.size + _CHECKSUM.size
-    size = heads_at + of_heads * _HEADS.size
+    size = _REGION.size + _CHECKSUM.size
     if len(message) != _COUNT.size + count * size:
         raise MalformedMessageError("a manifest of the wrong length")
     return tuple(
         ManifestEntry(
-            _decode_region(message, offset, heads_at=offset + heads_at if of_heads else None),
+            _region_of(_REGION.unpack_from(message, offset)),
             _CHECKSUM.unpack_from(message, offset + _REGION.size)[0],
         )
         for offset in range(_COUNT.size, len(message), size)
     )
 
 
-def _decode_answer(message: bytes, *, of_heads: bool) -> CommitResult:
+def _decode_answer(message: bytes) -> CommitResult:
     _, state, count = _ANSWER.unpack_from(message)
-    size = _REGION.size + of_heads * _HEADS.size
-    if len(message) != _ANSWER.size + count * size:
+    if len(message) != _ANSWER.size + count * _REGION.size:
         raise MalformedMessageError("a commit's answer of the wrong length")
-    missing = tuple(
-        _decode_region(message, offset, heads_at=offset + _REGION.size if of_heads else None)
-        for offset in range(_ANSWER.size, len(message), size)
-    )
+    missing = tuple(_region_of(fields) for fields in _REGION.iter_unpack(message[_ANSWER.size :]))
     return CommitResult(state=CommitState(state), missing=missing)
 
 
 def _encode_header(header: FrameHeader) -> bytes:
-    region = header.region
-    encoded = _HEADER.pack(
-        header.transfer_id,
-        header.incarnation,
-        _encode_name(region.plane),
-        region.start_layer,
-        region.end_layer,
-        region.start_token,
-        region.end_token,
-        header.length,
-        header.checksum,
+    return (
+        _IDS.pack(header.transfer_id, header.incarnation)
+        + _encode_region(header.region)
+        + _LENGTH.pack(header.length, header.checksum)
     )
-    return encoded if region.has_all_heads else encoded + _encode_heads(region)
 
 
 def _check(sequence: int, body: bytes | memoryview) -> int:
@@ -333,25 +353,24 @@ def _check(sequence: int, body: bytes | memoryview) -> int:
 
 
 def _encode_region(region: Region) -> bytes:
+    plane = region.plane.encode()
+    assert len(plane) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
     return _REGION.pack(
-        _encode_name(region.plane), region.start_layer, region.end_layer, region.start_token, region.end_token
+        plane,
+        region.start_layer,
+        region.end_layer,
+        region.start_token,
+        region.end_token,
+        region.start_head,
+        region.end_head,
     )
 
 
-def _encode_heads(region: Region) -> bytes:
-    return _HEADS.pack(region.start_head, region.end_head)
-
-
-def _decode_heads(message: bytes, offset: int) -> tuple[int, int]:
-    start_head, end_head = _HEADS.unpack_from(message, offset)
-    return start_head, end_head
-
-
-def _decode_region(message: bytes, offset: int, *, heads_at: int | None) -> Region:
-    plane, start_layer, end_layer, start_token, end_token = _REGION.unpack_from(message, offset)
-    start_head, end_head = (0, 0) if heads_at is None else _decode_heads(message, heads_at)
+def _region_of(fields: tuple[Any, ...]) -> Region:
+    """Of the fields of `_REGION`."""
+    plane, start_layer, end_layer, start_token, end_token, start_head, end_head = fields
     return Region(
-        plane=_decode_name(plane),
+        plane=plane.rstrip(b"\0").decode(),
         start_layer=start_layer,
         end_layer=end_layer,
         start_token=start_token,
@@ -359,13 +378,3 @@ def _decode_region(message: bytes, offset: int, *, heads_at: int | None) -> Regi
         start_head=start_head,
         end_head=end_head,
     )
-
-
-def _encode_name(name: str) -> bytes:
-    encoded = name.encode()
-    assert len(encoded) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
-    return encoded
-
-
-def _decode_name(name: bytes) -> str:
-    return name.rstrip(b"\0").decode()

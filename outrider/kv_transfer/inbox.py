@@ -7,7 +7,7 @@ Every connector ends here, so its rules hold for all of them:
 - bounds, length and checksum are checked before a byte is written;
 - what has been written is never written again: an equal frame is a duplicate, another
   one for the same cells is refused;
-- after `close` has returned DRAINED nothing is written any more.
+- after `close` has returned DRAINED nothing is written or read any more.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import xxhash
 
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import (
+    MAX_FRAME_BYTES,
     CommitResult,
     CommitState,
     DrainState,
@@ -88,6 +89,7 @@ class ReceiverCounters:
     frames_conflicting: int = 0
     frames_failed: int = 0
     bytes_written: int = 0
+    bytes_read: int = 0
     messages_malformed: int = 0
     senders_refused: int = 0
     transfers_completed: int = 0
@@ -117,17 +119,25 @@ class _Transfer:
     is_attached: bool = False
     coverage: Coverage = field(init=False)
     arrived: dict[Region, int] = field(default_factory=dict)  # region -> checksum
-    num_writing: int = 0
+    num_copying: int = 0  # writes and reads of blocks that are under way
+    has_lost_a_write: bool = False  # a cell counts as arrived that was not written
+    held_bytes: int = field(init=False)  # of the tokens before the transfer's own that may still be read
     payload_bytes: int = 0
     first_frame_at: float | None = None
     last_frame_at: float | None = None
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
+        self.held_bytes = self.spec.bytes_per_token * self.spec.start_token
 
-    def wait_until_written(self, timeout_seconds: float | None) -> bool:
-        """With `changed` held: whether no write is in flight any more."""
-        return self.changed.wait_for(lambda: self.num_writing == 0, timeout_seconds)
+    def wait_until_drained(self, timeout_seconds: float | None) -> bool:
+        """With `changed` held: whether no copy is under way any more."""
+        return self.changed.wait_for(lambda: self.num_copying == 0, timeout_seconds)
+
+    def end_copy(self) -> None:
+        with self.changed:
+            self.num_copying -= 1
+            self.changed.notify_all()
 
 
 class TransferInbox:
@@ -173,12 +183,27 @@ class TransferInbox:
         with transfer.changed:
             if transfer.state is not TransferState.COMMITTED:
                 transfer.state = TransferState.CLOSED
-            is_drained = transfer.wait_until_written(timeout_seconds)
+            is_drained = transfer.wait_until_drained(timeout_seconds)
         if not is_drained:
             return DrainState.UNKNOWN
         with self._lock:
             self._transfers.pop(transfer_id, None)
         return DrainState.DRAINED
+
+    def received_until(self, transfer_id: bytes) -> int | None:
+        """The token up to which the KV is there, checked and written. Ends the transfer: no frame is taken any more.
+
+        0 where that is not known: the transfer is closed, or a write was lost. None while a copy is under way.
+        """
+        transfer = self._find(transfer_id)
+        if transfer is None:
+            return 0
+        with transfer.changed:
+            if transfer.state is TransferState.OPEN:
+                transfer.state = TransferState.CLOSED
+            if transfer.num_copying:
+                return None
+            return 0 if transfer.has_lost_a_write else transfer.coverage.complete_until()
 
     def state(self, transfer_id: bytes) -> TransferState | None:
         """None: not known here (any more)."""
@@ -247,7 +272,7 @@ class TransferInbox:
                 return Disposition.DUPLICATE if is_equal else Disposition.CONFLICTING
             transfer.coverage.add(region)
             transfer.arrived[region] = header.checksum
-            transfer.num_writing += 1
+            transfer.num_copying += 1
             transfer.payload_bytes += header.length
             transfer.last_frame_at = self._clock()
             if transfer.first_frame_at is None:
@@ -260,14 +285,35 @@ class TransferInbox:
             transfer.sink.write(region, payload)
         except Exception as error:
             log.exception("kv sink failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
+            transfer.has_lost_a_write = True
             self.fail(transfer.spec.transfer_id, f"the sink refused {region}: {error}")
             return Disposition.FAILED
         finally:
-            with transfer.changed:
-                transfer.num_writing -= 1
-                transfer.changed.notify_all()
+            transfer.end_copy()
         self.count("bytes_written", len(payload))
         return Disposition.WRITTEN
+
+    def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
+        """KV of tokens before the transfer's own; None where it is not held here, or more than all was asked for."""
+        transfer = self._find(transfer_id)
+        if transfer is None:
+            return None
+        spec, plane = transfer.spec, transfer.spec.plane(region.plane)
+        if plane is None or not region.is_inside(plane, start_token=0, end_token=spec.start_token):
+            return None
+        num_bytes = region.num_bytes(plane)
+        with transfer.changed:
+            is_open = transfer.state is TransferState.OPEN  # its blocks are another's afterwards
+            if not is_open or num_bytes > min(transfer.held_bytes, MAX_FRAME_BYTES):
+                return None
+            transfer.held_bytes -= num_bytes
+            transfer.num_copying += 1
+        try:
+            payload = transfer.sink.read(region)
+        finally:
+            transfer.end_copy()
+        self.count("bytes_read", num_bytes)
+        return FrameHeader.of(spec, region, payload), payload
 
     def commit(self, transfer_id: bytes, manifest: Manifest) -> CommitResult:
         """COMMITTED once and for ever after, INCOMPLETE (the transfer stays open), or UNKNOWN."""
@@ -276,7 +322,7 @@ class TransferInbox:
             state = CommitState.COMMITTED if self.was_committed(transfer_id) else CommitState.UNKNOWN
             return CommitResult(state=state)
         with transfer.changed:
-            transfer.wait_until_written(None)
+            transfer.wait_until_drained(None)
             if transfer.state is TransferState.COMMITTED:
                 return CommitResult(state=CommitState.COMMITTED)
             if transfer.state is not TransferState.OPEN:
@@ -320,7 +366,7 @@ class TransferInbox:
         if transfer is None:
             return DrainState.DRAINED
         with transfer.changed:
-            return DrainState.DRAINED if transfer.wait_until_written(timeout_seconds) else DrainState.UNKNOWN
+            return DrainState.DRAINED if transfer.wait_until_drained(timeout_seconds) else DrainState.UNKNOWN
 
     def count(self, name: str, amount: int = 1) -> None:
         """Adds to one field of `ReceiverCounters`."""

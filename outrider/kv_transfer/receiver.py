@@ -33,7 +33,7 @@ class KvReceiver:
     """Receives transfers for one process.
 
     Each stream holds one thread. Attached ones are as many as the owner has opened transfers;
-    of those that are not attached `max_strangers` may stay, for `HELLO_SECONDS`: another one
+    of those that are not attached `max_unattached` may stay, for `HELLO_SECONDS`: another one
     displaces the oldest, so that peers who say nothing, or lie, keep no honest sender out.
     Callbacks come from those threads and must be quick: hand the news to the owner's queue.
     """
@@ -49,7 +49,7 @@ class KvReceiver:
         on_failed: Callable[[bytes, str], None],
         progress_seconds: float = PROGRESS_SECONDS,
         max_senders: int = 1024,
-        max_strangers: int = 64,
+        max_unattached: int = 64,
         arena_directory: str = ARENA_DIRECTORY,
         security: PeerSecurity = PLAINTEXT,
     ) -> None:
@@ -62,13 +62,13 @@ class KvReceiver:
         self._connectors = frozenset(connectors)
         self._progress_seconds = progress_seconds
         self._max_senders = max_senders
-        self._max_strangers = max_strangers
+        self._max_unattached = max_unattached
         self._inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
         self._watchdog = Watchdog(name="kv-receiver-watchdog")
         self._arenas = ArenaReader(arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
-        self._strangers: dict[ReceiverStream, None] = {}  # of those, not attached yet: oldest first
-        self._strangers_lock = threading.Lock()
+        self._unattached: dict[ReceiverStream, None] = {}  # of those, oldest first
+        self._unattached_lock = threading.Lock()
         self._security = security
         self._server: grpc.Server | None = None
 
@@ -116,6 +116,10 @@ class KvReceiver:
         """When the last frame of this transfer was accepted, monotonic seconds; None: none was, or it is closed."""
         return self._inbox.last_frame_at(transfer_id)
 
+    def received_until(self, transfer_id: bytes) -> int | None:
+        """Ends a transfer; the token up to which its KV is there. See `TransferInbox.received_until`."""
+        return self._inbox.received_until(transfer_id)
+
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
 
@@ -149,7 +153,7 @@ class KvReceiver:
                     guard.touch()
                 reply = stream.handle(message)
                 if stream.is_attached:  # before the reply: the peer may take its time to read it
-                    self._forget_stranger(stream)
+                    self._forget_unattached(stream)
                     guard.seconds = self._progress_seconds
                     guard.touch()
                 if reply is not None:
@@ -159,19 +163,19 @@ class KvReceiver:
         finally:
             guard.stop()
             stream.break_off()
-            self._forget_stranger(stream)
+            self._forget_unattached(stream)
             self._streams.pop(stream, None)
 
     def _let_in(self, stream: ReceiverStream) -> None:
         displaced = None
-        with self._strangers_lock:
-            self._strangers[stream] = None
-            if len(self._strangers) > self._max_strangers:
-                displaced = next(iter(self._strangers))
-                del self._strangers[displaced]
+        with self._unattached_lock:
+            self._unattached[stream] = None
+            if len(self._unattached) > self._max_unattached:
+                displaced = next(iter(self._unattached))
+                del self._unattached[displaced]
         if displaced is not None:
             displaced.displace()
 
-    def _forget_stranger(self, stream: ReceiverStream) -> None:
-        with self._strangers_lock:
-            self._strangers.pop(stream, None)
+    def _forget_unattached(self, stream: ReceiverStream) -> None:
+        with self._unattached_lock:
+            self._unattached.pop(stream, None)

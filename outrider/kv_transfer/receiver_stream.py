@@ -15,6 +15,7 @@ from outrider.kv_transfer.frames import (
     Frame,
     Hello,
     MalformedMessageError,
+    Read,
     SenderMessage,
     SlotFrame,
     Welcome,
@@ -22,6 +23,8 @@ from outrider.kv_transfer.frames import (
     encode_ack,
     encode_cancelled,
     encode_commit_answer,
+    encode_held,
+    encode_not_held,
     encode_welcome,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
@@ -67,8 +70,11 @@ class ReceiverStream:
             return None
         return self._answer(parsed, self.transfer_id)
 
-    def _answer(self, message: Frame | SlotFrame | Commit | Cancel | Alive, transfer_id: bytes) -> bytes | None:
+    def _answer(self, message: Read | Frame | SlotFrame | Commit | Cancel | Alive, transfer_id: bytes) -> bytes | None:
         match message:
+            case Read():
+                held = self._inbox.read(transfer_id, message.region)
+                return encode_not_held() if held is None else encode_held(*held)
             case Frame():
                 return encode_ack(Ack(sequence=message.sequence, disposition=self._accept_frame(message)))
             case SlotFrame():
@@ -101,9 +107,9 @@ class ReceiverStream:
         else:
             self._inbox.set_connector(self.transfer_id, connector)
         self._release_arena()
-        if wants_arena:
-            self._arena = self._arenas.attach(hello.arena_id, hello.arena_bytes)
-        return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if self._arena is None else self._arena.nonce)
+        arena = self._arenas.attach(hello.arena_id, hello.arena_bytes) if wants_arena else None
+        self._arena = arena
+        return Welcome(state=AttachState.ATTACHED, nonce=NO_ARENA if arena is None else arena.nonce)
 
     def _note_false_hello(self) -> None:
         """Each is work for the interpreter that the node's steps need as well."""
@@ -119,7 +125,8 @@ class ReceiverStream:
     def _accept_slot(self, frame: SlotFrame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
             return self._refuse(Disposition.STALE)
-        payload = None if self._arena is None else self._arena.copy(frame.offset, frame.header.length)
+        arena = self._arena  # `break_off` comes from another thread
+        payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
         if payload is None:
             return self._refuse(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
 from outrider.errors import AbortedError, NotSupportedError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region, TransferSpec
-from outrider.kv_transfer.frames import Hello, Welcome
+from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, KvWriter, Region, TransferSpec
+from outrider.kv_transfer.frames import Held, Hello, Welcome
 from outrider.kv_transfer.inbox import AttachState
 from outrider.kv_transfer.manifest import ManifestEntry
 from outrider.kv_transfer.sender_stream import SenderStream
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+READ_AHEAD = 4
+"""Regions that are asked for before the first of them has come: memory is bounded by as many frames."""
 
 
 class Carrier(Protocol):
@@ -58,18 +63,26 @@ class StreamSender:
     def put(self, region: Region, payload: Buffer) -> None:
         view = memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
-        checksum = xxhash.xxh3_64_intdigest(view)
-        header = FrameHeader(
-            transfer_id=self._spec.transfer_id,
-            incarnation=self._spec.incarnation,
-            region=region,
-            length=len(view),
-            checksum=checksum,
-        )
+        header = FrameHeader.of(self._spec, region, view)
         self._stream.raise_if_ended()
         self._carrier.send(self._stream, header, view)
-        self._sent.append(ManifestEntry(region, checksum))
+        self._sent.append(ManifestEntry(region, header.checksum))
         self._payload_bytes += len(view)
+
+    def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
+        asked: deque[Region] = deque()
+        for region in regions:
+            self._stream.ask(region)
+            asked.append(region)
+            if len(asked) == READ_AHEAD:
+                self._take_held(asked.popleft(), writer)
+        for region in asked:
+            self._take_held(region, writer)
+
+    def _take_held(self, region: Region, writer: KvWriter) -> None:
+        held = self._stream.next_held()
+        check_held(held, self._spec, region)
+        writer.write(region, held.payload)
 
     def keep_alive(self) -> None:
         self._stream.keep_alive()
@@ -114,6 +127,20 @@ class StreamSender:
 
     def interrupt(self) -> None:
         self._stream.interrupt()
+
+
+def check_held(held: Held, spec: TransferSpec, region: Region) -> None:
+    """Raises: AbortedError unless this is what was asked for, unaltered."""
+    header, plane = held.header, spec.plane(region.plane)
+    assert plane is not None, "a region of the transfer's planes"
+    is_asked_for = (header.transfer_id, header.incarnation, header.region) == (
+        spec.transfer_id,
+        spec.incarnation,
+        region,
+    )
+    is_whole = len(held.payload) == region.num_bytes(plane)
+    if not is_asked_for or not is_whole or xxhash.xxh3_64_intdigest(held.payload) != header.checksum:
+        raise AbortedError(f"KV of {region} was altered on the way", reason="HELD_KV_CORRUPT")
 
 
 def raise_unless_attached(welcome: Welcome, address: str) -> None:

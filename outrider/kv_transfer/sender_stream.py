@@ -5,19 +5,22 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 
 from outrider.errors import AbortedError, OutriderError, PeerLostError
-from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader
+from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region
 from outrider.kv_transfer.frames import (
     METHOD,
     Ack,
     Cancelled,
+    Held,
     Hello,
     MalformedMessageError,
+    NotHeld,
     ReceiverMessage,
     Welcome,
     decode_receiver_message,
@@ -25,6 +28,7 @@ from outrider.kv_transfer.frames import (
     encode_cancel,
     encode_commit,
     encode_hello,
+    encode_read,
 )
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.manifest import Manifest
@@ -62,6 +66,8 @@ class SenderStream:
         self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
         self._tell_end: Callable[[], None] | None = None  # called once, without the lock
         self._welcomes: list[Welcome] = []
+        self._num_asked = 0  # regions whose answer is due
+        self._held: deque[Held | NotHeld] = deque()
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
@@ -104,6 +110,20 @@ class SenderStream:
             self._in_flight[sequence] = _InFlight(header.length, release)
             self._in_flight_bytes += header.length
         self._outgoing.put(encode(sequence, header))
+
+    def ask(self, region: Region) -> None:
+        """For KV that the receiver holds: `next_held` gives the answers in order."""
+        with self._changed:
+            self._num_asked += 1
+        self._outgoing.put(encode_read(region))
+
+    def next_held(self) -> Held:
+        """Raises: AbortedError when it is not held there, PeerLostError."""
+        self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
+        held = self._held.popleft()
+        if isinstance(held, NotHeld):
+            raise AbortedError(f"KV receiver {self.address} does not hold what was asked for", reason="NOT_HELD")
+        return held
 
     def keep_alive(self) -> None:
         """Raises: PeerLostError, AbortedError when the stream has ended meanwhile."""
@@ -217,9 +237,14 @@ class SenderStream:
                     if message.disposition.is_refusal and self._refused is None:
                         self._refused = refusal_of(self.address, message.disposition)
                 case Welcome():
-                    self._welcomes.append(message)
+                    self._welcomes = [message]
+                case Held() | NotHeld():
+                    if not self._num_asked:  # each may be as large as a frame
+                        raise MalformedMessageError("KV came that was not asked for")
+                    self._num_asked -= 1
+                    self._held.append(message)
                 case CommitResult():
-                    self._answers.append(message)
+                    self._answers = [message]
                 case Cancelled():
                     self._drain = message.drain
             self._changed.notify_all()

@@ -27,7 +27,7 @@ KEEP_ALIVES = 4
 """How often within its progress deadline a sender without a slot says that it lives."""
 
 MAX_RECEIVERS = 32
-STRANGER_SECONDS = 60.0
+UNATTACHABLE_SECONDS = 60.0
 """How long a receiver that could not attach is not asked again: its /dev/shm may have been full for a moment."""
 
 log = get_logger("kv_transfer")
@@ -121,14 +121,14 @@ class ArenaSource:
         self._clock = clock
         self._lock = threading.Lock()
         self._offered: OrderedDict[bytes, _Offered] = OrderedDict()  # by the receiver's incarnation, last used last
-        self._strangers: OrderedDict[bytes, float] = OrderedDict()  # incarnations that cannot attach, until when
+        self._unattachable: OrderedDict[bytes, float] = OrderedDict()  # incarnations that cannot attach, until when
         sweep(config.arena_directory)
 
     def offer(self, stream: SenderStream, spec: TransferSpec) -> Carrier | None:
         """None when the receiver cannot attach. A receiver forgets idle arenas: then a new one is offered."""
         with self._lock:
             now = self._clock()
-            if self._strangers.get(spec.incarnation, now) > now:
+            if self._unattachable.get(spec.incarnation, now) > now:
                 return None
             self._drop_idle(now)
             offered = self._offered.get(spec.incarnation)
@@ -175,8 +175,8 @@ class ArenaSource:
         if is_attached:
             return arena
         with self._lock:
-            self._strangers[spec.incarnation] = self._clock() + STRANGER_SECONDS
-            _bound(self._strangers, spec.incarnation)
+            self._unattachable[spec.incarnation] = self._clock() + UNATTACHABLE_SECONDS
+            _bound(self._unattachable, spec.incarnation)
         return None
 
     def _attach(self, stream: SenderStream, spec: TransferSpec, arena: Arena) -> bool:

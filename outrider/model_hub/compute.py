@@ -1,4 +1,4 @@
-"""A model with the memory, and the processes, that it computes with: what prefill and decode nodes are built on."""
+"""Opens a model with its KV cache and runner, in one process or several, for prefill and decode nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.ranks.channel import RankLostError
 from outrider.engine.step_graphs import GraphShapes
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of
+from outrider.model_hub.kernels import attention_of, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from outrider.engine.kv_cache.base import KVCache
+
+PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
+"""Prompt tokens of one forward pass, by device. A CPU is as fast with 256 rows as with more, and other nodes on its
+processors get their turn sooner. A GPU needs thousands to be busy, and so that keys are read less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +34,37 @@ class Compute:
     kv_cache: KVCache
     runner: ModelRunner
     ranks: AbstractContextManager[object]
+    max_rows_per_step: int
 
 
 def open_compute(
     config: ModelConfig,
     kv_cache: KVCacheConfig,
     *,
-    max_rows_per_step: int,
+    max_rows_per_step: int | None = None,
     graphs: GraphShapes | None = None,
+    main_memory_bytes: int = 0,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
     """Loads the model and makes its cache: in this process, or in `model.tensor_parallel_size` of which this is rank 0.
 
+    `max_rows_per_step`: None where all rows are of prompts: as many as suit the device.
     `graphs`: steps that are captured, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
+    `main_memory_bytes`: what else the node may take of that memory, where the cache is in it.
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
     """
+    num_rows = max_rows_per_step or PROMPT_ROWS[resolve_device(config.device).type]
     if config.tensor_parallel_size > 1:
         from outrider.model_hub.ranks import open_ranks  # imports torch.distributed
 
-        return open_ranks(
-            config, kv_cache, max_rows_per_step=max_rows_per_step, on_rank_lost=on_rank_lost, progress=progress
-        )
+        parts = open_ranks(config, kv_cache, max_rows_per_step=num_rows, on_rank_lost=on_rank_lost, progress=progress)
+        return Compute(*parts, num_rows)
     model = open_model(config, progress=progress)
     attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
     graphs = graphs if config.cuda_graphs else None
-    cache, runner = open_runner(model, attention, kv_cache, num_rows=max_rows_per_step, graphs=graphs)
-    return Compute(model, cache, runner, nullcontext())
+    cache, runner = open_runner(
+        model, attention, kv_cache, num_rows=num_rows, graphs=graphs, main_memory_bytes=main_memory_bytes
+    )
+    return Compute(model, cache, runner, nullcontext(), num_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.config import setting
+from outrider.config import fixed, setting
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
 
@@ -56,6 +56,9 @@ class ModelConfig:
     keep_packed: bool = setting(
         True, help="Keep the weights as native kernels read them in the cache directory: later starts map them."
     )
-    cache_dir: str = setting(
-        "", help="Where converted models are kept; empty is $OUTRIDER_CACHE_DIR, else $XDG_CACHE_HOME/outrider."
+    turns_file: str = setting(
+        "",
+        help="Prefill and decode nodes that compute on the same processors and name the same file take turns; empty: "
+        "none. `outrider up` chooses.",
     )
+    cache_dir: str = fixed("")  # of converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache

@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from outrider.engine.processor import SPIN_SHORT, environment
+from outrider.engine.processor import ENVIRONMENT
 from outrider.errors import ModelError
 from outrider.model_hub.convert_gguf import CONVERSION_STEPS
 from outrider.model_hub.fingerprint import file_sha256, sample_file
@@ -47,7 +47,7 @@ POLL_SECONDS = 0.25
 WAIT_REPORT_SECONDS = 1.0
 """How often a process that waits for another one's download tells how far it is."""
 
-_ANOTHER_CACHE = "choose another directory with model.cache_dir (OUTRIDER_MODEL__CACHE_DIR)"
+_ANOTHER_CACHE = "choose another directory with OUTRIDER_CACHE_DIR"
 _PIP = (
     "import runpy; from outrider.parent_death import die_with_parent; die_with_parent(); "
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
@@ -243,7 +243,7 @@ def convert(weights: Path, directory: Path, *, progress: Progress = no_progress)
         stdout=subprocess.PIPE,
         stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 closed below, when the process has ended
         env={
-            **environment(spin_count=SPIN_SHORT),
+            **ENVIRONMENT,
             **os.environ,
             PARENT_VARIABLE: str(os.getpid()),
             "TQDM_DISABLE": "1",

@@ -21,7 +21,7 @@ from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_na
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers, why_no_native_layers
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
-from outrider.engine.linear import can_pack, pack_linear_layers
+from outrider.engine.linear import replace_linear_layers
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch
 from outrider.errors import ConfigError, ModelError
@@ -38,6 +38,7 @@ from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.support import (
+    SPLIT_CONTEXT,
     check_paged_forward,
     depends_on_batch,
     describe_decoder,
@@ -90,8 +91,6 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
         from outrider.engine.deterministic_layers import make_deterministic  # imports triton
 
         make_deterministic(model)
-    elif num_ranks == 1 and can_pack(TORCH_DTYPES[dtype], device):
-        pack_linear_layers(model)
     loaded = describe_model(
         config=config,
         location=location,
@@ -121,7 +120,7 @@ def _deterministic_numerics(loaded: LoadedModel, attention: str) -> Numerics:
 
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability(loaded.device))
     promise = Promise.EXACT
-    if depends_on_batch(loaded, attention):
+    if depends_on_batch(loaded, attention, num_tokens=SPLIT_CONTEXT):
         promise = promise_of_torch(loaded.spec.dtype)
     return Numerics(promise, deterministic_kernels(loaded.spec.dtype, capability))
 
@@ -133,7 +132,7 @@ def _make_native(
     if not why_not_native(model, spec, layers):
         return NativeDecoder(kernels, pack_decoder(kernels, model, spec, layers, quantise=quantise))
     native = NativeLayers(kernels, quantise=quantise)
-    pack_linear_layers(model, native.make_linear)
+    replace_linear_layers(model, native.make_linear)
     native.replace_norms(model)
     native.replace_activations(model)
     torch.set_num_threads(1)  # what torch still computes is light, and rounds differently at the seams between threads

@@ -27,7 +27,7 @@ class ModelLocation:
 
 
 def cache_directory(config: ModelConfig) -> Path:
-    """Where converted models are kept: the setting, $OUTRIDER_CACHE_DIR, or the user's cache."""
+    """Where converted models are kept."""
     return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_directory()
 
 

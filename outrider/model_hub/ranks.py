@@ -21,9 +21,9 @@ from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.group import Member, RankGroup
 from outrider.engine.ranks.leading_runner import LeadingRunner
 from outrider.engine.ranks.sharded_cache import ShardedKVCache
-from outrider.model_hub.compute import Compute
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import read_config
+from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.model_hub.shard import START_SECONDS, Allocate, Loaded, Ready, Shard, Start, open_shard
@@ -42,8 +42,8 @@ def open_ranks(
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
-) -> Compute:
-    """As `open_compute` does, for two ranks or more. One group at a time in a process: torch keeps it there.
+) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
+    """Rank 0's part of what `open_compute` gives, for two ranks or more. One group at a time in a process.
 
     The other ranks end with the thread that calls it (see `outrider.parent_death`).
     """
@@ -89,7 +89,7 @@ def open_ranks(
         finally:
             ranks.close()
         raise
-    return Compute(shard.model, cache, runner, ranks)
+    return shard.model, cache, runner, ranks
 
 
 def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> int:
@@ -98,7 +98,6 @@ def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> 
     return PagedKVCache.num_blocks_for(
         whole_spec(shard.model.spec, len(frees)),
         kv_cache,
-        block_size=shard.block_size,
         free_bytes=min(frees) * (1 if device == "cpu" else len(frees)),
         default_fraction=DEFAULT_FRACTIONS[device],
     )

@@ -25,7 +25,7 @@ class Start:
     config: ModelConfig
     rank: int
     store: Path  # a file that becomes the process group's store
-    block_size: int | None  # as in the settings
+    block_size: int
     max_rows_per_step: int
     timeout_seconds: float
 
@@ -78,12 +78,12 @@ def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
     model = load_model(start.config, progress=progress)
     attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype)
-    reserved = rehearse(model, attention, num_rows=start.max_rows_per_step)
+    reserved = rehearse(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     assert model.model is not None
     bound_collectives(model.model, timeout_seconds=start.timeout_seconds)
     return Shard(
         model,
         attention,
-        block_size=attention.block_size(start.block_size),
+        block_size=start.block_size,
         free_bytes=max(free_memory_bytes(model.device) - reserved, 0),
     )

@@ -1,8 +1,7 @@
-"""Whether a decoder is one that we can serve: found out by trying, before any request does.
+"""Checks at load that a decoder can be served, by running it.
 
-A model fits when each of its layers keeps plain keys and values for each token and asks
-transformers' AttentionInterface for nothing but causal attention with a scale, a window
-and a soft cap. What does not fit is refused by name instead of being served wrong.
+Each layer must keep plain keys and values for each token, and ask transformers' AttentionInterface for nothing but
+causal attention with a scale, a window and a soft cap. Other models are refused by name.
 """
 
 from __future__ import annotations
@@ -28,14 +27,19 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 _PROBE_TOKENS = 40
 """Of each sequence of the probe: several blocks in each half. Far positions are compared by their rotations alone."""
+SPLIT_CONTEXT = 1200
+"""Tokens with which our GPU kernels split contexts and products in passes of few rows, and in longer ones do not."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
+_COMPARED_BLOCK = 16
+_COMPARED_CHUNK = 200
+"""Rows: fewer than those with which our GPU kernels stop to split."""
 LOSSY_TOLERANCE = 0.3
 """Of the largest logit. A wrong mask, position or cache is off by far more, rounding by far less."""
 
 
 def refuse_by_config(config: PretrainedConfig, device: torch.device) -> None:
-    """Refuses what the configuration alone gives away. Raises ModelError naming the architecture.
+    """Refuses models that the configuration shows to be unsuitable. Raises ModelError naming the architecture.
 
     Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU some of
     them dequantize to twice or four times the memory, some fail in the first forward, and a method that
@@ -60,7 +64,7 @@ def refuse_by_config(config: PretrainedConfig, device: torch.device) -> None:
 def describe_decoder(
     model: PreTrainedModel, *, dtype: str, max_model_len: int = 0
 ) -> tuple[ModelSpec, list[AttentionOptions]]:
-    """Measures what each layer hands to attention and asks of it, on a forward of two tokens.
+    """Records what each layer passes to attention, in a forward of two tokens.
 
     `max_model_len` 0 takes the model's own window. Raises ModelError for a decoder whose
     layers do not all keep plain K and V of one shape, ConfigError for a window that the
@@ -150,31 +154,45 @@ def check_paged_forward(model: RunnableModel, expected: Tensor, *, is_lossy: boo
         )
 
 
-def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa") -> bool:
-    """Whether the logits of some rows have other bits in company than alone: seen on random tokens, at load.
+def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num_tokens: int = 64) -> bool:
+    """Whether the logits of some rows have other bits in another batch: tried on random tokens, at load.
 
-    Equal bits prove nothing of other batches; unequal ones prove that something in the model, which
-    torch computes, adds in an order that depends on the rows beside it.
+    The last rows of a sequence are computed in one pass with all rows before them; one by one; in company; and as a
+    path of a draft tree. With SPLIT_CONTEXT tokens, kernels that split long contexts or wide products do so in some of
+    these passes and not in others. Equal bits prove nothing of other batches; unequal ones prove that something in the
+    model adds in an order that depends on the rows beside it.
     """
     spec = model.spec
+    num_tokens = min(num_tokens, spec.max_model_len)
+    num_compared = min(_COMPARED_ROWS, num_tokens // 2)
+    start = num_tokens - num_compared
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(0, spec.vocab_size, (2, _COMPARED_ROWS), generator=generator).tolist()
-    cache = PagedKVCache(spec.planes, num_blocks=6, block_size=_COMPARED_ROWS, device=model.device)
+    ids, others = torch.randint(0, spec.vocab_size, (2, num_tokens), generator=generator).tolist()
+    num_blocks = -(-num_tokens // _COMPARED_BLOCK)
+    cache = PagedKVCache(spec.planes, num_blocks=3 * num_blocks, block_size=_COMPARED_BLOCK, device=model.device)
+    in_one_pass, in_chunks, of_others = (range(first * num_blocks, (first + 1) * num_blocks) for first in range(3))
     runner = ModelRunner(model, cache, make_attention_backend(attention, cache.device, spec.dtype))
 
-    def logits(*sequences: SequenceRows) -> Tensor:
-        """Of the first sequence: [num_rows, vocab_size] float32."""
-        result = runner.forward(build_input_batch(list(sequences), cache.block_size))
-        return result[: len(sequences[0].token_ids)].clone()
+    def logits(first: SequenceRows, *company: SequenceRows) -> Tensor:
+        """Of the first sequence: [num_logits, vocab_size] float32."""
+        return runner.forward(build_input_batch([first, *company], cache.block_size))[: first.num_logits].clone()
 
-    def part(which: int, start: int, end: int, block: int) -> SequenceRows:
-        return SequenceRows(rows[which][start:end], start, (block,), end - start)
-
-    alone = torch.cat([logits(part(0, at, at + 1, 0)) for at in range(_ROWS_ALONE)])
-    whole = logits(part(0, 0, _COMPARED_ROWS, 1))
-    company = [part(1, 0, _COMPARED_ROWS, 3), part(1, 0, _COMPARED_ROWS // 2, 4), part(0, 0, 1, 5)]
-    together = logits(part(0, 0, _COMPARED_ROWS, 2), *company)
-    return not (torch.equal(alone, whole[:_ROWS_ALONE]) and torch.equal(whole, together))
+    expected = logits(SequenceRows(ids, 0, in_one_pass, num_compared))
+    for chunk in range(0, start, _COMPARED_CHUNK):
+        end = min(chunk + _COMPARED_CHUNK, start)
+        logits(SequenceRows(ids[chunk:end], chunk, in_chunks, 1))
+    few = range(start, start + min(_ROWS_ALONE, num_compared // 2))
+    alone = torch.cat([logits(SequenceRows(ids[at : at + 1], at, in_chunks, 1)) for at in few])
+    together = logits(
+        SequenceRows(ids[start:], start, in_chunks, num_compared),
+        SequenceRows(others[: 2 * _COMPARED_ROWS], 0, of_others, 1),
+        SequenceRows(ids[:1], 0, of_others[-1:], 1),
+    )
+    # Each token on the path has a sibling before it: [known, sibling, token, sibling, token, …].
+    tree = [ids[start], *(token for at in few[1:] for token in (others[at], ids[at]))]
+    parents = [2 * (draft // 2) - 1 for draft in range(len(tree) - 1)]
+    in_tree = logits(SequenceRows(tree, start, in_chunks, len(tree), parents))[::2]
+    return not all(torch.equal(found, expected[: len(found)]) for found in (alone, together, in_tree))
 
 
 def _quantization_method(config: PretrainedConfig) -> str:

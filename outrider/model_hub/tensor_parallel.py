@@ -1,4 +1,4 @@
-"""Whether a model can be split among ranks, and how they come together."""
+"""Checks that a model can be split among ranks, and joins their process group."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
 
 
 def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float) -> None:
-    """Makes this process a rank: torch's threads, its device, and the process group, which all ranks join at once.
+    """Makes this process a rank: sets torch's threads and device, and joins the process group together with the others.
 
     `store`: a file that no group has used. Raises ConfigError when the others do not come in time.
     """
@@ -93,7 +93,7 @@ def rank_device(config: ModelConfig, rank: int) -> torch.device:
 
 
 def bound_collectives(model: PreTrainedModel, *, timeout_seconds: float) -> None:
-    """A rank that hangs is an error after this long: transformers' groups have torch's default of half an hour."""
+    """Sets the timeout of collectives, so that a hanging rank is an error. torch's default is half an hour."""
     mesh: Any = model._device_mesh  # noqa: SLF001 transformers keeps it nowhere else
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group("tp"))  # noqa: SLF001
 

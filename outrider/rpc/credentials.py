@@ -1,4 +1,4 @@
-"""Who the other side must be, and who we are."""
+"""TLS and tokens of a channel."""
 
 from __future__ import annotations
 

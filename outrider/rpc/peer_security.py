@@ -1,4 +1,4 @@
-"""How the services of one cluster know each other: one value, used by every dialler and every server between them."""
+"""Mutual TLS between the services of a cluster: one value for all of a process's channels and its server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SecurityConfig:
 
 
 class PeerSecurity:
-    """What this process shows the other services, and what it asks of them. Thread-safe.
+    """This process's certificate, and the names that it requires of others. Thread-safe.
 
     Everything is plaintext, and everybody a peer, unless `is_enabled`. Files are read on first use.
     """
@@ -92,11 +92,11 @@ class PeerSecurity:
         return not self.is_enabled or self._config.peer_name in names_of(auth_context)
 
     def is_operator(self, auth_context: AuthContext) -> bool:
-        """Whether a caller may look into nodes."""
+        """Whether a caller may use NodeService."""
         return not self.is_enabled or self._config.operator_name in names_of(auth_context)
 
     def explain_refusal(self, auth_context: AuthContext) -> str:
-        """Why a caller is no peer."""
+        """Error message for a caller that is no peer."""
         shown = ", ".join(sorted(names_of(auth_context))) or "no name"
         return f"this call is for services whose certificate has the name {self._config.peer_name}; yours has {shown}"
 

@@ -39,7 +39,7 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
 
 
 def status_code(error: BaseException) -> grpc.StatusCode:
-    """INTERNAL for everything that is not in the tree, and for what must not leave the process."""
+    """INTERNAL for everything outside the tree of `outrider.errors`, and for internal errors."""
     for kind in type(error).__mro__:
         if kind in _CODES:
             return _CODES[kind]
@@ -47,7 +47,7 @@ def status_code(error: BaseException) -> grpc.StatusCode:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The google.rpc.Status of an error. INTERNAL says nothing about our insides."""
+    """The google.rpc.Status of an error. INTERNAL carries no details."""
     code = status_code(error)
     if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
         details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
@@ -89,7 +89,7 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
         arguments["retry_after_seconds"] = 1.0 if retry_after_seconds is None else retry_after_seconds
     if kind is errors.PeerLostError:
         arguments["node"] = info.metadata.get("node", target)
-        if not info.reason:  # gRPC's own words: nobody answered
+        if not info.reason:  # made by gRPC itself: nobody answered
             arguments["reason"] = UNREACHABLE
             message = f"{target} cannot be reached: {message}" if target else message
     return kind(message, **arguments)
@@ -120,7 +120,7 @@ def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, s
             else:
                 detail.Unpack(info)
     except (ValueError, DecodeError):
-        pass  # details from a stranger do not parse: the status stands without them
+        pass  # details that do not parse are dropped
     return info, field, retry_after_seconds
 
 

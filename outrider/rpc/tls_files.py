@@ -33,7 +33,7 @@ class TlsFiles:
 
     @property
     def version(self) -> int:
-        """Counts what was taken: whoever keeps credentials made from an older version makes new ones."""
+        """Counts reloads: credentials made from an older version are stale."""
         self.newest()
         return self._version
 
@@ -101,5 +101,5 @@ def _file_stamp(path: Path) -> tuple[int, int, int]:
     try:
         found = path.stat()
     except OSError:
-        return (0, 0, 0)  # away for a moment, or for good: reading it says why
+        return (0, 0, 0)  # missing: reading it raises the error
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.config import setting
-from outrider.rpc.credentials import TlsConfig
+
+ROUTER_PORT = 50051
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Where a service listens, and how it ends."""
+    """Section `server`: where a process listens, what it accepts at most, and how long its drain takes."""
 
     host: str = setting("127.0.0.1", help="Address to bind; 0.0.0.0 for every network card.")
-    port: int = setting(0, at_least=0, at_most=65535, help="Port to bind; 0: the system chooses.")
+    port: int | None = setting(
+        None,
+        at_least=0,
+        at_most=65535,
+        help="Port to bind; 0: the system chooses. By default 50051 for a router and 0 for a node.",
+    )
     advertise_address: str = setting(
         "", help="host[:port] under which others reach this service; empty: what is bound, or this machine's address."
     )
@@ -24,9 +30,6 @@ class ServerConfig:
     drain_seconds: float = setting(
         6.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM; the end takes 3 s more."
     )
-    max_message_bytes: int = setting(
-        16 * 1024 * 1024, at_least=65_536, at_most=1 << 30, help="Largest message accepted or sent."
-    )
     max_request_bytes: int = setting(
         2 * 1024 * 1024,
         at_least=65_536,
@@ -36,7 +39,12 @@ class ServerConfig:
     max_concurrent_rpcs: int = setting(
         4096, at_least=16, at_most=1_000_000, help="Calls at a time; beyond: RESOURCE_EXHAUSTED."
     )
-    tls: TlsConfig = field(default_factory=TlsConfig)
+
+    def port_of(self, role: str) -> int:
+        """The configured port, or a role's own."""
+        if self.port is not None:
+            return self.port
+        return ROUTER_PORT if role == "router" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

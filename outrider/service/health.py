@@ -1,4 +1,7 @@
-"""grpc.health.v1: NOT_SERVING until the service has started, and again from the first sign of its end."""
+"""grpc.health.v1: NOT_SERVING until the service has started, and again from the first sign of its end.
+
+The name `LIVENESS` is SERVING as long as the process answers, whatever it waits for.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
+LIVENESS = "liveness"
+"""For probes that restart a process: other nodes' states, its start and its drain do not change it."""
 
 
 @runtime_checkable
@@ -33,6 +38,7 @@ class Health:
 
     async def add_to(self, server: grpc.aio.Server) -> None:
         await self.set_serving(is_serving=False)
+        await self._servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_serving(self, *, is_serving: bool) -> None:

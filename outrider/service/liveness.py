@@ -11,8 +11,11 @@ expected to.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
 
 from outrider.node import NodeReport
 
@@ -33,6 +36,17 @@ LATE_STEP_TOLERANCE = 2.0
 
 STALL_SECONDS = 0.1
 """An event loop that wakes this much too late was stalled itself: it reads what has arrived before it judges."""
+MAX_STALLS = 5
+"""After so many stalls in a row the loop is overloaded, and has had time to read: the deadline holds."""
+
+
+class Standing(IntEnum):
+    """What a peer's progress says of it."""
+
+    TIMELY = 0
+    LATE = 1
+    SILENT = 2
+    LOST = 3
 
 
 class ProgressDeadline:
@@ -50,12 +64,13 @@ class ProgressDeadline:
     ) -> None:
         self._grace_seconds = max(grace_seconds, LEAST_GRACE_SECONDS)
         self._clock = clock
-        now = clock()
-        self._report_deadline = now + self._grace_seconds
-        self._step_deadline = now + self._grace_seconds
-        self._late_report_at = now + self._grace_seconds
-        self._late_step_at = now + self._grace_seconds
+        self._report_deadline = self._step_deadline = clock() + self._grace_seconds
+        self._late_report_at = self._late_step_at = self._report_deadline
+        self._least_silent_at = 0.0
         self._step: int | None = None  # None: idle at the last report
+        self.standing = Standing.TIMELY
+        self.watched_until = math.inf  # when the watcher looks again
+        self.on_earlier: Callable[[], None] = lambda: None  # it must look sooner
 
     def feed(self, report: NodeReport) -> None:
         """Takes a report that has just arrived."""
@@ -71,47 +86,76 @@ class ProgressDeadline:
             self._late_step_at = now + max(patience - report.step_age_seconds, 0.0)
         if is_idle:
             self._late_step_at = self._late_report_at  # an idle process owes reports only
+        self.standing = Standing.LATE if self.is_late() else Standing.TIMELY
+        self._least_silent_at = 0.0
+        if self.standing is Standing.LATE or min(self._late_at, self._lost_at) < self.watched_until:
+            self.on_earlier()
+
+    def is_late(self) -> bool:
+        return self._clock() >= self._late_at
+
+    def is_lost(self) -> bool:
+        return self._clock() >= self._lost_at
 
     @property
-    def deadline(self) -> float:
-        """When the peer is lost unless it moves, on the clock's scale (seconds)."""
-        return min(self._report_deadline, self._step_deadline)
-
-    @property
-    def late_at(self) -> float:
-        """When the peer is suspected unless it moves, on the clock's scale (seconds)."""
+    def _late_at(self) -> float:
         return min(self._late_report_at, self._late_step_at)
 
-    def seconds_until_late(self) -> float:
-        """At least 0."""
-        return max(self.late_at - self._clock(), 0.0)
+    @property
+    def _lost_at(self) -> float:
+        return min(self._report_deadline, self._step_deadline)
 
-    def seconds_until_silent(self) -> float:
-        """At least 0."""
-        return max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS - self._clock(), 0.0)
+    def next_change(self) -> tuple[Standing, float]:
+        """(what it becomes next, in so many seconds, at least 0) unless it moves."""
+        lost_at = self._lost_at
+        silent_at = max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS, self._least_silent_at)
+        if self.standing is Standing.TIMELY and self._late_at < lost_at:
+            standing, at = Standing.LATE, self._late_at
+        elif self.standing is Standing.LATE and silent_at < lost_at:
+            standing, at = Standing.SILENT, silent_at
+        else:
+            standing, at = Standing.LOST, lost_at
+        return standing, max(at - self._clock(), 0.0)
 
-    def is_late(self, now: float | None = None) -> bool:
-        return (self._clock() if now is None else now) >= self.late_at
+    def watch(self) -> float:
+        """Seconds until the next change. Reports that bring it nearer call `on_earlier`."""
+        seconds = self.next_change()[1]
+        self.watched_until = self._clock() + seconds
+        return seconds
 
-    def is_lost(self, now: float | None = None) -> bool:
-        return (self._clock() if now is None else now) >= self.deadline
+    def advance(self) -> bool:
+        """Takes a change that is due; False: none is."""
+        standing, seconds = self.next_change()
+        if seconds > 0.0:
+            return False
+        self.standing = standing
+        # After our own stall, restart the silence timer.
+        self._least_silent_at = self._clock() + SILENT_SECONDS - LATE_SECONDS
+        return True
 
-    def remaining_seconds(self) -> float:
-        """At least 0."""
-        return max(self.deadline - self._clock(), 0.0)
 
-
-async def until_lost(deadline: ProgressDeadline) -> None:
-    """Returns once the peer is lost; whoever takes its reports feeds the deadline meanwhile.
+async def watch_progress(progress: ProgressDeadline, on_change: Callable[[], None]) -> None:
+    """Calls `on_change` when the peer becomes late or silent; returns once it is lost. Others feed `progress`.
 
     After a stall of this process the reports that came during it are still unread, so the
-    deadline is looked at again when they have had time to be read.
+    deadline is looked at again when they have had time to be read, at most `MAX_STALLS` times.
     """
     loop = asyncio.get_running_loop()
+    earlier = asyncio.Event()
+    progress.on_earlier = earlier.set
+    num_stalls = 0
     while True:
-        wake_at = loop.time() + deadline.remaining_seconds()
-        await asyncio.sleep(wake_at - loop.time())
-        if loop.time() - wake_at > STALL_SECONDS:
+        earlier.clear()
+        wake_at = loop.time() + progress.watch()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(wake_at):
+                await earlier.wait()
+        if progress.next_change()[1] > 0.0:
+            num_stalls = 0
+        elif loop.time() - wake_at > STALL_SECONDS and num_stalls < MAX_STALLS:
+            num_stalls += 1
             await asyncio.sleep(STALL_SECONDS)
-        elif deadline.is_lost():
-            return
+        elif progress.advance():
+            if progress.standing is Standing.LOST:
+                return
+            on_change()

@@ -1,4 +1,4 @@
-"""Who is behind some targets: one peer for each address, and names are looked up again while running."""
+"""Resolves targets to peers, one for each address, and looks names up again while running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Peer(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the other side is there now: as long as it is, the peer is not dropped."""
+        """A connected peer is not dropped."""
 
     async def run(self) -> None: ...
 
@@ -104,7 +104,7 @@ class PeerSet(Generic[AnyPeer]):
         self._answers[target] = addresses
 
     def _settle(self) -> None:
-        """Peers for what is new; those that nobody names any more go as soon as they are not connected."""
+        """Opens peers for new addresses; drops those whose address left DNS, once they are not connected."""
         wanted = {address: target for target, addresses in self._answers.items() for address in addresses}
         coming = sorted(wanted.keys() - self._peers.keys())
         going = [address for address, peer in self._peers.items() if address not in wanted and not peer.is_connected]

@@ -13,7 +13,7 @@ from outrider.errors import AbortedError, AlreadyRunningError, NotSupportedError
 from outrider.profile import Capture, Captured, EndProfile, Profile, ProfileOptions, StartProfile
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import node_pb2_grpc
-from outrider.wire.profile import options_to_proto, profile_from_proto
+from outrider.wire.profile import PROFILE, options_to_proto
 
 END_SECONDS = 30.0
 """How long an engine may take to give up a profile: the step at hand, and closing a trace."""
@@ -105,7 +105,7 @@ async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, t
     try:
         async for chunk in call:
             if chunk.WhichOneof("chunk") == "summary":
-                profile = profile_from_proto(chunk.summary)
+                profile = PROFILE.from_proto(chunk.summary)
             trace.extend(chunk.trace)
     except grpc.RpcError as error:
         raise _explained(error, target) from error

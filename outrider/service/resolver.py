@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable
 
 Resolver = Callable[[str], Awaitable[list[str]]]
 """Target → addresses that can be dialled. Raises: OSError when the name is not known (yet)."""
@@ -47,22 +47,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-class FakeResolver:
-    """A resolver for tests: answers what it was told last; a name that it was not told is unknown."""
-
-    def __init__(self, answers: Mapping[str, Iterable[str]]) -> None:
-        self._answers = {target: list(addresses) for target, addresses in answers.items()}
-        self.num_lookups = 0
-
-    def set(self, target: str, *addresses: str) -> None:
-        """From the next lookup on. Without addresses: the lookup fails."""
-        self._answers[target] = list(addresses)
-
-    async def __call__(self, target: str) -> list[str]:
-        self.num_lookups += 1
-        addresses = self._answers.get(target, [])
-        if not addresses:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return list(addresses)

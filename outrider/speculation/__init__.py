@@ -1,4 +1,4 @@
 """Guessing tokens ahead of the target model, and deciding which guesses to verify.
 
-Never imports grpc or stubs, and reaches torch only through `proposers.draft_model`.
+Never imports grpc or stubs. Torch is needed in `verify` and `proposers.model_forward` only.
 """

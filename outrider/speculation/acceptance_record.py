@@ -114,11 +114,11 @@ class AcceptanceRecord:
         left: dict[int, tuple[float, float]] = {}
         for parent, depth in zip(draft.parents, draft.depths(), strict=True):
             if parent in left:
-                (reached, most), chance = left[parent], sibling
+                (reached, limit), chance = left[parent], sibling
             else:
-                reached = most = 1.0 if parent == ROOT else found[parent]
+                reached = limit = 1.0 if parent == ROOT else found[parent]
                 chance = self._acceptance(depth - 1)
-            found.append(min(reached * chance, most))
+            found.append(min(reached * chance, limit))
             left[parent] = (reached * (1.0 - chance), found[-1])
         return found
 

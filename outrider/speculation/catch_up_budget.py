@@ -1,20 +1,20 @@
-"""How many rows of prefixes one forward of a draft model may have: drafts of other sequences wait for it."""
+"""Limits the prefix rows in one forward of a draft model, as drafts of other sequences wait for it."""
 
 from __future__ import annotations
 
 import math
 
 LEAST_ROWS = 16
-"""So few cost hardly more than one."""
+"""Fewer cost about as much."""
 
 FIRST_ROWS = 64
-"""Before it is known what a row costs."""
+"""Until a row's cost is measured."""
 
 SMOOTHING = 0.2
 
 
 class CatchUpBudget:
-    """A time, counted in rows by what they have cost so far."""
+    """A time limit, converted to rows by their measured cost."""
 
     def __init__(self, *, max_rows: int, seconds: float = math.inf) -> None:
         """At most `max_rows`, and as many as take about `seconds`."""
@@ -32,7 +32,7 @@ class CatchUpBudget:
         return int(min(self._max_rows, max(affordable, LEAST_ROWS)))
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """A forward with rows of prefixes. One with few rows says little about what a row costs, and is left out."""
+        """Records a forward with prefix rows. One of few rows says little about the cost of a row, and is ignored."""
         if num_rows < LEAST_ROWS:
             return
         weight = SMOOTHING if self._row_seconds > 0.0 else 1.0

@@ -8,12 +8,14 @@ with a single token now and then, for a small share of the time.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from outrider.engine.scheduler import DraftRoom
+from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAcceptance
-from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.row_choice import RowChoice, choose_rows
 from outrider.speculation.step_cost import StepCostModel
 
@@ -23,7 +25,7 @@ PROBE_STEPS = 32
 PROBE_SHARE = 0.005
 """Of the time, for such trials."""
 
-MOST_PROBE_CREDIT = 1.0
+MAX_PROBE_CREDIT = 1.0
 """Of the time of a step without drafts, saved up for trials."""
 
 LEARN_STEPS = 4
@@ -33,14 +35,11 @@ WORTH_ASKING = 0.5
 """Drafts are asked for if their first token is at least this share of the probability that pays at present."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepForecast:
-    """What the controller expected of one step; a step without drafts took `plain_seconds` and made a token each."""
+class ChosenDraft(NamedTuple):
+    """What is verified of one draft: so many of its tokens."""
 
-    num_tokens: float
-    seconds: float
-    plain_seconds: float
-    num_sequences: int
+    tree: DraftTree  # by falling worth
+    num_tokens: int  # at least 1
 
 
 class _Offer:
@@ -49,7 +48,7 @@ class _Offer:
     def __init__(
         self,
         probabilities: Sequence[Sequence[float]],
-        room: DraftRoom,
+        room: StepRoom,
         cost: StepCostModel,
         *,
         num_waiting: int,
@@ -60,11 +59,11 @@ class _Offer:
         self.num_rows = room.num_rows
         self.num_sequences = len(room.sequences)
         self.num_waiting = num_waiting
-        num_possible = min(room.max_rows, self.num_sequences * num_speculative_tokens)
-        self.num_most = min(sum(map(len, probabilities)), num_possible)
-        reach = None if room.num_prompts or verifies_all else cost.reach()
+        num_possible = min(room.max_draft_rows, self.num_sequences * num_speculative_tokens)
+        self.max_rows = min(sum(map(len, probabilities)), num_possible)
+        reach = None if room.prompts or verifies_all else cost.reach()
         if reach is not None:
-            self.num_most = max(0, min(self.num_most, reach - room.num_rows))
+            self.max_rows = max(0, min(self.max_rows, reach - room.num_rows))
         self.step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
         self.plain_seconds = self.step_seconds[0]
 
@@ -77,7 +76,7 @@ class _Offer:
         return choose_rows(
             self.probabilities,
             self.step_seconds,
-            max_rows=self.num_most,
+            max_rows=self.max_rows,
             num_tokens=max(self.num_sequences, 1),
             num_waiting=self.num_waiting,
             num_rows=num_rows,
@@ -95,18 +94,13 @@ class DraftController:
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
     verifies_all: bool = False  # every draft token that there is room for, at any price: a fixed number of draft tokens
-    forecast: StepForecast | None = None  # of the step at hand
     row_price: float = 0.0  # least probability of a draft token that would have paid in the last step
-    _records: dict[DraftSource, dict[int, AcceptanceRecord]] = field(
-        default_factory=lambda: {source: {} for source in DraftSource}
-    )
-    _sources: dict[DraftSource, SourceAcceptance] = field(
-        default_factory=lambda: {source: SourceAcceptance() for source in DraftSource}
-    )
+    _records: defaultdict[str, dict[int, AcceptanceRecord]] = field(default_factory=lambda: defaultdict(dict))
+    _sources: defaultdict[str, SourceAcceptance] = field(default_factory=lambda: defaultdict(SourceAcceptance))
     _step: int = 0
     _probe_credit: float = float("inf")  # seconds, limited in each step
 
-    def num_wanted(self, sequence_id: int, maximum: int, source: DraftSource) -> int:
+    def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """How many draft tokens of that proposer might be worth verifying in the next step, 0 to `maximum`."""
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
@@ -123,20 +117,26 @@ class DraftController:
         return sum(each >= least for each in chain[:maximum])
 
     def choose(
-        self, drafts: Sequence[tuple[int, DraftTree]], room: DraftRoom, *, num_waiting: int = 0
-    ) -> dict[int, DraftTree]:
-        """What is verified of these drafts, by sequence id: trees by falling worth, cut; those without rows are absent.
+        self, offers: Sequence[tuple[int, DraftTree, int]], room: StepRoom, *, num_waiting: int = 0
+    ) -> dict[int, ChosenDraft]:
+        """What is verified of these drafts, by sequence id; those without rows are absent.
 
-        `num_waiting`: prompts that wait for the step's processors. Those that are computed in the step are added.
+        Args:
+            offers: sequence id, its draft, and the most tokens of it that may be verified.
+            room: what the step has for drafts.
+            num_waiting: prompts that wait for the step's processors. Those that are computed in the step are added.
         """
-        if self.num_speculative_tokens <= 0:
+        if self.num_speculative_tokens <= 0 or not room.sequences:
             return {}
         records: list[AcceptanceRecord] = []
         trees: list[DraftTree] = []
         probabilities: list[Sequence[float]] = []
-        for sequence_id, draft in drafts:
+        for sequence_id, draft, limit in offers:
             record = self._records[draft.source].get(sequence_id) or self._start(sequence_id, draft.source)
             tree, found = record.ranked(draft)
+            max_tokens = max(0, min(limit, self.num_speculative_tokens))
+            if len(found) > max_tokens:
+                found = found[:max_tokens]
             records.append(record)
             trees.append(tree)
             probabilities.append(found)
@@ -144,27 +144,23 @@ class DraftController:
             probabilities,
             room,
             self.cost,
-            num_waiting=num_waiting + room.num_prompts,
+            num_waiting=num_waiting + len(room.prompts),
             num_speculative_tokens=self.num_speculative_tokens,
             verifies_all=self.verifies_all,
         )
-        choice = offer.choose(num_rows=offer.num_most if self.verifies_all else None)
+        choice = offer.choose(num_rows=offer.max_rows if self.verifies_all else None)
         self.row_price = choice.row_price
         self._probe_credit = min(
-            self._probe_credit + PROBE_SHARE * offer.plain_seconds, MOST_PROBE_CREDIT * offer.plain_seconds
+            self._probe_credit + PROBE_SHARE * offer.plain_seconds, MAX_PROBE_CREDIT * offer.plain_seconds
         )
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
                 choice = self._with_other_rows(offer, choice)
             num_rows = self._with_probes(offer, choice, records)
-        if self.cost.is_known:  # before the first step, times are in no unit
-            self.forecast = StepForecast(
-                choice.expected_tokens, choice.expected_seconds, offer.plain_seconds, offer.num_sequences
-            )
         return {
-            sequence_id: tree if len(tree.token_ids) == count else tree.cut(count)
-            for (sequence_id, _), tree, count in zip(drafts, trees, num_rows, strict=True)
+            sequence_id: ChosenDraft(tree, count)
+            for (sequence_id, *_), tree, count in zip(offers, trees, num_rows, strict=True)
             if count
         }
 
@@ -179,19 +175,11 @@ class DraftController:
         else:
             record.observe_chain(len(draft.token_ids), len(accepted))
 
-    def observe_step(
-        self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int
-    ) -> StepForecast | None:
-        """Learns what a step cost. Returns what was expected of it; None: nothing, before a step was seen.
-
-        A step that computed prompts says little about drafts: it is left out, and None returned.
-        """
-        forecast, self.forecast = self.forecast, None
+    def observe_step(self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
+        """Learns what a step cost. One that computed prompts says little about drafts, and is left out."""
         self._step += 1
-        if not num_rows or num_prompt_rows:
-            return None
-        self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds)
-        return forecast
+        if num_rows and not num_prompt_rows:
+            self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds)
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended; an unknown one is fine."""
@@ -207,7 +195,7 @@ class DraftController:
         num_best = sum(choice.num_rows)
         plain = None if self.cost.is_known_at(num_rows) else num_rows
         for total in (plain, *self.cost.unknown_near(num_rows + num_best)):
-            if total is None or not 0 <= total - num_rows <= offer.num_most or total - num_rows == num_best:
+            if total is None or not 0 <= total - num_rows <= offer.max_rows or total - num_rows == num_best:
                 continue
             other = offer.choose(num_rows=total - num_rows)
             won_tokens = other.expected_tokens - choice.expected_tokens
@@ -231,7 +219,7 @@ class DraftController:
         num_rows = list(choice.num_rows)
         total = sum(num_rows)
         for _, place in sorted(due):
-            if total == offer.num_most:
+            if total == offer.max_rows:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
             if price >= self._probe_credit:
@@ -241,7 +229,7 @@ class DraftController:
             total += 1
         return num_rows
 
-    def _start(self, sequence_id: int, source: DraftSource) -> AcceptanceRecord:
+    def _start(self, sequence_id: int, source: str) -> AcceptanceRecord:
         """A new sequence is due for a trial at once, should its proposer be thought little of."""
         record = self._records[source][sequence_id] = AcceptanceRecord(
             self._sources[source], self.num_speculative_tokens, step=self._step - PROBE_STEPS

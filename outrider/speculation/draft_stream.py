@@ -1,4 +1,4 @@
-"""What decode node and draft node say to each other, as values.
+"""Messages between decode node and draft node, as values.
 
 The proto mirror is `draft.proto`; `outrider.wire.draft` converts. Both sides send their
 newest state, never a backlog.
@@ -13,20 +13,20 @@ from typing import NamedTuple
 from outrider.errors import MismatchError
 from outrider.node import NodeInfo
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, negotiate
-from outrider.request import SamplingParams, VerificationMethod
+from outrider.request import RequestOptions, VerificationMethod
 from outrider.speculation.draft_tree import DraftTree
 
 MAX_BRANCHES_PER_SEQUENCE = 32
-"""Branches of one sequence in one message; more is taken for a broken peer."""
+"""Branches of one sequence in one message; a peer that sends more is broken."""
 
 MAX_AHEAD_BRANCHES = 4 * MAX_BRANCHES_PER_SEQUENCE
 """Branches that one update allows besides its answer: some, each again as it grows. What is sent beyond is stale."""
 
 MAX_ANSWERS_PER_MESSAGE = 1024
-"""More is taken for a broken peer."""
+"""A peer that sends more is broken."""
 
 MAX_BRANCHES_PER_MESSAGE = 4096
-"""More is taken for a broken peer."""
+"""A peer that sends more is broken."""
 
 MAX_BRANCH_TOKENS = 32
 """Of any branch: nobody verifies more in one step."""
@@ -64,18 +64,16 @@ class DraftHello:
 class SequenceStart:
     """How a sequence samples; known from its first update on."""
 
-    params: SamplingParams
+    options: RequestOptions
     sample: int
     prompt_length: int
-    stop_token_ids: tuple[int, ...] = ()
-    verification_method: VerificationMethod = VerificationMethod.COUPLED
-    cache_salt: bytes = b""
     takes_trees: bool = False  # whether drafts may have branches
 
     @property
     def wants_distributions(self) -> bool:
         """Whether drafts that were drawn come with what they were drawn from."""
-        return self.verification_method is VerificationMethod.REJECTION and not self.params.is_greedy
+        options = self.options
+        return options.verification_method is VerificationMethod.REJECTION and not options.sampling.is_greedy
 
     @property
     def takes_siblings(self) -> bool:
@@ -114,7 +112,6 @@ class SequenceProposals(NamedTuple):
     status: DraftStatus
     acked_length: int = 0
     branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
-    num_computed: int = 0  # while CATCHING_UP: tokens of the prefix
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.speculation.token_distribution import TokenDistribution
 
-
-class DraftSource(enum.Enum):
-    """Who has made a draft, as far as its acceptance is counted apart."""
-
-    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, at each look-up
-
-    DRAFT_NODE = "draft_node"
-    FALLBACK = "fallback"  # the decode node's own proposer
-
+DRAFT_NODE = "draft_node"
+"""Source of drafts that came from a draft node; a local proposer's is its name."""
 
 ROOT = -1
 """The parent of a token that follows the prefix itself."""
@@ -37,7 +29,7 @@ class DraftTree:
     length: int
     prefix_hash: int | None = None  # of those first tokens; None: the draft has not left its proposer's process
     token_ids: tuple[int, ...] = ()
-    source: DraftSource = DraftSource.DRAFT_NODE
+    source: str = DRAFT_NODE  # whose acceptance the verdict counts for
     probability: float = 1.0  # the proposer's estimate that the text begins with those first tokens
     distributions: tuple[TokenDistribution, ...] = ()  # what each token was drawn from; empty: each was certain
     parents: tuple[int, ...] = ()  # of each token the index of its parent, or ROOT; empty: a chain

@@ -1,4 +1,4 @@
-"""Which paths of which sequences the next forward pass of a look-ahead feeds: the likeliest, shared among owners."""
+"""Chooses the rows of a look-ahead's next forward: the likeliest, shared equally among decode nodes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 
-LEAST_PROBABILITY = 0.005
-"""A token that the text reaches less often is not worth a row, even of a drafter that has nothing else to do."""
+MIN_PROBABILITY = 0.005
+"""A less likely token is not worth a row, even where the draft node is idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class AheadRow:
-    """One token that could be drafted next."""
+    """A token that could be drafted next."""
 
     owner: int
     probability: float  # that the text reaches this token
@@ -22,7 +22,7 @@ class AheadRow:
     is_wanted: bool = False  # part of the draft that was asked for
 
 
-def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int, max_length: int) -> list[AheadRow]:
+def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
     """The next token of each path of one sequence that may be asked for by its next update.
 
     While the target verifies `num_wanted` tokens, the main path grows to them, the token that follows and a whole
@@ -33,22 +33,22 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     for path in tree.paths:
         num_tokens = len(path.token_ids)
         if tree.num_missing(path) > 1:
-            continue  # its KV was given to others
-        most = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
-        if num_tokens >= most or tree.is_over(path, max_length=max_length):
+            continue  # its KV was evicted
+        max_tokens = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
+        if num_tokens >= max_tokens or tree.is_over(path):
             continue
         is_wanted = path is tree.main and num_tokens < num_wanted
         rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path, is_wanted))
-    num_left = max_alternatives - len(tree.alternatives) if len(tree) + 1 < max_length else 0
+    num_left = max_alternatives - len(tree.alternatives) if tree.num_left > 1 else 0
     rows += [
         AheadRow(owner, opening.probability * acceptance, tree, opening)
         for opening in tree.openings(num_wanted + 1)[: max(0, num_left)]
     ]
-    return [row for row in rows if row.is_wanted or row.probability >= LEAST_PROBABILITY]
+    return [row for row in rows if row.is_wanted or row.probability >= MIN_PROBABILITY]
 
 
 def by_worth(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
-    """The likeliest of each owner first, then the second of each: no owner's sequences crowd out another's."""
+    """The likeliest row of each owner, then the second of each, and so on."""
     by_owner: dict[int, list[AheadRow]] = {}
     for row in sorted(rows, key=lambda row: -row.probability):
         by_owner.setdefault(row.owner, []).append(row)

@@ -1,4 +1,4 @@
-"""How likely a draft model's guesses are for one sequence: learnt from what the target decided."""
+"""How likely the target accepts a draft model's tokens for one sequence: running estimates."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 PRIOR_ACCEPTANCE = 0.7
 PRIOR_TOKENS = 4.0
-"""How many decisions that assumption weighs."""
+"""Weight of that prior, in decisions."""
 
 PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
 """Chance of each runner-up where the winner was wrong, until it has been seen. Simulated at temperature 1 with 32k
 ids, the best one, two and four of a coupled race hold the target's token in .84, .95 and .99 of all positions."""
 
 PRIOR_MISSES = 4.0
-"""How many wrong winners those assumptions weigh."""
+"""Weight of that prior, in rejected tokens."""
 
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
@@ -23,7 +23,7 @@ FORGETTING = 0.97
 
 @dataclass(slots=True)
 class PathEstimates:
-    """Running estimates of one sequence; every decision of the target that a path had guessed counts once."""
+    """Of one sequence. Each position that a path had guessed counts once."""
 
     _num_decided: float = 0.0
     _num_accepted: float = 0.0
@@ -32,26 +32,26 @@ class PathEstimates:
 
     @property
     def acceptance(self) -> float:
-        """Chance that the target decides as the draft model has, once the text before is as drafted."""
+        """Probability that the target accepts a draft token after accepting those before it."""
         return (self._num_accepted + PRIOR_TOKENS * PRIOR_ACCEPTANCE) / (self._num_decided + PRIOR_TOKENS)
 
     def runner_up_chance(self, rank: int) -> float:
-        """Chance that the target decides for the runner-up of this rank, from 0, where the winner is wrong."""
+        """Probability that the target chooses the runner-up of this rank, from 0, where it rejects the draft token."""
         prior = PRIOR_MISSES * PRIOR_RUNNERS_UP[rank]
         return (self._num_by_rank[rank] + prior) / (self._num_missed + PRIOR_MISSES)
 
     def tokens_won(self, num_tokens: int) -> float:
-        """Draft tokens of so many that are expected to be accepted, once the text is where they begin."""
+        """Expected accepted tokens of a draft of this length."""
         acceptance = self.acceptance
         return float(acceptance * (1.0 - acceptance**num_tokens) / (1.0 - acceptance))
 
     def observe_accepted(self) -> None:
-        """The target decided for the winner of the draft model's race."""
+        """The target accepted the draft token."""
         self._num_decided = FORGETTING * self._num_decided + 1.0
         self._num_accepted = FORGETTING * self._num_accepted + 1.0
 
     def observe_missed(self, rank: int | None) -> None:
-        """It decided for the runner-up of this rank. None: for another token."""
+        """It chose the runner-up of this rank instead; None: another token."""
         self._num_decided = FORGETTING * self._num_decided + 1.0
         self._num_accepted *= FORGETTING
         self._num_missed = FORGETTING * self._num_missed + 1.0

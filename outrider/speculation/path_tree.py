@@ -2,20 +2,18 @@
 
 Torch-free: a path knows its tokens and its block table, not how tokens are decided.
 
-The target decides token after token. As long as it decides like the draft model, the text follows the main path;
-at the first token where it does not, the runners-up of the draft model's race are its likeliest choices. An
-alternative assumes one of them, and goes on from there.
+The text follows the main path as long as the target decides like the draft model. At the first token where it does
+not, the runners-up of the draft model's race are its likeliest choices: an alternative assumes one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.draft_stream import MAX_SIBLINGS
-from outrider.speculation.draft_tree import ROOT
+from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
+from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.path_estimates import PathEstimates
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
@@ -30,7 +28,7 @@ class DraftPath:
     distributions: list[TokenDistribution | None] = field(default_factory=list)  # what each token was drawn from
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # an alternative's: which runner-up it assumes
-    num_sent: int = 0  # tokens that the decode node has been told of
+    num_sent: int = 0  # of its tokens, to the decode node
 
     @property
     def num_decided(self) -> int:
@@ -50,7 +48,7 @@ class DraftPath:
         return tuple(distribution or certain(token_id) for token_id, distribution in some)
 
     def cut_front(self, num_tokens: int) -> None:
-        """The first tokens have been committed. What was sent of the path is no longer counted as sent."""
+        """Drops committed tokens, and counts nothing of the rest as sent."""
         del self.token_ids[:num_tokens]
         del self.runners_up[:num_tokens]
         del self.distributions[:num_tokens]
@@ -60,7 +58,7 @@ class DraftPath:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """An alternative that could be begun: the runner-up of this rank instead of the main path's token."""
+    """An alternative that could be opened: this runner-up in place of the main path's token."""
 
     index: int  # of the token in the main path
     rank: int
@@ -78,20 +76,23 @@ class PathTree:
         self,
         kv: SequenceKV,
         token_ids: Sequence[int],
+        start: SequenceStart,
         *,
-        stop_token_ids: Sequence[int] = (),
-        with_siblings: bool = False,
+        max_model_len: int,
+        sampling: object = None,
     ) -> None:
         """`kv` may hold a cached prefix of `token_ids`, but not the last of them: its logits begin the draft.
 
-        `with_siblings`: runners-up are proposed beside the tokens of a path.
+        `sampling`: the forward's state of the sequence, which counts the committed tokens.
         """
+        self.start = start
+        self.sampling = sampling
         self.estimates = PathEstimates()
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._with_siblings = with_siblings
+        self._stop_token_ids = frozenset(start.options.stop_token_ids)
+        self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self._token_ids = list(token_ids)
         self._source = token_ids
         self._openings: list[Opening] = []  # likeliest first
@@ -114,7 +115,7 @@ class PathTree:
     # --- the root -------------------------------------------------------------------------
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Whether the committed tokens begin `token_ids`. The list of last time only grows, and is not read again."""
+        """Whether `token_ids` begin with the committed tokens. The last call's list only grows: it is not compared."""
         size = len(self)
         if len(token_ids) < size:
             return False
@@ -123,8 +124,8 @@ class PathTree:
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Moves the root to the end of `token_ids`, which continue the committed tokens; returns those that are new.
 
-        The path that begins with them becomes the main one, with what is left of it; alternatives that begin with them
-        stay; everything else is freed. If no path does, the KV of the longest common beginning is kept.
+        The path that begins with them becomes the main one, and alternatives that do are kept, without these tokens.
+        Others are freed. If no path does, the KV of the longest common prefix is kept.
         """
         new = tuple(token_ids[len(self) :])
         self._source = token_ids
@@ -154,7 +155,7 @@ class PathTree:
         return new
 
     def free(self) -> None:
-        """Gives all KV back."""
+        """Frees all KV."""
         for path in self.paths:
             self.num_wasted_tokens += path.num_decided
             path.kv.free()
@@ -170,7 +171,7 @@ class PathTree:
     def missing(self, path: DraftPath) -> Sequence[int]:
         """The tokens to feed so that the path's next token can be decided: at least one."""
         num_tokens = len(self) + len(path.token_ids)
-        if path.kv.num_tokens == num_tokens:  # fed when nobody wanted its logits
+        if path.kv.num_tokens == num_tokens:  # fed without asking for logits
             path.kv.truncate(num_tokens - 1)
         start = path.kv.num_tokens
         if start >= len(self):
@@ -181,11 +182,16 @@ class PathTree:
         """How many `missing` would return."""
         return max(1, len(self) + len(path.token_ids) - path.kv.num_tokens)
 
-    def is_over(self, path: DraftPath, *, max_length: int) -> bool:
-        """Whether nothing can follow: a stop token, or the end of the longest text."""
-        if len(self) + len(path.token_ids) >= max_length:
+    def is_over(self, path: DraftPath) -> bool:
+        """Whether it ends with a stop token or at the maximum length."""
+        if len(self) + len(path.token_ids) >= self._max_length:
             return True
         return bool(path.token_ids) and path.token_ids[-1] in self._stop_token_ids
+
+    @property
+    def num_left(self) -> int:
+        """Tokens until the maximum length."""
+        return self._max_length - len(self)
 
     def probability(self, path: DraftPath, num_tokens: int) -> float:
         """That the text begins with the path's first `num_tokens` tokens; an alternative's assumed ones among them."""
@@ -196,18 +202,18 @@ class PathTree:
         return self._probability_of(path.num_assumed - 1, path.rank) * float(acceptance**num_after)
 
     def openings(self, num_positions: int) -> Sequence[Opening]:
-        """Alternatives to the main path's first tokens that are not there yet, the likeliest first."""
+        """Alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
         num_forkable = main.kv.num_tokens - len(self) + 1  # the KV before a replaced token must be there
         num_positions = min(num_positions, num_forkable, len(main.token_ids))
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
-        if num_forkable < self._num_listed:  # it was there, and was given to others
+        if num_forkable < self._num_listed:  # evicted since
             return [opening for opening in self._openings if opening.index < num_forkable]
         return self._openings
 
     def open(self, opening: Opening) -> DraftPath:
-        """Begins an alternative, on a fork of the main path's KV. It needs no forward until it is continued."""
+        """Opens an alternative on a fork of the main path's KV, without a forward."""
         self._openings.remove(opening)
         main, index = self.main, opening.index
         kv = main.kv.fork()
@@ -218,17 +224,21 @@ class PathTree:
         self.alternatives.append(path)
         return path
 
-    def proposed(self, path: DraftPath, start: int, end: int) -> dict[str, Any]:
-        """The path's tokens from `start` to `end`, as fields of a DraftTree or an AheadBranch."""
-        if self._with_siblings:
+    def proposed(self, path: DraftPath, start: int, end: int) -> DraftTree:
+        """The path's tokens from `start` to `end`, after the committed ones and those before `start`."""
+        length, probability = len(self) + start, self.probability(path, start)
+        if self.start.takes_siblings:  # runners-up go along
             token_ids, parents = self.with_siblings(path, start, end)
-            return {"token_ids": token_ids, "parents": parents}
-        return {"token_ids": tuple(path.token_ids[start:end]), "distributions": path.distributions_of(start, end)}
+            return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents)
+        return DraftTree(
+            length,
+            token_ids=tuple(path.token_ids[start:end]),
+            probability=probability,
+            distributions=path.distributions_of(start, end),
+        )
 
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The path's tokens from `start` to `end`, with the likeliest alternatives to them beside it.
-
-        These cost nothing: the runners-up of the draft model's race are known.
+        """The path's tokens from `start` to `end`, and runners-up of the race as their siblings.
 
         Returns:
             Ids and parents as in DraftTree, in the order of their probability.
@@ -269,7 +279,7 @@ class PathTree:
         return float(acceptance**index) * (1.0 - acceptance) * self.estimates.runner_up_chance(rank)
 
     def _learn(self, new: Sequence[int]) -> None:
-        """From the committed tokens that a path had guessed, up to the first that none had."""
+        """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
         path = self.main
         for index, token_id in enumerate(new):
             if index >= len(path.token_ids):

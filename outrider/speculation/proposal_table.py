@@ -47,10 +47,8 @@ class ProposalTable:
             while len(kept) > self._max_trees:
                 del kept[min(kept, key=lambda key: kept[key].tree.probability)]
 
-    def take(self, committed: HashedTokens, num_wanted: int, *, most_in_tree: int = 0) -> KeptDraft | None:
-        """At most `num_wanted` tokens proposed after `committed`; None when there are none.
-
-        Of a tree, at most `most_in_tree` if that is more.
+    def take(self, committed: HashedTokens) -> KeptDraft | None:
+        """What is proposed after `committed`, uncut; None: nothing is.
 
         Of several drafts that fit, the one made from the longest prefix wins, since it
         saw most. It stays, because what is left of it may fit the next commit as well.
@@ -58,15 +56,13 @@ class ProposalTable:
         num_committed = len(committed.token_ids)
         newest = self._kept.get((num_committed, committed.hash))
         if newest is not None:
-            if len(newest.tree.token_ids) <= num_wanted:
-                return newest
-            return KeptDraft(_cut(newest.tree, num_wanted, most_in_tree), newest.arrived_at)
+            return newest
         lengths = [length for length, _ in self._kept if num_committed - MAX_BRANCH_TOKENS < length < num_committed]
         for length in sorted(lengths, reverse=True):
             kept = self._kept.get((length, committed.hash_at(length)))
             rest = None if kept is None else kept.tree.after(committed.token_ids)
             if kept is not None and rest is not None:
-                return KeptDraft(_cut(rest, num_wanted, most_in_tree), kept.arrived_at)
+                return KeptDraft(rest, kept.arrived_at)
         return None
 
     def clear(self) -> None:
@@ -80,7 +76,3 @@ class ProposalTable:
                 tree.after(committed.token_ids) is None or committed.hash_at(tree.length) != tree.prefix_hash
             ):
                 del self._kept[key]
-
-
-def _cut(tree: DraftTree, num_wanted: int, most_in_tree: int) -> DraftTree:
-    return tree.cut(max(num_wanted, most_in_tree) if tree.parents else num_wanted)

@@ -1,13 +1,13 @@
-"""How many rows a forward may have so that it takes little longer than with fewer."""
+"""Limits the rows of a forward such that it takes little longer than with fewer."""
 
 from __future__ import annotations
 
 SMOOTHING = 0.2
 OUTLIER_FACTOR = 3.0
-"""A forward that takes longer than so many times the expected counts as this many times."""
+"""A forward's time counts as at most this many times the mean."""
 
 RETRY = 0.995
-"""What is known of sizes that were too slow fades at each forward: the machine may have been busy."""
+"""Means of larger sizes shrink by this factor at each forward, so that a size that was slow once is tried again."""
 
 MAX_ROWS = 64
 
@@ -23,7 +23,7 @@ class RowBudget:
         self._means: dict[int, float] = {}  # seconds, by bit length of the number of rows
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """One forward."""
+        """Records one forward."""
         size = num_rows.bit_length()
         mean = self._means.get(size, seconds)
         self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)

@@ -23,12 +23,12 @@ beside their rows."""
 OUTLIER_FACTOR = 2.0
 """A step that takes longer than this many times the expected counts as this many times."""
 
-MOST_OUTLIERS = 3
+MAX_OUTLIERS = 3
 """In a row. Where more steps take so long, the machine has become slower, and they count as they are."""
 
 FORGETTING = 0.99
 
-LEAST_SHARE = 1e-3
+MIN_SHARE = 1e-3
 """Of the mean step: no step is expected to take less."""
 
 FIT_STEPS = 8
@@ -37,7 +37,7 @@ FIT_STEPS = 8
 SURPRISE = 0.25
 """A step is one that differs from the expected time by more than this share."""
 
-LEAST_EVIDENCE = 1.5
+MIN_EVIDENCE = 1.5
 """Steps of about one number of rows, older ones discounted, that are enough to know it."""
 
 SEEN_EVIDENCE = 0.2
@@ -89,7 +89,7 @@ class StepCostModel:
             expected = self._expected(num_sequences, place, share)
             most_seconds = OUTLIER_FACTOR * expected
             self._num_outliers = self._num_outliers + 1 if step_seconds > most_seconds else 0
-            if self._num_outliers <= MOST_OUTLIERS:
+            if self._num_outliers <= MAX_OUTLIERS:
                 step_seconds = min(step_seconds, most_seconds)
             is_surprise = abs(step_seconds - expected) > SURPRISE * expected
         self._weight = FORGETTING * self._weight + 1.0
@@ -118,13 +118,13 @@ class StepCostModel:
             return [row + PRIOR_BASE_ROWS for row in rows]
         found = self._fitted()
         seconds = np.interp(rows, self._knots, found[:-1]) + found[-1] * num_sequences
-        rising: list[float] = np.maximum.accumulate(np.maximum(seconds, LEAST_SHARE * self._mean_seconds)).tolist()
+        rising: list[float] = np.maximum.accumulate(np.maximum(seconds, MIN_SHARE * self._mean_seconds)).tolist()
         return rising
 
     def is_known_at(self, num_rows: int) -> bool:
         """Whether steps of about so many rows were seen lately."""
         place, share = self._place(num_rows)
-        return bool(self._squares[place + round(share), place + round(share)] >= LEAST_EVIDENCE)
+        return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
 
     def reach(self) -> int | None:
         """The number of rows to which a step may grow: a knot more than was seen lately. None: nothing was seen.
@@ -141,9 +141,9 @@ class StepCostModel:
         place, share = self._place(num_rows)
         weights = self._squares.diagonal()
         above = place + 1 + (share >= 1.0)
-        is_above_unknown = above < len(self._knots) and weights[above] < LEAST_EVIDENCE
+        is_above_unknown = above < len(self._knots) and weights[above] < MIN_EVIDENCE
         below = place - (share <= 0.0)
-        is_below_unknown = below >= 0 and weights[below] < LEAST_EVIDENCE
+        is_below_unknown = below >= 0 and weights[below] < MIN_EVIDENCE
         return (
             int(self._knots[below]) if is_below_unknown else None,
             int(self._knots[above]) if is_above_unknown else None,
@@ -153,7 +153,7 @@ class StepCostModel:
         """Of one step, whose rows are so far beyond that knot."""
         found = self._fitted()
         seconds = found[place] + share * (found[place + 1] - found[place]) + found[-1] * num_sequences
-        return max(float(seconds), LEAST_SHARE * self._mean_seconds)
+        return max(float(seconds), MIN_SHARE * self._mean_seconds)
 
     def _fitted(self) -> Seconds:
         if self._found is None:

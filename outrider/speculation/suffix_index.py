@@ -1,4 +1,4 @@
-"""Counts what followed the endings of texts: the longest ending that is known says what comes next, and how surely.
+"""Counts what followed the endings of texts: the longest known ending predicts the next token, with a confidence.
 
 Source: the frequencies of SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975), kept by hashed contexts of a few
 lengths instead of a suffix tree: adding and removing a token cost the same however long the texts are.
@@ -35,7 +35,7 @@ class SuffixIndex:
         self._followers: dict[int, int | _Followers] = {}
 
     def __len__(self) -> int:
-        """Different contexts: what memory grows with."""
+        """Number of different contexts; memory is proportional to it."""
         return len(self._followers)
 
     def add(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
@@ -66,19 +66,11 @@ class SuffixIndex:
             elif known == token_id:
                 del followers[key]
 
-    def predict(self, text: Sequence[int], *, salt: bytes = b"") -> Prediction | None:
-        """What most often follows the longest known ending of `text`; of equal counts the latest wins.
-
-        None: nothing is known.
-        """
-        known = self._known(text, salt)
-        if not isinstance(known, dict):
-            return None if known is None else Prediction(known, 1.0)
-        token_id = max(reversed(known), key=known.__getitem__)
-        return Prediction(token_id, known[token_id] / sum(known.values()))
-
     def followers(self, text: Sequence[int], *, most: int, salt: bytes = b"") -> list[Prediction]:
-        """The same with what follows less often, the most frequent first: at most so many."""
+        """What followed the longest known ending of `text`, the most frequent first, of equal counts the latest.
+
+        At most so many; empty when nothing is known.
+        """
         known = self._known(text, salt)
         if not isinstance(known, dict):
             return [] if known is None else [Prediction(known, 1.0)]

@@ -33,8 +33,8 @@ class TokenDistribution:
             len(self.token_ids) == len(self.probabilities) <= MAX_DISTRIBUTION_IDS
             and len(set(self.token_ids)) == len(self.token_ids)
             and all(0.0 <= probability <= 1.0 for probability in self.probabilities)
+            and abs(self.total - 1.0) < 1e-3  # so it is not 0, and may be divided by
             and self.probability_of(token_id) > 0.0
-            and abs(self.total - 1.0) < 1e-3
         )
 
 

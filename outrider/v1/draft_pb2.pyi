@@ -1,5 +1,4 @@
 from outrider.v1 import node_pb2 as _node_pb2
-from outrider.v1 import router_pb2 as _router_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -75,22 +74,16 @@ class SequenceUpdate(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class SequenceStart(_message.Message):
-    __slots__ = ("sample", "sampling", "prompt_length", "stop_token_ids", "verification_method", "cache_salt", "takes_trees")
+    __slots__ = ("sample", "options", "prompt_length", "takes_trees")
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TAKES_TREES_FIELD_NUMBER: _ClassVar[int]
     sample: int
-    sampling: _router_pb2.SamplingParams
+    options: _node_pb2.RequestOptions
     prompt_length: int
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    verification_method: _router_pb2.VerificationMethod
-    cache_salt: bytes
     takes_trees: bool
-    def __init__(self, sample: _Optional[int] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., prompt_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., cache_salt: _Optional[bytes] = ..., takes_trees: bool = ...) -> None: ...
+    def __init__(self, sample: _Optional[int] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., prompt_length: _Optional[int] = ..., takes_trees: bool = ...) -> None: ...
 
 class DraftProposals(_message.Message):
     __slots__ = ("hello", "sequences")
@@ -101,18 +94,16 @@ class DraftProposals(_message.Message):
     def __init__(self, hello: _Optional[_Union[_node_pb2.NodeInfo, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceProposals, _Mapping]]] = ...) -> None: ...
 
 class SequenceProposals(_message.Message):
-    __slots__ = ("sequence_id", "acked_length", "branches", "status", "num_computed")
+    __slots__ = ("sequence_id", "acked_length", "branches", "status")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ACKED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
-    NUM_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     acked_length: int
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
     status: DraftStatus
-    num_computed: int
-    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ..., num_computed: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ...) -> None: ...
 
 class Branch(_message.Message):
     __slots__ = ("length", "prefix_hash", "token_ids", "probability", "distributions", "parents")

@@ -57,6 +57,26 @@ class ModelInfo(_message.Message):
     numerics: str
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
+class RequestOptions(_message.Message):
+    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt")
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    sampling: _router_pb2.SamplingParams
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: int
+    logprobs_mode: _router_pb2.LogprobsMode
+    num_speculative_tokens: int
+    verification_method: _router_pb2.VerificationMethod
+    priority: int
+    cache_salt: bytes
+    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -92,7 +112,7 @@ class NodeReport(_message.Message):
     def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., step: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free", "max_rows_per_step")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +121,7 @@ class NodeLoad(_message.Message):
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FREE_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_total: int
@@ -109,7 +130,8 @@ class NodeLoad(_message.Message):
     mean_acceptance_length: float
     num_outstanding_tokens: int
     num_sequences_free: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_outstanding_tokens: _Optional[int] = ..., num_sequences_free: _Optional[int] = ...) -> None: ...
+    max_rows_per_step: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_outstanding_tokens: _Optional[int] = ..., num_sequences_free: _Optional[int] = ..., max_rows_per_step: _Optional[int] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("num_steps", "num_traced_steps", "timeout_milliseconds")

@@ -1,13 +1,14 @@
+from outrider.v1 import node_pb2 as _node_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "priority", "fingerprint", "cache_salt")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "fingerprint", "options", "may_read_held")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -15,9 +16,9 @@ class PrefillRequest(_message.Message):
     KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HELD_PREFIX_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAY_READ_HELD_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
     request_id: str
@@ -25,15 +26,16 @@ class PrefillRequest(_message.Message):
     kv_address: str
     decode_incarnation: bytes
     held_prefix_length: int
-    priority: int
     fingerprint: str
-    cache_salt: bytes
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., priority: _Optional[int] = ..., fingerprint: _Optional[str] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    options: _node_pb2.RequestOptions
+    may_read_held: bool
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., may_read_held: bool = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_computed_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds")
+    __slots__ = ("num_cached_tokens", "num_computed_tokens", "num_read_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -41,9 +43,10 @@ class PrefillResponse(_message.Message):
     EXPOSED_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     num_computed_tokens: int
+    num_read_tokens: int
     compute_microseconds: int
     connector: str
     kv_bytes: int
     transfer_microseconds: int
     exposed_microseconds: int
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ...) -> None: ...

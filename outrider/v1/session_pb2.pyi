@@ -57,34 +57,20 @@ class SessionHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., reached_at: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class OpenSequenceGroup(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "priority", "cache_salt", "verification_method")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "prompt_token_ids", "samples", "options")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_MODE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     samples: _containers.RepeatedCompositeFieldContainer[SampleStart]
-    sampling: _router_pb2.SamplingParams
-    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    top_logprobs: int
-    logprobs_mode: _router_pb2.LogprobsMode
-    num_speculative_tokens: int
-    priority: int
-    cache_salt: bytes
-    verification_method: _router_pb2.VerificationMethod
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ...) -> None: ...
+    options: _node_pb2.RequestOptions
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
 
 class SampleStart(_message.Message):
     __slots__ = ("sample", "generated_token_ids")
@@ -95,12 +81,14 @@ class SampleStart(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., generated_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RetargetSequenceGroup(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id")
+    __slots__ = ("sequence_group_id", "transfer_id", "keeps_received")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ...) -> None: ...
+    keeps_received: bool
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., keeps_received: bool = ...) -> None: ...
 
 class CancelSequenceGroup(_message.Message):
     __slots__ = ("sequence_group_id", "samples")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from outrider.answer import (
     AnswerEvent,
@@ -21,6 +21,12 @@ from outrider.answer import (
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.v1 import router_pb2
 from outrider.wire.enums import FINISH_REASONS
+from outrider.wire.fields import Conversion, Fields
+
+_MOST_HEADER_BYTES = 64
+"""Tags and lengths of a message's own fields."""
+_LENGTH_BYTES = 4
+"""Tag and length of a TokenLogprobs, which has at most 21 entries."""
 
 
 def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
@@ -28,11 +34,11 @@ def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
         case Delta():
             return _delta_response(event)
         case Finished():
-            return router_pb2.GenerateResponse(finished=finished_to_proto(event))
+            return router_pb2.GenerateResponse(finished=FINISHED.to_proto(event))
         case Started():
-            return router_pb2.GenerateResponse(request_id=event.request_id, started=started_to_proto(event))
+            return router_pb2.GenerateResponse(request_id=event.request_id, started=STARTED.to_proto(event))
         case Summary():
-            return router_pb2.GenerateResponse(request_id=event.request_id, summary=summary_to_proto(event))
+            return router_pb2.GenerateResponse(request_id=event.request_id, summary=SUMMARY.to_proto(event))
 
 
 def event_from_proto(proto: router_pb2.GenerateResponse) -> AnswerEvent | None:
@@ -41,77 +47,73 @@ def event_from_proto(proto: router_pb2.GenerateResponse) -> AnswerEvent | None:
         case "delta":
             return delta_from_proto(proto.delta)
         case "finished":
-            return finished_from_proto(proto.finished)
+            return FINISHED.from_proto(proto.finished)
         case "started":
-            return started_from_proto(proto.started, request_id=proto.request_id)
+            return STARTED.from_proto(proto.started, request_id=proto.request_id)
         case "summary":
-            return summary_from_proto(proto.summary, request_id=proto.request_id)
+            return SUMMARY.from_proto(proto.summary, request_id=proto.request_id)
     return None
 
 
-def complete_to_proto(events: Sequence[AnswerEvent], *, num_samples: int) -> router_pb2.CompleteResponse:
-    """All events of an answer, folded into one message."""
-    response = router_pb2.CompleteResponse()
-    texts: list[list[str]] = [[] for _ in range(num_samples)]
-    completions = [response.completions.add() for _ in range(num_samples)]
-    for event in events:
+class CompleteResponseBuilder:
+    """Folds the events of an answer into one message as they come, each once."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._response = router_pb2.CompleteResponse()
+        self._completions = [self._response.completions.add() for _ in range(num_samples)]
+        self._texts: list[list[str]] = [[] for _ in range(num_samples)]
+        self.num_bytes = _MOST_HEADER_BYTES * (num_samples + 1)
+        """The message's size, or a little more."""
+
+    def add(self, event: AnswerEvent) -> None:
         match event:
             case Delta():
-                completion = completions[event.sample]
+                completion = self._completions[event.sample]
                 completion.token_ids.extend(event.token_ids)
-                completion.logprobs.extend(map(token_logprobs_to_proto, event.logprobs))
-                texts[event.sample].append(event.text)
+                logprobs = [token_logprobs_to_proto(value) for value in event.logprobs]
+                completion.logprobs.extend(logprobs)
+                self._texts[event.sample].append(event.text)
+                self.num_bytes += len(event.text.encode()) + sum(map(_varint_bytes, event.token_ids))
+                self.num_bytes += sum(_LENGTH_BYTES + message.ByteSize() for message in logprobs)
             case Finished():
-                completions[event.sample].finished.CopyFrom(finished_to_proto(event))
+                self._completions[event.sample].finished.CopyFrom(FINISHED.to_proto(event))
+                self.num_bytes += self._completions[event.sample].finished.ByteSize()
             case Started():
-                response.request_id = event.request_id
-                response.started.CopyFrom(started_to_proto(event))
+                self._response.request_id = event.request_id
+                self._response.started.CopyFrom(STARTED.to_proto(event))
+                self.num_bytes += self._response.started.ByteSize() + len(event.request_id)
             case Summary():
-                response.summary.CopyFrom(summary_to_proto(event))
-    for completion, parts in zip(completions, texts, strict=True):
-        completion.text = "".join(parts)
-    return response
+                self._response.summary.CopyFrom(SUMMARY.to_proto(event))
+                self.num_bytes += self._response.summary.ByteSize()
+
+    def build(self) -> router_pb2.CompleteResponse:
+        for completion, parts in zip(self._completions, self._texts, strict=True):
+            completion.text = "".join(parts)
+        return self._response
+
+
+def _varint_bytes(value: int) -> int:
+    return (value.bit_length() + 6) // 7 or 1
 
 
 def complete_from_proto(proto: router_pb2.CompleteResponse) -> CompleteResult:
     return CompleteResult(
         request_id=proto.request_id,
-        started=started_from_proto(proto.started, request_id=proto.request_id),
+        started=STARTED.from_proto(proto.started, request_id=proto.request_id),
         completions=tuple(
             Completion(
                 text=completion.text,
                 token_ids=tuple(completion.token_ids),
-                finished=finished_from_proto(completion.finished),
+                finished=FINISHED.from_proto(completion.finished),
                 logprobs=logprobs_from_proto(completion.logprobs),
             )
             for completion in proto.completions
         ),
-        summary=summary_from_proto(proto.summary, request_id=proto.request_id),
+        summary=SUMMARY.from_proto(proto.summary, request_id=proto.request_id),
     )
 
 
 # ---------------------------------------------------------------- the events
-
-
-def started_to_proto(event: Started) -> router_pb2.Started:
-    return router_pb2.Started(
-        num_prompt_tokens=event.num_prompt_tokens,
-        seed=event.seed,
-        model=event.model,
-        router=event.router,
-        prompt_logprobs=map(token_logprobs_to_proto, event.prompt_logprobs),
-    )
-
-
-def started_from_proto(proto: router_pb2.Started, *, request_id: str) -> Started:
-    return Started(
-        request_id=request_id,
-        num_prompt_tokens=proto.num_prompt_tokens,
-        seed=proto.seed,
-        model=proto.model,
-        router=proto.router,
-        prompt_logprobs=logprobs_from_proto(proto.prompt_logprobs),
-    )
 
 
 def _delta_response(event: Delta) -> router_pb2.GenerateResponse:
@@ -139,25 +141,6 @@ def delta_from_proto(proto: router_pb2.Delta) -> Delta:
     )
 
 
-def finished_to_proto(event: Finished) -> router_pb2.Finished:
-    return router_pb2.Finished(
-        sample=event.sample,
-        reason=FINISH_REASONS.to_proto(event.reason),
-        stop_string=event.stop_string,
-        stop_token_id=event.stop_token_id,
-    )
-
-
-def finished_from_proto(proto: router_pb2.Finished) -> Finished:
-    """A reason that this version does not know is ABORTED."""
-    return Finished(
-        sample=proto.sample,
-        reason=FINISH_REASONS.known_from_proto(proto.reason) or FinishReason.ABORTED,
-        stop_string=proto.stop_string if proto.HasField("stop_string") else None,
-        stop_token_id=proto.stop_token_id if proto.HasField("stop_token_id") else None,
-    )
-
-
 def token_logprobs_to_proto(value: TokenLogprobs) -> router_pb2.TokenLogprobs:
     return router_pb2.TokenLogprobs(
         token_id=value.token_id,
@@ -168,86 +151,36 @@ def token_logprobs_to_proto(value: TokenLogprobs) -> router_pb2.TokenLogprobs:
 
 
 def logprobs_from_proto(protos: Iterable[router_pb2.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(map(_token_logprobs_from_proto, protos))
+
+
+def _token_logprobs_from_proto(proto: router_pb2.TokenLogprobs) -> TokenLogprobs:
     """A logprob that is unset (a prompt's first token) is NaN."""
-    return tuple(
-        TokenLogprobs(
-            token_id=proto.token_id,
-            logprob=proto.logprob if proto.HasField("logprob") else math.nan,
-            rank=proto.rank,
-            top=tuple((entry.token_id, entry.logprob) for entry in proto.top),
-        )
-        for proto in protos
+    return TokenLogprobs(
+        token_id=proto.token_id,
+        logprob=proto.logprob if proto.HasField("logprob") else math.nan,
+        rank=proto.rank,
+        top=tuple((entry.token_id, entry.logprob) for entry in proto.top),
     )
 
 
-# ---------------------------------------------------------------- the summary
-
-
-def summary_to_proto(event: Summary) -> router_pb2.Summary:
-    usage, metrics = event.usage, event.metrics
-    transfer, speculation = metrics.kv_transfer, metrics.speculation
-    return router_pb2.Summary(
-        usage=router_pb2.Usage(
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_cached_tokens=usage.num_cached_tokens,
-            num_generated_tokens=usage.num_generated_tokens,
-        ),
-        metrics=router_pb2.RequestMetrics(
-            queue_seconds=metrics.queue_seconds,
-            ttft_seconds=metrics.ttft_seconds,
-            e2e_seconds=metrics.e2e_seconds,
-            prefill_seconds=metrics.prefill_seconds,
-            kv_transfer=router_pb2.KvTransferMetrics(
-                connector=transfer.connector,
-                bytes=transfer.bytes,
-                seconds=transfer.seconds,
-                exposed_seconds=transfer.exposed_seconds,
-            ),
-            speculative_decoding=router_pb2.SpeculationMetrics(
-                num_spec_steps=speculation.num_spec_steps,
-                num_draft_tokens=speculation.num_draft_tokens,
-                num_accepted_draft_tokens=speculation.num_accepted_draft_tokens,
-                draft_acceptance_rate=speculation.draft_acceptance_rate,
-                mean_acceptance_length=speculation.mean_acceptance_length,
-                acceptance_histogram=speculation.acceptance_histogram,
-                look_ahead_hit_rate=speculation.look_ahead_hit_rate,
-            ),
-            attempts=metrics.attempts,
-            nodes=metrics.nodes,
-        ),
-    )
-
-
-def summary_from_proto(proto: router_pb2.Summary, *, request_id: str) -> Summary:
-    metrics, transfer, speculation = proto.metrics, proto.metrics.kv_transfer, proto.metrics.speculative_decoding
-    return Summary(
-        request_id=request_id,
-        usage=Usage(
-            num_prompt_tokens=proto.usage.num_prompt_tokens,
-            num_cached_tokens=proto.usage.num_cached_tokens,
-            num_generated_tokens=proto.usage.num_generated_tokens,
-        ),
-        metrics=RequestMetrics(
-            queue_seconds=metrics.queue_seconds,
-            ttft_seconds=metrics.ttft_seconds,
-            e2e_seconds=metrics.e2e_seconds,
-            prefill_seconds=metrics.prefill_seconds,
-            kv_transfer=KvTransferMetrics(
-                connector=transfer.connector,
-                bytes=transfer.bytes,
-                seconds=transfer.seconds,
-                exposed_seconds=transfer.exposed_seconds,
-            ),
-            speculation=SpeculationMetrics(
-                num_spec_steps=speculation.num_spec_steps,
-                num_draft_tokens=speculation.num_draft_tokens,
-                num_accepted_draft_tokens=speculation.num_accepted_draft_tokens,
-                draft_acceptance_rate=speculation.draft_acceptance_rate,
-                mean_acceptance_length=speculation.mean_acceptance_length,
-                acceptance_histogram=tuple(speculation.acceptance_histogram),
-                look_ahead_hit_rate=speculation.look_ahead_hit_rate,
-            ),
-            attempts=metrics.attempts,
-            nodes=tuple(metrics.nodes),
-        ),
-    )
+STARTED = Fields(
+    Started,
+    router_pb2.Started,
+    elsewhere=("request_id",),
+    prompt_logprobs=Conversion(token_logprobs_to_proto, _token_logprobs_from_proto),
+)
+FINISHED = Fields(Finished, router_pb2.Finished, reason=FINISH_REASONS.or_else(FinishReason.ABORTED))
+SUMMARY = Fields(
+    Summary,
+    router_pb2.Summary,
+    elsewhere=("request_id",),
+    usage=Fields(Usage, router_pb2.Usage),
+    metrics=Fields(
+        RequestMetrics,
+        router_pb2.RequestMetrics,
+        names={"speculation": "speculative_decoding"},
+        kv_transfer=Fields(KvTransferMetrics, router_pb2.KvTransferMetrics),
+        speculation=Fields(SpeculationMetrics, router_pb2.SpeculationMetrics),
+    ),
+)

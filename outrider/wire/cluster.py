@@ -5,54 +5,7 @@ from __future__ import annotations
 from outrider.node import ClusterStatus, Model, NodeLoad, NodeStatus
 from outrider.v1 import router_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES, VERIFICATION_METHODS
-
-
-def model_to_proto(model: Model) -> router_pb2.GetModelResponse:
-    return router_pb2.GetModelResponse(
-        name=model.name,
-        revision=model.revision,
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        eos_token_ids=model.eos_token_ids,
-        dtype=model.dtype,
-        proposer=model.proposer,
-        num_speculative_tokens=model.num_speculative_tokens,
-        verification_method=VERIFICATION_METHODS.to_proto(model.verification_method),
-        fingerprint=model.fingerprint,
-        version=model.version,
-    )
-
-
-def model_from_proto(proto: router_pb2.GetModelResponse) -> Model:
-    return Model(
-        name=proto.name,
-        revision=proto.revision,
-        vocab_size=proto.vocab_size,
-        max_model_len=proto.max_model_len,
-        eos_token_ids=tuple(proto.eos_token_ids),
-        dtype=proto.dtype,
-        proposer=proto.proposer,
-        num_speculative_tokens=proto.num_speculative_tokens,
-        verification_method=VERIFICATION_METHODS.known_from_proto(proto.verification_method),
-        fingerprint=proto.fingerprint,
-        version=proto.version,
-    )
-
-
-def cluster_to_proto(status: ClusterStatus) -> router_pb2.WatchClusterResponse:
-    return router_pb2.WatchClusterResponse(
-        nodes=map(_node_status_to_proto, status.nodes),
-        num_requests_running=status.num_requests_running,
-        num_requests_waiting=status.num_requests_waiting,
-    )
-
-
-def cluster_from_proto(proto: router_pb2.WatchClusterResponse) -> ClusterStatus:
-    return ClusterStatus(
-        nodes=tuple(map(_node_status_from_proto, proto.nodes)),
-        num_requests_running=proto.num_requests_running,
-        num_requests_waiting=proto.num_requests_waiting,
-    )
+from outrider.wire.fields import Conversion, Fields
 
 
 def _node_status_to_proto(status: NodeStatus) -> router_pb2.NodeStatus:
@@ -87,3 +40,11 @@ def _node_status_from_proto(proto: router_pb2.NodeStatus) -> NodeStatus:
             mean_acceptance_length=proto.mean_acceptance_length,
         ),
     )
+
+
+MODEL = Fields(Model, router_pb2.GetModelResponse, verification_method=VERIFICATION_METHODS.or_else(None))
+CLUSTER = Fields(
+    ClusterStatus,
+    router_pb2.WatchClusterResponse,
+    nodes=Conversion(_node_status_to_proto, _node_status_from_proto),
+)

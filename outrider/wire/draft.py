@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outrider.protocol_versions import ProtocolVersions
 from outrider.speculation.draft_stream import (
     MAX_BRANCHES_PER_SEQUENCE,
     DraftHello,
@@ -13,11 +12,13 @@ from outrider.speculation.draft_stream import (
     SequenceStart,
     SequenceUpdate,
 )
-from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 from outrider.v1 import draft_pb2
-from outrider.wire.enums import VERIFICATION_METHODS, EnumTable
-from outrider.wire.request import sampling_from_proto, sampling_to_proto, verification_method_from_proto
+from outrider.wire.enums import EnumTable
+from outrider.wire.fields import Fields
+from outrider.wire.node import versions_from_proto, versions_to_proto
+from outrider.wire.request import OPTIONS
 
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
@@ -28,29 +29,20 @@ MAX_STEP_MICROSECONDS = 10_000_000
 """No step takes longer, and no draft node looks ahead for longer."""
 
 
+_HELLO = Fields(
+    DraftHello,
+    draft_pb2.DraftHello,
+    elsewhere=("protocol_versions", "protocol_version", "oldest_protocol_version"),
+)
+_START = Fields(SequenceStart, draft_pb2.SequenceStart, options=OPTIONS)
+
+
 def hello_to_proto(hello: DraftHello) -> draft_pb2.DraftHello:
-    return draft_pb2.DraftHello(
-        protocol_version=hello.protocol_versions.newest,
-        oldest_protocol_version=hello.protocol_versions.oldest,
-        incarnation=hello.incarnation,
-        name=hello.name,
-        vocab_size=hello.vocab_size,
-        vocabulary_fingerprint=hello.vocabulary_fingerprint,
-        max_model_len=hello.max_model_len,
-    )
+    return _HELLO.to_proto(hello, **versions_to_proto(hello.protocol_versions))
 
 
 def hello_from_proto(proto: draft_pb2.DraftHello) -> DraftHello:
-    return DraftHello(
-        incarnation=proto.incarnation,
-        name=proto.name,
-        vocab_size=proto.vocab_size,
-        vocabulary_fingerprint=proto.vocabulary_fingerprint,
-        max_model_len=proto.max_model_len,
-        protocol_versions=ProtocolVersions.of_hello(
-            oldest=proto.oldest_protocol_version, newest=proto.protocol_version
-        ),
-    )
+    return _HELLO.from_proto(proto, protocol_versions=versions_from_proto(proto))
 
 
 def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) -> draft_pb2.DraftUpdate:
@@ -70,14 +62,14 @@ def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) 
             num_wanted=update.num_wanted,
         )
         if update.start is not None:
-            added.start.CopyFrom(_start_to_proto(update.start))
+            added.start.CopyFrom(_START.to_proto(update.start))
     return message
 
 
 def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
     return SequenceUpdate(
         sequence_id=proto.sequence_id,
-        start=_start_from_proto(proto.start) if proto.HasField("start") else None,
+        start=_START.from_proto(proto.start) if proto.HasField("start") else None,
         start_length=proto.start_length,
         token_ids=tuple(proto.token_ids),
         length=proto.length,
@@ -106,7 +98,6 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
             for branch in proposals.branches
         ],
         status=DRAFT_STATUSES.to_proto(proposals.status),
-        num_computed=proposals.num_computed,
     )
 
 
@@ -120,7 +111,6 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
         DRAFT_STATUSES.from_proto(proto.status),
         proto.acked_length,
         tuple(map(_tree_from, proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1])),
-        proto.num_computed,
     )
 
 
@@ -130,7 +120,7 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         proto.length,
         proto.prefix_hash,
         tuple(proto.token_ids[:TOO_MANY_TOKENS]),
-        DraftSource.DRAFT_NODE,
+        DRAFT_NODE,
         _probability_from(proto.probability),
         # Most branches are chains, and certain of their tokens.
         tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
@@ -156,27 +146,3 @@ def step_to_proto(step_seconds: float) -> int:
 def step_from_proto(step_microseconds: int) -> float:
     """Seconds."""
     return min(step_microseconds, MAX_STEP_MICROSECONDS) / 1e6
-
-
-def _start_to_proto(start: SequenceStart) -> draft_pb2.SequenceStart:
-    return draft_pb2.SequenceStart(
-        sample=start.sample,
-        sampling=sampling_to_proto(start.params),
-        prompt_length=start.prompt_length,
-        stop_token_ids=start.stop_token_ids,
-        verification_method=VERIFICATION_METHODS.to_proto(start.verification_method),
-        cache_salt=start.cache_salt,
-        takes_trees=start.takes_trees,
-    )
-
-
-def _start_from_proto(proto: draft_pb2.SequenceStart) -> SequenceStart:
-    return SequenceStart(
-        params=sampling_from_proto(proto.sampling),
-        sample=proto.sample,
-        prompt_length=proto.prompt_length,
-        stop_token_ids=tuple(proto.stop_token_ids),
-        verification_method=verification_method_from_proto(proto.verification_method),
-        cache_salt=proto.cache_salt,
-        takes_trees=proto.takes_trees,
-    )

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from outrider.node import NodeRole, NodeState
 from outrider.request import FinishReason, LogprobsMode, VerificationMethod
 from outrider.v1 import router_pb2
+from outrider.wire.fields import Conversion
 
 Member = TypeVar("Member", bound=enum.Enum)
 
@@ -30,6 +31,10 @@ class EnumTable(Generic[Member]):
         if member is None:
             raise ValueError(f"{number} is not a known {self.members.__name__}")
         return member
+
+    def or_else(self, unknown: Member | None) -> Conversion:
+        """`unknown` for a number that this version does not know, and for UNSPECIFIED."""
+        return Conversion(self.to_proto, lambda number: self._by_number.get(number, unknown))
 
     def known_from_proto(self, number: int) -> Member | None:
         """None for a number that this version does not know, and for UNSPECIFIED."""

@@ -4,70 +4,36 @@ from __future__ import annotations
 
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport
 from outrider.protocol_versions import ProtocolVersions
-from outrider.v1 import node_pb2
+from outrider.v1 import draft_pb2, node_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
+from outrider.wire.fields import Fields
+
+_INFO = Fields(
+    NodeInfo,
+    node_pb2.NodeInfo,
+    elsewhere=("protocol_versions", "protocol_version", "oldest_protocol_version"),
+    role=NODE_ROLES,
+    state=NODE_STATES,
+    model=Fields(ModelInfo, node_pb2.ModelInfo),
+)
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
-    proto = node_pb2.NodeInfo(
-        protocol_version=info.protocol_versions.newest,
-        oldest_protocol_version=info.protocol_versions.oldest,
-        incarnation=info.incarnation,
-        name=info.name,
-        role=NODE_ROLES.to_proto(info.role),
-        state=NODE_STATES.to_proto(info.state),
-        version=info.version,
-    )
-    if info.model is not None:
-        proto.model.CopyFrom(model_to_proto(info.model))
-    return proto
+    return _INFO.to_proto(info, **versions_to_proto(info.protocol_versions))
 
 
 def info_from_proto(proto: node_pb2.NodeInfo) -> NodeInfo:
     """Raises: ValueError for a role or state that this version does not know."""
-    return NodeInfo(
-        incarnation=proto.incarnation,
-        name=proto.name,
-        role=NODE_ROLES.from_proto(proto.role),
-        state=NODE_STATES.from_proto(proto.state),
-        version=proto.version,
-        model=model_from_proto(proto.model) if proto.HasField("model") else None,
-        protocol_versions=ProtocolVersions.of_hello(
-            oldest=proto.oldest_protocol_version, newest=proto.protocol_version
-        ),
-    )
+    return _INFO.from_proto(proto, protocol_versions=versions_from_proto(proto))
 
 
-def model_to_proto(model: ModelInfo) -> node_pb2.ModelInfo:
-    return node_pb2.ModelInfo(
-        name=model.name,
-        revision=model.revision,
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        eos_token_ids=model.eos_token_ids,
-        dtype=model.dtype,
-        fingerprint=model.fingerprint,
-        vocabulary_fingerprint=model.vocabulary_fingerprint,
-        proposer=model.proposer,
-        num_speculative_tokens=model.num_speculative_tokens,
-        numerics=model.numerics,
-    )
+def versions_to_proto(versions: ProtocolVersions) -> dict[str, int]:
+    """The fields of a hello, whichever message that is."""
+    return {"protocol_version": versions.newest, "oldest_protocol_version": versions.oldest}
 
 
-def model_from_proto(proto: node_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        name=proto.name,
-        revision=proto.revision,
-        vocab_size=proto.vocab_size,
-        max_model_len=proto.max_model_len,
-        eos_token_ids=tuple(proto.eos_token_ids),
-        dtype=proto.dtype,
-        fingerprint=proto.fingerprint,
-        vocabulary_fingerprint=proto.vocabulary_fingerprint,
-        proposer=proto.proposer,
-        num_speculative_tokens=proto.num_speculative_tokens,
-        numerics=proto.numerics,
-    )
+def versions_from_proto(proto: node_pb2.NodeInfo | draft_pb2.DraftHello) -> ProtocolVersions:
+    return ProtocolVersions.of_hello(oldest=proto.oldest_protocol_version, newest=proto.protocol_version)
 
 
 def report_to_proto(report: NodeReport) -> node_pb2.NodeReport:
@@ -86,6 +52,7 @@ def report_to_proto(report: NodeReport) -> node_pb2.NodeReport:
             mean_acceptance_length=load.mean_acceptance_length,
             num_outstanding_tokens=load.num_outstanding_tokens,
             num_sequences_free=load.num_sequences_free,
+            max_rows_per_step=load.max_rows_per_step,
         ),
         incarnation=report.incarnation,
     )
@@ -109,5 +76,6 @@ def report_from_proto(proto: node_pb2.NodeReport) -> NodeReport:
             mean_acceptance_length=load.mean_acceptance_length,
             num_outstanding_tokens=load.num_outstanding_tokens,
             num_sequences_free=load.num_sequences_free,
+            max_rows_per_step=load.max_rows_per_step,
         ),
     )

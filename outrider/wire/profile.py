@@ -11,6 +11,7 @@ from outrider.profile import (
     StepKind,
 )
 from outrider.v1 import node_pb2
+from outrider.wire.fields import Conversion, Fields
 
 
 def options_to_proto(options: ProfileOptions) -> node_pb2.ProfileRequest:
@@ -30,40 +31,11 @@ def options_from_proto(proto: node_pb2.ProfileRequest) -> ProfileOptions:
     )
 
 
-def profile_to_proto(profile: Profile) -> node_pb2.ProfileSummary:
-    return node_pb2.ProfileSummary(
-        node=profile.node,
-        steps=[
-            node_pb2.StepAccount(
-                kind=step.kind,
-                num_rows=step.num_rows,
-                num_sequences=step.num_sequences,
-                nanoseconds={part: max(spent, 0) for part, spent in step.nanoseconds.items()},
-                event_loop_nanoseconds=step.event_loop_nanoseconds,
-            )
-            for step in profile.steps
-        ],
-        num_traced_steps=profile.num_traced_steps,
-        microseconds=round(profile.seconds * 1e6),
-        timed_out=profile.timed_out,
-    )
-
-
-def profile_from_proto(proto: node_pb2.ProfileSummary) -> Profile:
-    """Raises: ValueError for a kind of step that this version does not know."""
-    return Profile(
-        node=proto.node,
-        steps=tuple(
-            ProfiledStep(
-                kind=StepKind(step.kind),
-                num_rows=step.num_rows,
-                num_sequences=step.num_sequences,
-                nanoseconds=dict(step.nanoseconds),
-                event_loop_nanoseconds=step.event_loop_nanoseconds,
-            )
-            for step in proto.steps
-        ),
-        num_traced_steps=proto.num_traced_steps,
-        seconds=proto.microseconds / 1e6,
-        timed_out=proto.timed_out,
-    )
+_STEP = Fields(
+    ProfiledStep,
+    node_pb2.StepAccount,
+    kind=Conversion(str, StepKind),
+    nanoseconds=Conversion(lambda parts: {part: max(spent, 0) for part, spent in parts.items()}, dict),
+)
+PROFILE = Fields(Profile, node_pb2.ProfileSummary, steps=_STEP)
+"""`from_proto` raises ValueError for a kind of step that this version does not know."""

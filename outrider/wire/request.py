@@ -1,4 +1,4 @@
-"""router.proto's requests ⇄ `outrider.request`.
+"""router.proto's requests, and the options that nodes get of them ⇄ `outrider.request`.
 
 A public request is converted after the router has validated it: what is unset becomes the
 contract's default here, and nowhere else.
@@ -13,12 +13,14 @@ from outrider.request import (
     LogprobsRequest,
     OutputOptions,
     Request,
+    RequestOptions,
     SamplingParams,
-    StopConditions,
+    StopStrings,
     VerificationMethod,
 )
-from outrider.v1 import router_pb2
+from outrider.v1 import node_pb2, router_pb2
 from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS
+from outrider.wire.fields import Conversion, Fields
 
 
 def request_from_proto(
@@ -29,86 +31,82 @@ def request_from_proto(
     prompt_text: str,
     seed: int,
     max_tokens: int,
+    eos_token_ids: Sequence[int] = (),
     cache_salt: bytes = b"",
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
-    sampling = sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
+    sampling = _SAMPLING.from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
     method = verification_method_from_proto(proto.speculation.method, default=default_method)
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt_token_ids),
-        prompt_text=prompt_text,
+    eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
+    options = RequestOptions(
         sampling=sampling,
-        generated_token_ids=tuple(proto.generated_token_ids),
-        stop=StopConditions(
-            strings=tuple(proto.stop.strings),
-            token_ids=tuple(proto.stop.token_ids),
-            ignore_eos=proto.stop.ignore_eos,
-            include_match=proto.stop.include_match,
-        ),
-        output=output_from_proto(proto.output),
+        stop_token_ids=tuple(sorted({*eos_token_ids, *proto.stop.token_ids})),
+        logprobs=logprobs_request_from_proto(proto.output),
         num_speculative_tokens=num_speculative_tokens_from_proto(proto.speculation),
         # With temperature 0 the target has one token only, and all methods are the same.
         verification_method=VerificationMethod.COUPLED if sampling.is_greedy else method,
         priority=proto.priority,
         cache_salt=cache_salt,
     )
-
-
-def sampling_to_proto(params: SamplingParams) -> router_pb2.SamplingParams:
-    """Every field set, defaults included."""
-    return router_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-        seed=params.seed,
-        n=params.n,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt_token_ids),
+        prompt_text=prompt_text,
+        options=options,
+        generated_token_ids=tuple(proto.generated_token_ids),
+        stop=StopStrings(strings=tuple(proto.stop.strings), include_match=proto.stop.include_match),
+        output=output_from_proto(proto.output),
     )
 
 
-def sampling_from_proto(
-    proto: router_pb2.SamplingParams, *, seed: int | None = None, max_tokens: int | None = None
-) -> SamplingParams:
-    """Defaults filled in; floats are the float32 that travelled. `seed`, `max_tokens`: in place of the message's."""
-    return SamplingParams(
-        seed=proto.seed if seed is None else seed,
-        max_tokens=proto.max_tokens if max_tokens is None else max_tokens,
-        temperature=proto.temperature if proto.HasField("temperature") else 1.0,
-        top_p=proto.top_p if proto.HasField("top_p") else 1.0,
-        top_k=proto.top_k,
-        min_p=proto.min_p,
-        presence_penalty=proto.presence_penalty,
-        frequency_penalty=proto.frequency_penalty,
-        repetition_penalty=proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0,
-        logit_bias=tuple(sorted(proto.logit_bias.items())),
-        n=num_samples(proto),
-        min_tokens=proto.min_tokens,
-    )
+_SAMPLING = Fields(
+    SamplingParams,
+    router_pb2.SamplingParams,
+    elsewhere=("json_schema", "regex", "grammar", "choice"),
+    logit_bias=Conversion(dict, lambda biases: tuple(sorted(biases.items()))),
+)
+"""Every field is set, defaults included; floats are the float32 that travels."""
+
+
+def options_to_proto(options: RequestOptions) -> node_pb2.RequestOptions:
+    logprobs: dict[str, int] = {}
+    if options.logprobs is not None:
+        logprobs = {
+            "top_logprobs": options.logprobs.num_top,
+            "logprobs_mode": LOGPROBS_MODES.to_proto(options.logprobs.mode),
+        }
+    return _OPTIONS.to_proto(options, **logprobs)
+
+
+def options_from_proto(proto: node_pb2.RequestOptions) -> RequestOptions:
+    return _OPTIONS.from_proto(proto, logprobs=logprobs_request_from_proto(proto))
+
+
+_OPTIONS = Fields(
+    RequestOptions,
+    node_pb2.RequestOptions,
+    elsewhere=("logprobs", "top_logprobs", "logprobs_mode"),
+    sampling=_SAMPLING,
+    verification_method=VERIFICATION_METHODS.or_else(VerificationMethod.COUPLED),
+)
+OPTIONS = Conversion(options_to_proto, options_from_proto)
 
 
 def num_samples(proto: router_pb2.SamplingParams) -> int:
     return proto.n if proto.HasField("n") else 1
 
 
-def logprobs_mode_from_proto(proto: int) -> LogprobsMode:
-    """Unspecified is MODEL, the contract's default."""
-    return LOGPROBS_MODES.known_from_proto(proto) or LogprobsMode.MODEL
+def logprobs_request_from_proto(proto: router_pb2.OutputOptions | node_pb2.RequestOptions) -> LogprobsRequest | None:
+    """None: no logprobs. A mode that is unspecified is MODEL, the contract's default."""
+    if not proto.HasField("top_logprobs"):
+        return None
+    mode = LOGPROBS_MODES.known_from_proto(proto.logprobs_mode) or LogprobsMode.MODEL
+    return LogprobsRequest(num_top=proto.top_logprobs, mode=mode)
 
 
 def output_from_proto(proto: router_pb2.OutputOptions) -> OutputOptions:
-    logprobs = None
-    if proto.HasField("top_logprobs"):
-        logprobs = LogprobsRequest(num_top=proto.top_logprobs, mode=logprobs_mode_from_proto(proto.logprobs_mode))
     return OutputOptions(
-        logprobs=logprobs,
         skip_special_tokens=skips_special_tokens(proto),
         echo=proto.echo,
         token_ids_only=proto.token_ids_only,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from outrider.errors import InvalidRequestError
 from outrider.node import NodeInfo, NodeReport
-from outrider.request import LogprobsRequest
 from outrider.session import (
     NO_SPECULATION,
     CancelSequenceGroup,
@@ -27,98 +27,65 @@ from outrider.session import (
 )
 from outrider.v1 import session_pb2
 from outrider.wire.answer import logprobs_from_proto, token_logprobs_to_proto
-from outrider.wire.enums import FINISH_REASONS, LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
+from outrider.wire.enums import FINISH_REASONS, EnumTable
+from outrider.wire.fields import Fields
 from outrider.wire.node import info_from_proto, info_to_proto, report_from_proto, report_to_proto
-from outrider.wire.request import (
-    logprobs_mode_from_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    verification_method_from_proto,
-)
+from outrider.wire.request import OPTIONS
 
 ID_BYTES = 16
 
 _REJECT_REASONS = EnumTable(RejectReason, session_pb2.RejectReason, "REJECT_REASON")
 
 
+_COMMANDS: dict[str, Fields[Any, Any]] = {
+    "open": Fields(
+        OpenSequenceGroup,
+        session_pb2.OpenSequenceGroup,
+        samples=Fields(SampleStart, session_pb2.SampleStart),
+        options=OPTIONS,
+    ),
+    "retarget": Fields(RetargetSequenceGroup, session_pb2.RetargetSequenceGroup),
+    "cancel": Fields(CancelSequenceGroup, session_pb2.CancelSequenceGroup),
+}
+_COMMAND_KINDS = {OpenSequenceGroup: "open", RetargetSequenceGroup: "retarget", CancelSequenceGroup: "cancel"}
+
+_GROUP = ("sequence_group_id",)
+"""An event's message is part of one that names the group."""
+_EVENTS: dict[str, Fields[Any, Any]] = {
+    "done": Fields(SampleDone, session_pb2.SampleDone, elsewhere=_GROUP, reason=FINISH_REASONS),
+    "granted": Fields(Granted, session_pb2.Granted, elsewhere=_GROUP),
+    "rejected": Fields(Rejected, session_pb2.Rejected, elsewhere=_GROUP, reason=_REJECT_REASONS),
+    "kv_ready": Fields(KvReady, session_pb2.KvReady, elsewhere=_GROUP),
+    "kv_failed": Fields(KvFailed, session_pb2.KvFailed, elsewhere=_GROUP),
+    "failed": Fields(SequenceGroupFailed, session_pb2.SequenceGroupFailed, elsewhere=_GROUP),
+}
+_EVENT_KINDS = {
+    SampleDone: "done",
+    Granted: "granted",
+    Rejected: "rejected",
+    KvReady: "kv_ready",
+    KvFailed: "kv_failed",
+    SequenceGroupFailed: "failed",
+}
+
+
 def command_to_proto(command: SequenceGroupCommand) -> session_pb2.SessionCommand:
-    match command:
-        case OpenSequenceGroup():
-            return session_pb2.SessionCommand(open=_open_to_proto(command))
-        case RetargetSequenceGroup():
-            return session_pb2.SessionCommand(
-                retarget=session_pb2.RetargetSequenceGroup(
-                    sequence_group_id=command.sequence_group_id, transfer_id=command.transfer_id
-                )
-            )
-        case CancelSequenceGroup():
-            return session_pb2.SessionCommand(
-                cancel=session_pb2.CancelSequenceGroup(
-                    sequence_group_id=command.sequence_group_id, samples=command.samples
-                )
-            )
-
-
-def _open_to_proto(command: OpenSequenceGroup) -> session_pb2.OpenSequenceGroup:
-    proto = session_pb2.OpenSequenceGroup(
-        sequence_group_id=command.sequence_group_id,
-        transfer_id=command.transfer_id,
-        request_id=command.request_id,
-        prompt_token_ids=command.prompt_token_ids,
-        samples=[
-            session_pb2.SampleStart(sample=start.sample, generated_token_ids=start.generated_token_ids)
-            for start in command.samples
-        ],
-        sampling=sampling_to_proto(command.sampling),
-        stop_token_ids=command.stop_token_ids,
-        num_speculative_tokens=command.num_speculative_tokens,
-        verification_method=VERIFICATION_METHODS.to_proto(command.verification_method),
-        priority=command.priority,
-        cache_salt=command.cache_salt,
-    )
-    if command.logprobs is not None:
-        proto.top_logprobs = command.logprobs.num_top
-        proto.logprobs_mode = LOGPROBS_MODES.to_proto(command.logprobs.mode)
-    return proto
+    kind: Any = _COMMAND_KINDS[type(command)]
+    return session_pb2.SessionCommand(**{kind: _COMMANDS[kind].to_proto(command)})
 
 
 def command_from_proto(proto: session_pb2.SessionCommand) -> SequenceGroupCommand:
-    """Raises InvalidRequestError for a message without a command or with ids of the wrong size."""
-    match proto.WhichOneof("command"):
-        case "open":
-            return _open_from_proto(proto.open)
-        case "retarget":
-            retarget = proto.retarget
-            if len(retarget.transfer_id) not in (0, ID_BYTES):
-                raise InvalidRequestError("a transfer_id is 16 bytes, or empty", field="retarget")
-            return RetargetSequenceGroup(sequence_group_id=retarget.sequence_group_id, transfer_id=retarget.transfer_id)
-        case "cancel":
-            return CancelSequenceGroup(
-                sequence_group_id=proto.cancel.sequence_group_id, samples=tuple(proto.cancel.samples)
-            )
-        case kind:
-            raise InvalidRequestError(f"a session command of kind {kind!r} is not expected here", field="command")
-
-
-def _open_from_proto(opened: session_pb2.OpenSequenceGroup) -> OpenSequenceGroup:
-    if len(opened.sequence_group_id) != ID_BYTES or len(opened.transfer_id) != ID_BYTES:
-        raise InvalidRequestError("sequence_group_id and transfer_id are 16 bytes each", field="open")
-    return OpenSequenceGroup(
-        sequence_group_id=opened.sequence_group_id,
-        transfer_id=opened.transfer_id,
-        request_id=opened.request_id,
-        prompt_token_ids=tuple(opened.prompt_token_ids),
-        samples=tuple(SampleStart(start.sample, tuple(start.generated_token_ids)) for start in opened.samples),
-        sampling=sampling_from_proto(opened.sampling),
-        stop_token_ids=tuple(opened.stop_token_ids),
-        logprobs=LogprobsRequest(num_top=opened.top_logprobs, mode=logprobs_mode_from_proto(opened.logprobs_mode))
-        if opened.HasField("top_logprobs")
-        else None,
-        num_speculative_tokens=opened.num_speculative_tokens if opened.HasField("num_speculative_tokens") else None,
-        verification_method=verification_method_from_proto(opened.verification_method),
-        priority=opened.priority,
-        cache_salt=opened.cache_salt,
-    )
+    """Raises: InvalidRequestError for a message without a command, or with ids of the wrong size."""
+    kind = proto.WhichOneof("command")
+    if kind not in _COMMANDS:
+        raise InvalidRequestError(f"a session command of kind {kind!r} is not expected here", field="command")
+    if kind == "open" and len(proto.open.sequence_group_id) != ID_BYTES:
+        raise InvalidRequestError("a sequence_group_id is 16 bytes", field="open")
+    message = getattr(proto, kind)
+    if kind != "cancel" and len(message.transfer_id) not in (0, ID_BYTES):
+        raise InvalidRequestError("a transfer_id is 16 bytes, or empty", field=kind)
+    command: SequenceGroupCommand = _COMMANDS[kind].from_proto(message)
+    return command
 
 
 def report_message_to_proto(
@@ -146,104 +113,31 @@ def report_message_from_proto(
 
 def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
     proto = session_pb2.SequenceGroupEvent(sequence_group_id=event.sequence_group_id)
-    match event:
-        case SampleTokens():
-            _add_tokens(event, proto.tokens, {})
-        case SampleDone():
-            proto.done.CopyFrom(
-                session_pb2.SampleDone(
-                    sample=event.sample, reason=FINISH_REASONS.to_proto(event.reason), stop_token_id=event.stop_token_id
-                )
-            )
-        case Granted():
-            proto.granted.CopyFrom(
-                session_pb2.Granted(
-                    transfer_id=event.transfer_id,
-                    kv_address=event.kv_address,
-                    held_prefix_length=event.held_prefix_length,
-                    num_tokens_to_compute=event.num_tokens_to_compute,
-                )
-            )
-        case Rejected():
-            proto.rejected.CopyFrom(
-                session_pb2.Rejected(
-                    reason=_REJECT_REASONS.to_proto(event.reason),
-                    message=event.message,
-                    kv_blocks_needed=event.kv_blocks_needed,
-                    num_sequences_needed=event.num_sequences_needed,
-                    wait_microseconds=round(event.wait_seconds * 1e6),
-                )
-            )
-        case KvReady():
-            proto.kv_ready.CopyFrom(
-                session_pb2.KvReady(
-                    transfer_id=event.transfer_id,
-                    connector=event.connector,
-                    kv_bytes=event.kv_bytes,
-                    transfer_microseconds=round(event.transfer_seconds * 1e6),
-                )
-            )
-        case KvFailed():
-            proto.kv_failed.CopyFrom(session_pb2.KvFailed(transfer_id=event.transfer_id, message=event.message))
-        case SequenceGroupFailed():
-            proto.failed.CopyFrom(session_pb2.SequenceGroupFailed(code=event.code, message=event.message))
+    if isinstance(event, SampleTokens):
+        _add_tokens(event, proto.tokens, {})
+    else:
+        kind = _EVENT_KINDS[type(event)]
+        getattr(proto, kind).CopyFrom(_EVENTS[kind].to_proto(event))
     return proto
 
 
 def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEvent:
     """Raises: InvalidRequestError for an event of no known kind; ValueError for a reason that is not known."""
-    group_id = proto.sequence_group_id
-    match proto.WhichOneof("event"):
-        case "tokens":
-            tokens = proto.tokens
-            return SampleTokens(
-                group_id,
-                tokens.sample,
-                tokens.start_position,
-                tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
-                logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
-                _counts_from_proto(tokens.speculation) if tokens.HasField("speculation") else NO_SPECULATION,
-            )
-        case "done":
-            return SampleDone(
-                sequence_group_id=group_id,
-                sample=proto.done.sample,
-                reason=FINISH_REASONS.from_proto(proto.done.reason),
-                stop_token_id=proto.done.stop_token_id if proto.done.HasField("stop_token_id") else None,
-            )
-        case "granted":
-            return Granted(
-                sequence_group_id=group_id,
-                transfer_id=proto.granted.transfer_id,
-                kv_address=proto.granted.kv_address,
-                held_prefix_length=proto.granted.held_prefix_length,
-                num_tokens_to_compute=proto.granted.num_tokens_to_compute,
-            )
-        case "rejected":
-            return Rejected(
-                sequence_group_id=group_id,
-                reason=_REJECT_REASONS.from_proto(proto.rejected.reason),
-                message=proto.rejected.message,
-                kv_blocks_needed=proto.rejected.kv_blocks_needed,
-                num_sequences_needed=proto.rejected.num_sequences_needed,
-                wait_seconds=proto.rejected.wait_microseconds / 1e6,
-            )
-        case "kv_ready":
-            return KvReady(
-                sequence_group_id=group_id,
-                transfer_id=proto.kv_ready.transfer_id,
-                connector=proto.kv_ready.connector,
-                kv_bytes=proto.kv_ready.kv_bytes,
-                transfer_seconds=proto.kv_ready.transfer_microseconds / 1e6,
-            )
-        case "kv_failed":
-            return KvFailed(
-                sequence_group_id=group_id, transfer_id=proto.kv_failed.transfer_id, message=proto.kv_failed.message
-            )
-        case "failed":
-            return SequenceGroupFailed(sequence_group_id=group_id, code=proto.failed.code, message=proto.failed.message)
-        case other:
-            raise InvalidRequestError(f"a session event of kind {other!r} is not known", field="event")
+    group_id, kind = proto.sequence_group_id, proto.WhichOneof("event")
+    if kind == "tokens":
+        tokens = proto.tokens
+        return SampleTokens(
+            group_id,
+            tokens.sample,
+            tokens.start_position,
+            tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
+            logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
+            _counts_from_proto(tokens.speculation) if tokens.HasField("speculation") else NO_SPECULATION,
+        )
+    if kind not in _EVENTS:
+        raise InvalidRequestError(f"a session event of kind {kind!r} is not known", field="event")
+    event: SequenceGroupEvent = _EVENTS[kind].from_proto(getattr(proto, kind), sequence_group_id=group_id)
+    return event
 
 
 def _add_tokens(

@@ -1,10 +1,10 @@
-"""Where requests with a resume window are kept, so that another router can go on with them.
+"""Where requests with a resume window are kept, so that another router can continue them.
 
 A request with its drawn seed determines its tokens: the stored request is the durable state,
 the stored tokens are a cache of it. Tokens may be missing, they are never wrong. A request
-belongs to one owner, the router that renewed or claimed it last; what any other router writes
-is dropped by the store. Two routers that work on one request for a moment compute the same
-tokens, so a claim needs no certainty that the old owner is dead.
+belongs to one owner, the router that created or claimed it last; the store drops writes of any other.
+Two routers that compute one request for a moment compute the same tokens, so a claim
+needs no certainty that the old owner is dead.
 
 Call order in a router, for each request with a resume window:
 
@@ -12,7 +12,7 @@ Call order in a router, for each request with a resume window:
    StoreError: refuse the request, or serve it without the store, as `router.store_lost` says.
 2. Off the token path, for all requests together: `append` what is new every
    `router.store_append_seconds`, `renew` every third of `router.store_lease_seconds`. After a
-   StoreError of `append` send the same tokens again with the next ones. `renew` tells
+   StoreError of `append`, send tokens again from the last position that was acknowledged. `renew` tells
    - `taken`: another router has the request. End the attached stream with AbortedError, stop
      the work, call nothing more for this id.
    - `missing`: the store was emptied. `create` again, then `append` everything.
@@ -22,11 +22,11 @@ Call order in a router, for each request with a resume window:
    it). From then on the resume window runs. `delete` instead, where the request ended without
    an answer to come back to (refused after `create`, failed, window over).
 
-For Resume of an id that this router does not have: `claim(…, take_over=True)`. By contract a
+For Resume of an id that this router does not have: `claim`. By contract a
 new Resume ends the stream attached before, and a client asks here because it cannot reach the
 owner. None is NOT_FOUND. Open the answer with the tokens known (none of them where logprobs
-are wanted: those are not stored), end it at once where `is_aborted`. For Abort of such an id:
-`request_abort`.
+are wanted: those are not stored), end it at once where `is_aborted`. `read` looks without claiming. For Abort of
+such an id: `request_abort`.
 """
 
 from __future__ import annotations
@@ -62,20 +62,12 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAnswer:
-    """A claimed request and what is known of its answer."""
+    """A stored request and what is known of its answer."""
 
     request: StoredRequest
     token_ids: Mapping[int, tuple[int, ...]]  # by sample, from start_position without a gap
-    is_finished: bool  # its owner had called `finish`
+    is_ours: bool  # this router is the owner
     is_aborted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """Another router's lease has not run out."""
-
-    owner: bytes
-    lease_seconds: float  # what is left of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +102,21 @@ class AnswerStore(Protocol):
         """
 
     async def renew(self, request_ids: Iterable[str]) -> Renewal:
-        """Renews leases, and puts off the expiry of requests and tokens. Raises: StoreError."""
+        """Puts off the expiry of requests and tokens. Raises: StoreError."""
 
-    async def finish(self, request_id: str) -> None:
-        """Gives the lease up and lets the resume window run. Nothing where it is not ours. Raises: StoreError."""
+    async def finish(self, request_ids: Iterable[str]) -> None:
+        """Lets the resume window run. Those that are not ours are passed over. Raises: StoreError."""
 
-    async def delete(self, request_id: str) -> None:
-        """Removes a request of ours; nothing where it is not ours. Raises: StoreError."""
+    async def delete(self, request_ids: Iterable[str]) -> None:
+        """Removes requests of ours; those that are not ours are passed over. Raises: StoreError."""
 
-    async def claim(self, request_id: str, *, fingerprint: str, take_over: bool = False) -> StoredAnswer | Owned | None:
+    async def read(self, request_id: str) -> StoredAnswer | None:
+        """What is stored, without changing it; None: there is no such request. Raises: StoreError."""
+
+    async def claim(self, request_id: str, *, fingerprint: str) -> StoredAnswer | None:
         """Makes this router the owner; None: there is no such request.
 
-        Without `take_over` only where no other router's lease holds. A claimed request is
-        kept as a running one until `finish`.
+        A claimed request is kept as a running one until `finish`.
 
         Raises: MismatchError when it was stored for another model, and stays with its owner; StoreError.
         """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outrider.errors import ConfigError
-from router.store.address import MEMORY, ValkeyAddress
+from router.store.address import ValkeyAddress
 from router.store.base import AnswerStore
 
 PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 the name of it
@@ -21,14 +21,10 @@ def make_store(
     lease_seconds: float,
     environ: Mapping[str, str] = os.environ,
 ) -> AnswerStore:
-    """The store that `router.store` names, for one router: `owner` is its incarnation. Connects on first use.
+    """The store that several routers share, for one of them: `owner` is its incarnation. Connects on first use.
 
     A password in the environment goes before one in the URL. Raises: ConfigError.
     """
-    if url == MEMORY:
-        from router.store.memory import MemoryAnswerStore
-
-        return MemoryAnswerStore(owner=owner, lease_seconds=lease_seconds)
     try:
         address = ValkeyAddress.parse(url)
     except ValueError as error:
@@ -40,5 +36,7 @@ def make_store(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "valkey":
             raise
-        raise ConfigError(f"router.store = {address} needs the Valkey client: pip install 'outrider[store]'") from error
+        raise ConfigError(
+            f"router.store = {address} needs the Valkey client: in the source tree, run pip install '.[store]'"
+        ) from error
     return ValkeyAnswerStore(address, owner=owner, timeout_seconds=timeout_seconds, lease_seconds=lease_seconds)

@@ -7,6 +7,7 @@ import itertools
 import struct
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from valkey.asyncio import Connection, ConnectionPool, SSLConnection, Valkey
@@ -16,7 +17,6 @@ from outrider.errors import StoreError
 from router.store import scripts
 from router.store.address import ValkeyAddress
 from router.store.base import (
-    Owned,
     Renewal,
     StoredAnswer,
     StoredRequest,
@@ -28,8 +28,8 @@ from router.store.base import (
 from router.store.scripts import Script
 
 MAX_CONNECTIONS = 16
-_MAX_SPANS_PER_SCRIPT = 1000
-"""Lua unpacks at most about 8000 values."""
+MAX_SPANS_PER_SCRIPT = 1000
+"""While a script runs, the server answers nobody else."""
 
 
 class ValkeyAnswerStore:
@@ -67,13 +67,20 @@ class ValkeyAnswerStore:
             raise already_running(stored.request_id)
 
     async def append(self, spans: Iterable[TokenSpan]) -> None:
-        by_id: dict[str, list[bytes]] = {}
+        by_id: dict[str, list[TokenSpan]] = {}
         for span in spans:
-            by_id.setdefault(span.request_id, []).append(_pack(span))
+            by_id.setdefault(span.request_id, []).append(span)
         calls = [
-            (request_id, packed[first : first + _MAX_SPANS_PER_SCRIPT])
-            for request_id, packed in by_id.items()
-            for first in range(0, len(packed), _MAX_SPANS_PER_SCRIPT)
+            (
+                request_id,
+                [
+                    argument
+                    for span in found[first : first + MAX_SPANS_PER_SCRIPT]
+                    for argument in _append_arguments(span)
+                ],
+            )
+            for request_id, found in by_id.items()
+            for first in range(0, len(found), MAX_SPANS_PER_SCRIPT)
         ]
         await self._run_many(scripts.APPEND, calls)
 
@@ -86,37 +93,44 @@ class ValkeyAnswerStore:
 
         return Renewal(taken=those(scripts.TAKEN), missing=those(scripts.MISSING), aborted=those(scripts.ABORTED))
 
-    async def finish(self, request_id: str) -> None:
-        await self._run(scripts.FINISH, request_id)
+    async def finish(self, request_ids: Iterable[str]) -> None:
+        await self._run_many(scripts.FINISH, [(request_id, ()) for request_id in request_ids])
 
-    async def delete(self, request_id: str) -> None:
-        await self._run(scripts.DELETE, request_id)
+    async def delete(self, request_ids: Iterable[str]) -> None:
+        await self._run_many(scripts.DELETE, [(request_id, ()) for request_id in request_ids])
 
-    async def claim(self, request_id: str, *, fingerprint: str, take_over: bool = False) -> StoredAnswer | Owned | None:
-        fields, *found = await self._run(scripts.CLAIM, request_id, self._lease_ms, fingerprint, int(take_over))
+    async def read(self, request_id: str) -> StoredAnswer | None:
+        return self._parse(request_id, await self._run(scripts.READ, request_id))
+
+    async def claim(self, request_id: str, *, fingerprint: str) -> StoredAnswer | None:
+        found = self._parse(request_id, await self._run(scripts.CLAIM, request_id, self._lease_ms, fingerprint))
+        if found is None:
+            return None
+        if found.request.fingerprint != fingerprint:
+            raise model_mismatch(request_id, stored=found.request.fingerprint, served=fingerprint)
+        return replace(found, is_ours=True)
+
+    def _parse(self, request_id: str, found: Sequence[Any]) -> StoredAnswer | None:
+        """What READ and CLAIM answer."""
         if not found:
             return None
-        _, stored_for, window, start, request, finished, aborted, numerics = fields
-        if stored_for.decode() != fingerprint:
-            raise model_mismatch(request_id, stored=stored_for.decode(), served=fingerprint)
-        if len(found) == 2:
-            owner, lease_ms = found
-            return Owned(owner, lease_ms / 1e3)
+        fields, spans = found
+        owner, fingerprint, window, start, request, aborted, numerics = fields
         stored = StoredRequest(
             request_id=request_id,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint.decode(),
             resume_window_seconds=int(window) / 1e3,
             start_position=int(start),
             request=request,
             numerics=(numerics or b"").decode(),
         )
         tokens = TokenLog(stored.start_position)
-        for packed in found[0]:
+        for packed in spans:
             tokens.add(*_unpack(packed))
         return StoredAnswer(
             request=stored,
             token_ids=tokens.token_ids(),
-            is_finished=finished is not None,
+            is_ours=owner == self._owner,
             is_aborted=aborted is not None,
         )
 
@@ -161,14 +175,18 @@ class ValkeyAnswerStore:
             raise StoreError(f"{self.name}: {error}") from error
 
 
-def _keys(request_id: str) -> tuple[str, str, str]:
-    """The request's, its tokens' and its lease's key.
+def _keys(request_id: str) -> tuple[str, str]:
+    """The request's and its tokens' key.
 
-    A cluster hashes only what stands between the braces, so the three share a slot; behind
+    A cluster hashes only what stands between the braces, so both share a slot; behind
     "r:" it is never empty, whatever the id begins with.
     """
     prefix = f"outrider:{{r:{request_id}}}"
-    return f"{prefix}:request", f"{prefix}:tokens", f"{prefix}:lease"
+    return f"{prefix}:request", f"{prefix}:tokens"
+
+
+def _append_arguments(span: TokenSpan) -> tuple[int, int, int, bytes]:
+    return span.sample, span.start_position, span.start_position + len(span.token_ids), _pack(span)
 
 
 def _pack(span: TokenSpan) -> bytes:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 
 HEAVY = {"torch", "transformers"}
-OF_A_SERVER = {
-    *("outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"),
-    *("jinja2", "prometheus_client", "psutil", "structlog", "tokenizers", "uvloop"),
-    *("xxhash", "yaml"),
-}
+OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
 """What a client does without."""
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+OF_GRPC = {"grpcio-health-checking", "grpcio-reflection", "grpcio-tools", "typing-extensions"}
+"""What grpcio imports where it is there."""
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
@@ -53,3 +56,26 @@ def test_a_client_imports_nothing_of_a_server(package):
     reached = imported_by(EVERY_MODULE.format(package=package))
     assert package in reached
     assert (HEAVY | OF_A_SERVER) & reached == set()
+
+
+def installed_with(*extras: str) -> set[str]:
+    """Distributions that an install with these extras asks for by name."""
+    wanted = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    return {re.match(r"[\w-]+", line)[0].lower() for line in wanted}
+
+
+@pytest.mark.parametrize(
+    ("package", "extras"),
+    [("outrider.client", ()), ("outrider.rpc", ()), ("outrider.cli.generate", ()), ("router", ("router",))],
+)
+def test_an_install_has_what_its_part_imports_and_nothing_more(package, extras):
+    """Of the packages that we name in pyproject.toml: what these import in turn is theirs."""
+    ours = installed_with(*PROJECT["optional-dependencies"]) - OF_GRPC - {"outrider"}
+    owners = packages_distributions()
+    reached = {name.partition(".")[0] for name in imported_by(EVERY_MODULE.format(package=package))}
+    needed = {owner.lower() for name in reached - {"google"} for owner in owners.get(name, ())} & ours
+    elsewhere = {
+        "valkey",
+        "cryptography",
+    }  # of the extra [store], and what structlog and others import where it is there
+    assert needed - elsewhere <= installed_with(*extras)

@@ -6,8 +6,8 @@ import jinja2
 import pytest
 import tokenizers
 
+from outrider.bench.prompts import DEFAULT_PROMPTS as PROMPTS
 from outrider.bench.prompts import load_prompts
-from outrider.cli.bench import DEFAULT_PROMPTS as PROMPTS
 
 
 def test_there_are_enough_prompts_of_each_kind():

@@ -53,7 +53,7 @@ def commands(address):
     return {
         "generate": ["generate", "Hello", f"--target={address}"],
         "chat": ["chat", f"--target={address}"],
-        "bench": ["bench", "--limit=1", "--concurrency=1", f"--target={address}"],
+        "bench": ["bench", "load", "--limit=1", "--concurrency=1", f"--target={address}"],
         "profile": ["profile", "--role=decode_node", f"--target={address}"],
     }
 
@@ -72,7 +72,7 @@ def test_a_probe_speaks_tls(capsys, address, authority):
     assert main([*probe, authority]) == 0
     assert main([*probe, authority, "--server-name=localhost"]) == 0
     assert main([*probe, authority, "--server-name=elsewhere"]) == 1  # whose certificate this is not
-    assert main([*probe, "--tls"]) == 1  # no authority of the system knows it
+    assert main([*probe, "--authority=system"]) == 1  # no authority of the system knows it
     assert main(probe) == 1  # plaintext
     assert "cannot be reached" in capsys.readouterr().err
 
@@ -107,7 +107,13 @@ def test_a_certificate_and_its_key_go_together(capsys, address, certificate):
     assert "--certificate and --private-key must be given together" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--spawn"], ["--ghz=benchmarks/ghz/complete.json"]], ids=["spawn", "ghz"])
-def test_bench_refuses_tls_where_it_does_not_decide_on_it(capsys, authority, flags):
-    assert main(["bench", authority, *flags]) == 1
-    assert "omit the TLS flags" in capsys.readouterr().err
+def test_the_folder_of_up_stands_for_its_files_and_goes_with_no_other(capsys, address, tls_folder, authority):
+    assert main(["probe", f"--target={address}", f"--tls={tls_folder}"]) == 0
+    assert main(["probe", f"--target={address}", f"--tls={tls_folder}", authority]) == 1
+    assert "omit --authority" in capsys.readouterr().err
+
+
+def test_the_target_may_come_from_the_environment(monkeypatch, capsys, address, authority):
+    monkeypatch.setenv("OUTRIDER_TARGET", address)
+    assert main(["generate", "Hello", authority]) == 1
+    assert "no such token" in capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_a_file_that_is_not_what_was_converted_is_an_error_with_the_fix(model, c
 
 
 def test_the_draft_model_is_fetched_as_well(model, capsys):
-    draft = ["--set", "draft_node.proposer=draft_model", "--set", f"draft_node.model.id={model}"]
+    draft = ["--set", "draft_node.proposer=draft_model", "--set", f"draft_node.model={model}"]
     assert main(["fetch", "--model", str(model), *draft]) == 0
     assert f"draft model {model.name} is in {model}" in capsys.readouterr().err
 
@@ -56,8 +56,8 @@ def test_a_wrong_setting_of_any_role_is_one_clear_line(model, monkeypatch, capsy
 
 def test_a_wrong_line_of_the_file_is_named(model, tmp_path, capsys):
     file = tmp_path / "outrider.yaml"
-    file.write_text("router:\n  server:\n    port: 70000\n")
+    file.write_text("telemetry:\n  log_level: info\nserver: {port: 70000}\n")
     assert main(["fetch", "--model", str(model), "--config", str(file)]) == 1
     shown = capsys.readouterr().err
     assert f"{file}:3" in shown
-    assert "router.server.port = 70000 is out of range" in shown
+    assert "server.port = 70000 is out of range" in shown

@@ -147,7 +147,7 @@ def fail(context, error):
 class Serving:
     """A router on a port; `stop` breaks its calls off."""
 
-    def __init__(self, router: AnsweringRouter, *, port: int = 0) -> None:
+    def __init__(self, router: router_pb2_grpc.RouterServiceServicer, *, port: int = 0) -> None:
         self.router = router
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         router_pb2_grpc.add_RouterServiceServicer_to_server(router, self._server)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent import futures
 
-import grpc
 import pytest
 from google.protobuf import json_format
 
@@ -14,6 +12,7 @@ from outrider.node import NodeRole, NodeState
 from outrider.request import FinishReason
 from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
+from tests.client.answering_router import Serving
 
 WAIT_SECONDS = 60.0
 
@@ -91,13 +90,9 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
 @pytest.fixture(scope="module")
 def served():
-    router = ScriptedRouter()
-    server = grpc.server(futures.ThreadPoolExecutor(8))
-    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield router, f"127.0.0.1:{port}"
-    server.stop(0).wait(WAIT_SECONDS)
+    serving = Serving(ScriptedRouter())
+    yield serving.router, serving.address
+    serving.stop()
 
 
 @pytest.fixture
@@ -172,6 +167,11 @@ def test_every_other_call_has_its_typed_answer(client):
     cluster.close()
     assert status.by_role()[NodeRole.DECODE] == status.nodes
     assert status.nodes[0].state is NodeState.LOST
+
+
+def test_a_message_that_was_made_elsewhere_is_streamed(served):
+    with Client(served[1]) as client, client.generate_message(make_request("hello", {})) as stream:
+        assert [delta.text for delta in stream] == ["a", " b", "c", " d"]
 
 
 async def test_the_async_client_does_the_same(served, router):

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from outrider.client import AsyncClient, Client, RetryPolicy
-from outrider.client.targets import Targets
 from outrider.errors import (
     AbortedError,
     AlreadyRunningError,
@@ -24,7 +23,7 @@ from outrider.errors import (
     NotFoundError,
     PeerLostError,
 )
-from tests.client.answering_router import NUM_PROMPT_TOKENS, NUM_TOKENS, AnsweringRouter, Serving, answer, delta
+from tests.client.answering_router import NUM_PROMPT_TOKENS, NUM_TOKENS, Serving, answer, delta
 
 WAIT_SECONDS = 60.0
 SILENCE_SECONDS = 5.0
@@ -35,22 +34,6 @@ NOBODY = "127.0.0.1:1"
 DEFAULT_WINDOW_SECONDS = 30.0
 SEED = 5
 PROJECT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def start(tmp_path):
-    """start(store) → a Serving; those of the same store know each other's requests."""
-    running = []
-
-    def start_router(store="store", **options):
-        directory = tmp_path / store
-        directory.mkdir(exist_ok=True)
-        running.append(Serving(AnsweringRouter(directory, **options)))
-        return running[-1]
-
-    yield start_router
-    for serving in running:
-        serving.stop()
 
 
 def at(number, action):
@@ -303,8 +286,8 @@ def test_a_resume_window_is_the_default_with_several_routers_only(reader_of, sta
 
     def window(targets, **options):
         reader_of(targets).generate(**options)
-        asked = [request for method, request in serving.router.calls if method == "Generate"][-1]
-        return asked.resume_window.seconds if asked.HasField("resume_window") else None
+        sent = [request for method, request in serving.router.calls if method == "Generate"][-1]
+        return sent.resume_window.seconds if sent.HasField("resume_window") else None
 
     assert window(serving.address) is None
     assert window([serving.address, NOBODY]) == 30
@@ -346,52 +329,6 @@ def test_a_router_that_resumes_another_request_is_found_out(reader_of, start):
     second.router.store("mine", seed=SEED + 1)
     with pytest.raises(InternalError, match="another request"):
         reader_of([first.address, second.address]).generate(request_id="mine")
-
-
-def test_other_calls_go_to_a_router_that_can_be_reached(start):
-    serving = start()
-    with Client([NOBODY, serving.address]) as client:
-        assert client.model().name == "m"
-        assert client.target == serving.address
-        serving.router.faults = [PeerLostError("no node", reason="NO_NODE")]
-        with pytest.raises(PeerLostError, match="no node"):
-            client.model()
-    with Client([NOBODY, "127.0.0.1:2"]) as client, pytest.raises(PeerLostError, match="cannot be reached"):
-        client.model()
-
-
-async def test_the_async_clients_other_calls_do_so_too(start):
-    serving = start()
-    async with AsyncClient([NOBODY, serving.address]) as client:
-        assert (await client.model()).name == "m"
-        assert client.target == serving.address
-
-
-async def test_abort_reaches_the_router_that_knows_the_request(start):
-    first, second = start("one"), start("other")
-    for name in ("a", "b"):
-        second.router.store(name)
-    with Client([first.address, second.address]) as client:
-        assert client.abort("a")
-        assert not client.abort("a")
-    with Client([NOBODY, second.address]) as client:
-        assert not client.abort("a")
-    async with AsyncClient([first.address, NOBODY, second.address]) as client:
-        assert await client.abort("b")
-        assert not await client.abort("b")
-    with Client([NOBODY]) as client, pytest.raises(PeerLostError):
-        client.abort("a")
-
-
-def test_targets():
-    assert Targets(" a:1, b:2,,a:1").all == ("a:1", "b:2")
-    assert Targets("ipv4:1.2.3.4:5,6.7.8.9:5").all == ("ipv4:1.2.3.4:5,6.7.8.9:5",)
-    assert Targets(["a:1"]).after("a:1") == "a:1"
-    targets = Targets(["a", "b", "c"])
-    targets.current = "b"
-    assert targets.in_order() == ("b", "c", "a")
-    with pytest.raises(ValueError, match="at least one"):
-        Targets(" , ")
 
 
 @pytest.mark.parametrize(

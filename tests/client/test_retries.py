@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent import futures
 
-import grpc
 import pytest
 
 from outrider.client import AsyncClient, Client, RetryPolicy
@@ -15,6 +14,7 @@ from outrider.client.retry import ONE_ATTEMPT, Attempts
 from outrider.errors import AbortedError, AlreadyRunningError, CapacityError, InvalidRequestError, PeerLostError
 from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
+from tests.client.answering_router import Serving
 
 WAIT_SECONDS = 60.0
 QUICK = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.01, max_backoff_seconds=0.02)
@@ -75,13 +75,9 @@ WHOLE = (("started", "a", "b"), None)
 
 @pytest.fixture(scope="module")
 def served():
-    router = ScriptedRouter()
-    server = grpc.server(futures.ThreadPoolExecutor(8))
-    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield router, f"127.0.0.1:{port}"
-    server.stop(0).wait(WAIT_SECONDS)
+    serving = Serving(ScriptedRouter())
+    yield serving.router, serving.address
+    serving.stop()
 
 
 @pytest.fixture

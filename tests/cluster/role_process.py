@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.config import parse_role_arguments, setting
@@ -23,14 +23,12 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleConfig:
-    server: ServerConfig = field(default_factory=ServerConfig)
     proposer: str = setting("ngram")
     local_fallback: str = setting("ngram")
     num_speculative_tokens: int = setting(5, at_least=0)
     draft_targets: tuple[str, ...] = setting(())
     decode_targets: tuple[str, ...] = setting(())
     prefill_targets: tuple[str, ...] = setting(())
-    turns_file: str = setting("")
 
 
 class EchoRouter(router_pb2_grpc.RouterServiceServicer):
@@ -101,9 +99,12 @@ class RoleService:
 
 def main() -> int:
     role = sys.argv[1]
-    sections = parse_role_arguments(role, {"telemetry": TelemetryConfig, role: RoleConfig}, sys.argv[2:])
+    sections = parse_role_arguments(
+        role, {"server": ServerConfig, "telemetry": TelemetryConfig, role: RoleConfig}, sys.argv[2:]
+    )
     config = sections[role]
-    return run_service(RoleService(role, config), server=config.server, telemetry=sections["telemetry"], role=role)
+    service = RoleService(role, config)
+    return run_service(service, server=sections["server"], telemetry=sections["telemetry"], role=role)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import pytest
 
+from outrider.cli.up import shares_of_gpu
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import CpuShare, divide_cpus
 
@@ -32,3 +33,11 @@ def test_everyone_computes_somewhere_and_nobody_elsewhere(num_cpus, draft, count
     is_shared = all(share.cpus == tuple(cpus) for share in shares.values())
     assert {share.is_shared for share in shares.values()} == {is_shared}
     assert is_shared or (len(used) == len(set(used)) and cpus[0] not in used)
+
+
+@pytest.mark.parametrize(
+    ("device", "shares"), [("cpu", {}), ("cuda:0", {"prefill-0": "25", "decode-0": "30", "decode-1": "30"})]
+)
+def test_nodes_on_one_gpu_share_its_memory(device, shares):
+    found = shares_of_gpu(ClusterConfig(decode_nodes=2), device)
+    assert found == {name: (f"kv_cache.memory={percent}%",) for name, percent in shares.items()}

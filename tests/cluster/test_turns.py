@@ -18,13 +18,13 @@ def settings_of(config, name, *overrides):
     found = {}
     for spec in plan_children(config, launch):
         command = child_command(spec, config, launch, targets={}, bound={}, turns_file=TURNS_FILE)
-        key = f"{spec.role}.{name}="
+        key = f"{name}="  # a setting follows the defaults, and wins
         found.update((spec.name, part.removeprefix(key)) for part in command if part.startswith(key))
     return found
 
 
 def roles_in_turns(config, *overrides):
-    return settings_of(config, "turns_file", *overrides)
+    return settings_of(config, "model.turns_file", *overrides)
 
 
 @pytest.fixture
@@ -45,16 +45,13 @@ def test_nodes_with_processors_of_their_own_take_none(on_processors):
 
 def test_the_users_own_file_wins(on_processors):
     on_processors(2)
-    found = roles_in_turns(ClusterConfig(), "prefill_node.turns_file=", "decode_node.turns_file=/elsewhere")
-    assert found["decode-0"] == "/elsewhere"
-    assert str(TURNS_FILE) not in found.values()
+    found = roles_in_turns(ClusterConfig(), "model.turns_file=/elsewhere")
+    assert set(found.values()) == {"/elsewhere"}
 
 
-@pytest.mark.parametrize(("num_processors", "is_shared"), [(2, "True"), (16, "False")])
-def test_a_draft_model_is_told_whether_target_models_compute_beside_it(on_processors, num_processors, is_shared):
+@pytest.mark.parametrize(("num_processors", "look_ahead"), [(2, "off"), (16, "auto")])
+def test_a_draft_model_looks_ahead_where_no_target_model_computes_beside_it(on_processors, num_processors, look_ahead):
     on_processors(num_processors)
     config = ClusterConfig(draft="draft_model:x")
-    assert settings_of(config, "shares_processors") == {"draft-0": is_shared}
-    assert settings_of(ClusterConfig(), "shares_processors") == {}
-    decode = {"decode-0": "True"} if is_shared == "True" else {}
-    assert settings_of(config, "drafts_share_processors") == decode
+    assert settings_of(config, "draft_node.look_ahead") == {"draft-0": look_ahead}
+    assert settings_of(ClusterConfig(), "draft_node.look_ahead") == {}

@@ -1,7 +1,7 @@
 """flash_attn_varlen_func as flash-attn 2.8 publishes it, computed by torch on any device.
 
-Checks what the real kernel refuses, and reads only what it may: rows and keys by the lengths that it is given,
-blocks by the table. It stands in for the package where there is no GPU; speed and rounding are not its business.
+Checks what the real kernel refuses, and reads only what it may: rows and keys by the lengths that it is given. It
+stands in for the package where there is no GPU; speed and rounding are not its business.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 def flash_attn_varlen_func(
     q,  # [total_q, num_heads, head_dim]
-    k,  # [num_blocks, block_size, num_kv_heads, head_dim]: only paged keys stand in here
+    k,  # [total_k, num_kv_heads, head_dim]
     v,
     cu_seqlens_q,  # [num_seqs + 1] int32
     cu_seqlens_k,
@@ -25,19 +25,17 @@ def flash_attn_varlen_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-    block_table=None,  # [num_seqs, max_blocks] int32
+    block_table=None,
 ):
     refuse(q.dtype not in (torch.float16, torch.bfloat16), "FlashAttention only support fp16 and bf16 data type")
     refuse(not q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
     refuse({q.device, k.device, v.device} != {q.device}, "tensors must be on the same device")
     refuse(cu_seqlens_q.dtype != torch.int32 or cu_seqlens_k.dtype != torch.int32, "cu_seqlens must have dtype int32")
-    refuse(block_table is None or block_table.dtype != torch.int32, "block_table must have dtype torch.int32")
-    refuse(block_table.stride(-1) != 1, "block_table must have contiguous last dimension")
     refuse(q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1, "Input tensor must have contiguous last dim")
-    refuse(k.shape[1] % 256 != 0, "Paged KV cache block size must be divisible by 256")
+    refuse(k.dim() != 3 or len(k) != cu_seqlens_k[-1], "k must have shape (total_k, num_heads_k, head_size)")
     refuse(q.shape[2] > 256, "FlashAttention forward only supports head dimension at most 256")
-    refuse(q.shape[1] % k.shape[2] != 0, "Number of heads in key/value must divide number of heads in query")
-    refuse(dropout_p != 0.0 or alibi_slopes is not None or return_attn_probs, "not stood in for")
+    refuse(q.shape[1] % k.shape[1] != 0, "Number of heads in key/value must divide number of heads in query")
+    refuse(dropout_p != 0.0 or alibi_slopes is not None or block_table is not None, "not stood in for")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     output = torch.zeros_like(q)
     starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -45,10 +43,10 @@ def flash_attn_varlen_func(
         rows, num_keys = slice(starts[i], starts[i + 1]), key_starts[i + 1] - key_starts[i]
         num_rows = rows.stop - rows.start
         refuse(num_rows > max_seqlen_q or num_keys > max_seqlen_k, "a sequence is longer than the longest")
-        blocks = block_table[i, : -(-num_keys // k.shape[1])].long()
-        heads_per_kv = q.shape[1] // k.shape[2]
+        heads_per_kv = q.shape[1] // k.shape[1]
         keys, values = (
-            cache[blocks].flatten(0, 1)[:num_keys].repeat_interleave(heads_per_kv, dim=1).float() for cache in (k, v)
+            packed[key_starts[i] : key_starts[i + 1]].repeat_interleave(heads_per_kv, dim=1).float()
+            for packed in (k, v)
         )
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * scale
         if softcap > 0.0:

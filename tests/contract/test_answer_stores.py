@@ -9,8 +9,8 @@ import pytest
 from valkey.asyncio import Valkey
 
 from outrider.errors import AlreadyRunningError, MismatchError
-from router.store import Owned, StoredRequest, TokenSpan, make_store
-from router.store.memory import MemoryAnswerStore, MemoryRecords
+from router.store import StoredRequest, TokenSpan, make_store
+from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 
 LEASE_SECONDS = 300.0
 WINDOW_SECONDS = 500.0
@@ -38,6 +38,10 @@ class MemoryStores:
 
     async def advance(self, seconds):
         self.now += seconds
+
+    async def evict(self, request_id):
+        """Without its tokens, where these are kept apart."""
+        self.records.remove(request_id)
 
     async def close(self):
         """Nothing to close."""
@@ -67,6 +71,9 @@ class ValkeyStores:
 
     async def advance(self, seconds):
         await self.keys.eval(self.ADVANCE, 0, round(seconds * 1000))
+
+    async def evict(self, request_id):
+        await self.keys.delete(f"outrider:{{r:{request_id}}}:request")
 
     async def close(self):
         for store in self.opened:
@@ -111,18 +118,17 @@ async def test_a_claim_returns_the_request_and_the_tokens_of_each_sample(first, 
     await first.create(STORED)
     await first.append([*spans(10, 11), *spans(10, sample=1)])
     await first.append(spans(12))
-    answer = await claim(second, take_over=True)
+    answer = await claim(second)
     assert answer.request == STORED
     assert answer.token_ids == {0: (10, 11, 12), 1: (1010,)}
-    assert not answer.is_finished
     assert not answer.is_aborted
 
 
 async def test_an_id_that_is_not_stored_is_none(first):
     assert await claim(first) is None
     assert not await first.request_abort(STORED.request_id)
-    await first.finish(STORED.request_id)
-    await first.delete(STORED.request_id)
+    await first.finish([STORED.request_id])
+    await first.delete([STORED.request_id])
 
 
 async def test_an_id_is_one_routers_at_a_time(first, second):
@@ -130,10 +136,10 @@ async def test_an_id_is_one_routers_at_a_time(first, second):
     with pytest.raises(AlreadyRunningError) as refused:
         await second.create(STORED)
     assert refused.value.reason == "DUPLICATE_REQUEST_ID"
-    await first.finish(STORED.request_id)
+    await first.finish([STORED.request_id])
     with pytest.raises(AlreadyRunningError):
         await second.create(STORED)
-    await first.delete(STORED.request_id)
+    await first.delete([STORED.request_id])
     await second.create(STORED)
 
 
@@ -160,6 +166,15 @@ async def test_repeated_and_overlapping_spans_count_once(first):
     await first.append(spans(10, 11, 12))
     await first.append(spans(11, 12, 13, 14))
     assert (await claim(first)).token_ids == {0: (10, 11, 12, 13, 14)}
+
+
+async def test_a_new_request_has_no_tokens_of_an_earlier_one_that_was_evicted(stores, first):
+    await first.create(STORED)
+    await first.append(spans(10, 11))
+    await stores.evict(STORED.request_id)
+    await first.create(STORED)
+    await first.append(spans(10))
+    assert (await claim(first)).token_ids == {0: (10,)}
 
 
 async def test_tokens_behind_a_gap_are_not_known_until_it_is_filled(first):
@@ -191,40 +206,34 @@ async def test_many_spans_of_one_request(first):
     assert (await claim(first)).token_ids[1] == tuple(range(2**32 - 20_000, 2**32))
 
 
-async def test_a_lease_holds_against_a_claim_until_it_runs_out(stores, first, second):
+async def test_reading_changes_nothing(first, second):
+    assert await first.read(STORED.request_id) is None
     await first.create(STORED)
-    owned = await claim(second)
-    assert owned.owner == b"first\0router"
-    assert 0 < owned.lease_seconds <= LEASE_SECONDS
-    await stores.advance(LEASE_SECONDS - MARGIN_SECONDS)
-    assert 0 < (await claim(second)).lease_seconds <= MARGIN_SECONDS
-    await stores.advance(MARGIN_SECONDS)
-    assert (await claim(second)).request == STORED
+    await first.append(spans(10))
+    seen = await second.read(STORED.request_id)
+    assert (seen.request, seen.token_ids, seen.is_ours, seen.is_aborted) == (STORED, {0: (10,)}, False, False)
+    assert (await first.read(STORED.request_id)).is_ours
+    assert not (await first.renew([STORED.request_id])).taken
+
+
+async def test_a_claim_takes_a_request_from_its_owner(first, second):
+    await first.create(STORED)
+    assert (await claim(first)).is_ours
+    answer = await claim(second)
+    assert (answer.request, answer.is_ours) == (STORED, True)
     assert (await first.renew([STORED.request_id])).taken == {STORED.request_id}
-    assert isinstance(await claim(first), Owned)
+    assert not (await first.read(STORED.request_id)).is_ours
 
 
-async def test_a_claim_of_our_own_request_needs_no_take_over(first):
-    await first.create(STORED)
-    assert (await claim(first)).request == STORED
-
-
-async def test_renewing_keeps_lease_and_request_beyond_the_window(stores, first, second):
+async def test_renewing_keeps_a_request_beyond_its_window(stores, first, second):
     await first.create(STORED)
     await first.append(spans(10))
     for _ in range(8):
         await stores.advance(LEASE_SECONDS - MARGIN_SECONDS)
         renewal = await first.renew([STORED.request_id])
         assert not renewal.taken | renewal.missing | renewal.aborted
-        assert isinstance(await claim(second), Owned)
+        assert (await second.read(STORED.request_id)).request == STORED
     assert (await claim(first)).token_ids == {0: (10,)}
-
-
-async def test_an_owner_whose_lease_ran_out_unnoticed_renews_it(stores, first, second):
-    await first.create(STORED)
-    await stores.advance(LEASE_SECONDS)
-    assert not (await first.renew([STORED.request_id])).taken
-    assert isinstance(await claim(second), Owned)
 
 
 async def test_what_nobody_renews_expires_after_lease_and_window(stores, first, second):
@@ -245,12 +254,12 @@ async def test_what_nobody_renews_expires_after_lease_and_window(stores, first, 
 async def test_a_finished_answer_is_kept_for_its_window_and_anybodys(stores, first, second):
     await first.create(STORED)
     await first.append(spans(10))
-    await first.finish(STORED.request_id)
+    await first.finish([STORED.request_id])
     assert not await second.request_abort(STORED.request_id)
     answer = await claim(second)
-    assert answer.is_finished
     assert answer.token_ids == {0: (10,)}
-    await second.finish(STORED.request_id)
+    assert await first.request_abort(STORED.request_id), "it runs again"
+    await second.finish([STORED.request_id])
 
     await stores.advance(WINDOW_SECONDS - MARGIN_SECONDS)
     assert not await is_missing(first)
@@ -261,28 +270,20 @@ async def test_a_finished_answer_is_kept_for_its_window_and_anybodys(stores, fir
 async def test_a_router_that_lost_a_request_changes_nothing_of_it(first, second):
     await first.create(STORED)
     await first.append(spans(10))
-    assert (await claim(second, take_over=True)).token_ids == {0: (10,)}
+    assert (await claim(second)).token_ids == {0: (10,)}
     await first.append(spans(11, 12))
-    await first.finish(STORED.request_id)
-    await first.delete(STORED.request_id)
+    await first.finish([STORED.request_id])
+    await first.delete([STORED.request_id])
     assert (await first.renew([STORED.request_id])).taken == {STORED.request_id}
     await second.append(spans(11))
     answer = await claim(second)
     assert answer.token_ids == {0: (10, 11)}
-    assert not answer.is_finished
-
-
-async def test_of_simultaneous_claims_without_take_over_one_succeeds(stores, first):
-    await first.create(STORED)
-    await first.finish(STORED.request_id)
-    results = await asyncio.gather(*(claim(stores.router(bytes([number]))) for number in range(8)))
-    assert sum(isinstance(result, Owned) for result in results) == 7
 
 
 async def test_another_models_request_stays_with_its_owner(first, second):
     await first.create(STORED)
     with pytest.raises(MismatchError, match=f"{STORED.fingerprint}.*other"):
-        await second.claim(STORED.request_id, fingerprint="other", take_over=True)
+        await second.claim(STORED.request_id, fingerprint="other")
     assert not (await first.renew([STORED.request_id])).taken
 
 
@@ -294,8 +295,8 @@ async def test_an_abort_reaches_the_owner_and_whoever_claims_later(first, second
     assert not await second.request_abort(STORED.request_id)
     renewal = await first.renew([STORED.request_id, *(stored.request_id for stored in others), "nobody"])
     assert (renewal.aborted, renewal.missing, renewal.taken) == ({STORED.request_id}, {"nobody"}, set())
-    assert (await claim(second, take_over=True)).is_aborted
-    await second.delete(STORED.request_id)
+    assert (await claim(second)).is_aborted
+    await second.delete([STORED.request_id])
     assert await claim(second) is None
 
 

@@ -17,15 +17,17 @@ from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from tests.contract import stand_in_flash_attn
-from tests.interpreted_triton import interpreted_attention
 from tests.speculation.draft_trees import path_to
+from tests.support.interpreted_triton import interpreted_attention
 
+PLAIN = AttentionOptions(0.25)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_FLASH_ATTN = HAS_CUDA and importlib.util.find_spec("flash_attn") is not None
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")]
 INTERPRETED = pytest.mark.skipif(not HAS_TRITON or HAS_CUDA, reason="needs triton, and no CUDA device to run it on")
 
 KERNELS = choose_kernels()
@@ -44,20 +46,20 @@ BACKENDS = [
     pytest.param(("stand-in", "cpu", torch.bfloat16), id="flash_attn-stand-in-bfloat16"),
     pytest.param(("stand-in", "cpu", torch.float16), id="flash_attn-stand-in-float16"),
     pytest.param(  # triton's interpreter has no products of bfloat16
-        ("interpreted", "cpu", torch.float32), id="triton-interpreted-float32", marks=[pytest.mark.full, INTERPRETED]
+        ("interpreted", "cpu", torch.float32), id="triton-interpreted-float32", marks=[pytest.mark.triton, INTERPRETED]
     ),
     *(
         pytest.param(
             ("triton", "cuda", dtype),
             id=f"triton-cuda-{str(dtype).removeprefix('torch.')}",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")],
+            marks=ON_CUDA,
         )
         for dtype in (torch.float32, torch.bfloat16)
     ),
     pytest.param(
         ("torch_sdpa", "cuda", torch.float32),
         id="torch_sdpa-cuda-float32",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")],
+        marks=ON_CUDA,
     ),
     pytest.param(
         ("flash_attn", "cuda", torch.bfloat16),
@@ -75,7 +77,7 @@ BATCHES = {
     "a_later_chunk": [(33, 70)],
     "a_short_prompt": [(7, 0)],
     "many_of_equal_length": [(1, 30)] * 6,
-    "lengths_far_apart": [(1, 0), (1, 3), (1, 250), (1, 700), (1, 17), (1, 16), (1, 15)],
+    "lengths_far_apart": [(1, 0), (1, 3), (1, 130), (1, 600), (1, 17), (1, 16), (1, 15)],
     "row_counts_mixed": [(5, 100), (1, 20), (40, 0), (5, 3), (1, 64), (25, 31), (2, 8)],
 }
 
@@ -91,55 +93,64 @@ def make_backend(name, device, dtype):
         return NativeAttention(start_kernels(KERNELS, ModelConfig(num_threads=2)))
     if name == "interpreted":
         return interpreted_attention()
-    if name == "stand-in":
-        return flash_attention_over(stand_in_flash_attn, device)
+    if name in ("stand-in", "flash_attn"):
+        package = stand_in_flash_attn if name == "stand-in" else importlib.import_module("flash_attn")
+        return flash_attention_over(package, device)
     return make_attention_backend(name, device, str(dtype).removeprefix("torch."))
 
 
-def flash_attention_over(package, device):
+def flash_attention_over(package, device, *, least_rows=0):
     """FlashAttention as it is where `package` is what is installed as flash_attn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flash_attn", package)
         patch.delitem(sys.modules, "outrider.engine.attention.flash_attn", raising=False)
-        return importlib.import_module("outrider.engine.attention.flash_attn").FlashAttention(device)
+        module = importlib.import_module("outrider.engine.attention.flash_attn")
+        module.LEAST_ROWS = least_rows
+        return module.FlashAttention(torch.device(device), make_attention_backend("torch_sdpa", device))
 
 
-def run(backend, sequences, *, block_size, options, num_heads=6, num_kv_heads=2, head_dim=16, seed=0):
-    """(the backend's output, the reference's), both [num_rows, num_heads, head_dim] float64."""
+def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=2, head_dim=16):
+    """(the backend's output, the reference's, and if slots were positions), [num_rows, num_heads, head_dim] float64.
+
+    Of each sequence: known rows, tokens before them, and parents of the drafts behind them, if there are some.
+    """
     name, device, dtype = backend
     attention = make_backend(name, device, dtype)
-    if name in ("flash_attn", "stand-in"):
-        block_size = attention.block_size(None)
-    generator = torch.Generator().manual_seed(seed)
-    num_blocks = [-(-(before + rows) // block_size) for rows, before in sequences]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    lengths = [rows + before + sum(map(len, parents)) for rows, before, *parents in sequences]
+    num_blocks = [-(-length // block_size) for length in lengths]
     shuffled = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
-    tables = [[shuffled.pop() for _ in range(count)] for count in num_blocks]
-    shape = (sum(num_blocks) + 5, block_size, num_kv_heads, head_dim)
-    keys = torch.full(shape, float("nan"), dtype=dtype)  # what no sequence wrote must never count
-    values = torch.full(shape, float("nan"), dtype=dtype)
-    for (rows, before), table in zip(sequences, tables, strict=True):
+    shape = (len(shuffled), block_size, num_kv_heads, head_dim)
+    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))  # what nobody wrote never counts
+    parts, queries, expected, as_chains = [], [], [], []
+    for (known, before, *drafts), length, count in zip(sequences, lengths, num_blocks, strict=True):
+        parents = drafts[0] if drafts else ()
+        table = [shuffled.pop() for _ in range(count)]
+        by_slot = []
         for cache in (keys, values):
-            tokens = torch.randn((len(table) * block_size, num_kv_heads, head_dim), generator=generator).to(dtype)
-            tokens[before + rows :] = float("nan")  # whatever the block's earlier owner left
-            cache[table] = tokens.unflatten(0, (len(table), block_size))
-    query = torch.randn((sum(rows for rows, _ in sequences), num_heads, head_dim), generator=generator).to(dtype)
-
-    batch = build_input_batch(
-        [SequenceRows([0] * rows, before, table, 1) for (rows, before), table in zip(sequences, tables, strict=True)],
-        block_size,
-    )
-    plan = attention.prepare(batch)
-    output = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
-    again = attention.attend(plan, query.to(device), keys.to(device), values.to(device), options)
-    assert torch.equal(output, again)  # a plan serves every layer
-
-    expected, first = [], 0
-    for (rows, before), table in zip(sequences, tables, strict=True):
-        own_keys = keys[table].flatten(0, 1)[: before + rows].double()
-        own_values = values[table].flatten(0, 1)[: before + rows].double()
-        expected.append(reference(query[first : first + rows].double(), own_keys, own_values, before, options))
-        first += rows
-    return output.cpu().double(), torch.cat(expected)
+            tokens = random(count * block_size, num_kv_heads, head_dim)
+            tokens[length:] = float("nan")  # whatever the block's earlier owner left
+            cache[table] = tokens.unflatten(0, (count, block_size))
+            by_slot.append(tokens[:length].double())
+        query = random(known + len(parents), num_heads, head_dim)
+        queries.append(query)
+        parts.append(SequenceRows([0] * len(query), before, table, 1, parents))
+        as_chains.append(reference(query.double(), *by_slot, before, options))
+        expected.append(as_chains[-1][:known])
+        for draft in range(len(parents)):
+            path = path_to(parents, draft)
+            seen = [*range(known + before), *(known + before + each for each in path)]
+            one = query[known + draft : known + draft + 1].double()
+            expected.append(reference(one, *(tokens[seen] for tokens in by_slot), len(seen) - 1, options))
+    plan = attention.prepare(build_input_batch(parts, block_size))
+    tensors = [each.to(device) for each in (torch.cat(queries), keys, values)]
+    output = attention.attend(plan, *tensors, options)
+    assert torch.equal(output, attention.attend(plan, *tensors, options))  # a plan serves every layer
+    return output.cpu().double(), torch.cat(expected), torch.cat(as_chains)
 
 
 def reference(query, keys, values, before, options):
@@ -157,40 +168,37 @@ def reference(query, keys, values, before, options):
 
 
 def assert_equal(outputs, backend):
-    output, expected = outputs
+    output, expected, _ = outputs
     assert output.shape == expected.shape
     assert float((output - expected).abs().max()) <= TOLERANCES[backend[2]] * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_rows_see_every_token_before_them(backend, sequences, block_size):
-    assert_equal(run(backend, sequences, block_size=block_size, options=AttentionOptions(0.25)), backend)
+# (block size, options)
+LAYERS = {
+    "blocks_of_1": (1, PLAIN),
+    "blocks_of_16": (16, PLAIN),
+    "window_of_1": (8, AttentionOptions(0.25, sliding_window=1)),
+    "window_of_40": (5, AttentionOptions(0.25, sliding_window=40)),
+    "soft_cap": (8, AttentionOptions(0.25, softcap=1.5)),
+    "soft_cap_and_window": (16, AttentionOptions(0.25, sliding_window=16, softcap=1.5)),
+}
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize("window", [1, 16, 40, 10_000])
-def test_a_sliding_window_hides_older_tokens(backend, sequences, window):
-    options = AttentionOptions(0.25, sliding_window=window)
-    assert_equal(run(backend, sequences, block_size=8, options=options), backend)
+@pytest.mark.parametrize(("block_size", "options"), LAYERS.values(), ids=LAYERS.keys())
+def test_rows_see_the_tokens_before_them_that_their_layer_wants(backend, sequences, block_size, options):
+    assert_equal(run(backend, sequences, options, block_size=block_size), backend)
 
 
-@pytest.mark.parametrize("sequences", BATCHES.values(), ids=BATCHES.keys())
-def test_a_soft_cap_bounds_the_scores(backend, sequences):
-    options = AttentionOptions(0.25, sliding_window=30, softcap=1.5)
-    assert_equal(run(backend, sequences, block_size=16, options=options), backend)
-    assert_equal(run(backend, sequences, block_size=16, options=AttentionOptions(0.25, softcap=1.5)), backend)
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3), (64, 1), (142, 2)])
 def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_heads):
+    """Also more of them than a tile of our kernel has lines."""
     outputs = run(
         backend,
-        BATCHES["row_counts_mixed"],
+        [(5, 100), (1, 20)] if num_heads > 9 else BATCHES["row_counts_mixed"],
+        AttentionOptions(0.2),
         block_size=16,
-        options=AttentionOptions(0.2),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=32,
@@ -200,8 +208,8 @@ def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_h
 
 def test_a_wrong_mask_would_be_noticed(backend):
     """The negative control: one key too many is far outside the tolerance."""
-    output, _ = run(backend, [(5, 37)], block_size=8, options=AttentionOptions(0.25, sliding_window=9))
-    _, expected = run(backend, [(5, 37)], block_size=8, options=AttentionOptions(0.25, sliding_window=10))
+    output, *_ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=9))
+    _, expected, _ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=10))
     assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
 
 
@@ -215,101 +223,92 @@ TREES = {
 }
 
 
+TREE_LAYERS = {
+    "plain": PLAIN,
+    "window_of_3": AttentionOptions(0.25, sliding_window=3),
+    "soft_cap_and_window_of_30": AttentionOptions(0.25, sliding_window=30, softcap=1.5),
+}
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("sequences", TREES.values(), ids=TREES.keys())
-@pytest.mark.parametrize("window", [None, 3, 30])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_a_row_of_a_tree_sees_its_own_path(backend, sequences, window, softcap):
-    options = AttentionOptions(0.25, sliding_window=window, softcap=softcap)
-    output, expected, _ = run_trees(backend, sequences, options)
-    assert_equal((output, expected), backend)
+@pytest.mark.parametrize("options", TREE_LAYERS.values(), ids=TREE_LAYERS.keys())
+def test_a_row_of_a_tree_sees_its_own_path(backend, sequences, options):
+    assert_equal(run(backend, sequences, options), backend)
 
 
 def test_a_tree_taken_for_a_chain_would_be_noticed(backend):
     """The negative control of the paths."""
-    output, _, as_chain = run_trees(backend, TREES["at_the_beginning"], AttentionOptions(0.25))
+    output, _, as_chain = run(backend, TREES["at_the_beginning"], PLAIN)
     assert float((output - as_chain).abs().max()) > 10 * TOLERANCES[backend[2]]
-
-
-def run_trees(backend, sequences, options, *, num_heads=6, num_kv_heads=2, head_dim=16, seed=0):
-    """(the backend's output, the reference's, and if slots were positions), [num_rows, num_heads, head_dim] float64."""
-    name, device, dtype = backend
-    attention = make_backend(name, device, dtype)
-    block_size = attention.block_size(None if name in ("flash_attn", "stand-in") else 8)
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [known + before + len(parents) for known, before, parents in sequences]
-    tables = [list(range(index * 100, index * 100 + -(-length // block_size))) for index, length in enumerate(lengths)]
-    shape = (100 * len(sequences), block_size, num_kv_heads, head_dim)
-    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
-    rows, expected, as_chain = [], [], []
-    queries = []
-    for (known, before, parents), length, table in zip(sequences, lengths, tables, strict=True):
-        own = [torch.randn((length, num_kv_heads, head_dim), generator=generator).to(dtype) for _ in range(2)]
-        for cache, tokens in zip((keys, values), own, strict=True):
-            for token in range(length):
-                cache[table[token // block_size], token % block_size] = tokens[token]
-        query = torch.randn((known + len(parents), num_heads, head_dim), generator=generator).to(dtype)
-        queries.append(query)
-        rows.append(SequenceRows([0] * len(query), before, table, 1, parents))
-        by_slot = [tokens.double() for tokens in own]
-        chain = reference(query.double(), *by_slot, before, options)
-        as_chain.append(chain)
-        expected.append(chain[:known])
-        for draft in range(len(parents)):
-            path = path_to(parents, draft)
-            seen = [*range(known + before), *(known + before + each for each in path)]
-            one = query[known + draft : known + draft + 1].double()
-            expected.append(reference(one, *(tokens[seen] for tokens in by_slot), len(seen) - 1, options))
-    plan = attention.prepare(build_input_batch(rows, block_size))
-    output = attention.attend(plan, torch.cat(queries).to(device), keys.to(device), values.to(device), options)
-    return output.cpu().double(), torch.cat(expected), torch.cat(as_chain)
 
 
 def test_auto_runs_on_this_machine_without_a_gpu():
     assert make_attention_backend("auto", "cpu").name == "torch_sdpa"
 
 
+def test_flash_attn_has_prompts_and_leaves_steps_and_trees_to_another():
+    calls = []
+
+    class Package:
+        @staticmethod
+        def flash_attn_varlen_func(query, *_keys, **_options):
+            calls.append(len(query))
+            return query
+
+    attention = flash_attention_over(Package, "cpu", least_rows=20)
+    sequences = {
+        "two chunks": [SequenceRows([0] * 30, 0, range(4), 1), SequenceRows([0] * 10, 0, range(4, 6), 1)],
+        "a chunk beside decoding": [SequenceRows([0] * 30, 0, range(4), 1), SequenceRows([0], 9, range(4, 6), 1)],
+        "a tree": [SequenceRows([0] * 30, 0, range(4), 1, parents=(-1, -1))],
+    }
+    for rows in sequences.values():
+        batch = build_input_batch(rows, 8)
+        cache = torch.zeros((6, 8, 1, 16))
+        attention.attend(attention.prepare(batch), torch.ones((batch.num_rows, 2, 16)), cache, cache, PLAIN)
+    assert calls == [40]
+
+
 @pytest.fixture
 def installed(monkeypatch):
-    """flash-attn, as far as `auto` can tell."""
+    """flash-attn and triton, as far as the choice of a backend can tell."""
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_flash_attn)
-
-
-@pytest.fixture
-def without_triton(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
+    if not HAS_TRITON:
+        pytest.skip("needs triton")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "expected"), [("float32", "torch_sdpa"), ("bfloat16", "flash_attn"), ("float16", "flash_attn")]
+    ("has_flash_attn", "dtype", "expected"),
+    [
+        (True, "float32", "triton"),
+        (True, "bfloat16", "flash_attn"),
+        (True, "float16", "flash_attn"),
+        (False, "float32", "triton"),
+        (False, "bfloat16", "triton"),
+    ],
 )
-def test_auto_on_a_gpu_takes_flash_attn_for_what_it_can_compute(installed, without_triton, dtype, expected):
+def test_auto_on_a_gpu_takes_flash_attn_for_what_it_can_compute(
+    installed, monkeypatch, has_flash_attn, dtype, expected
+):
+    if not has_flash_attn:
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
     backend = make_attention_backend("auto", "cuda", dtype)
     assert backend.name == expected
-    assert backend.block_size(None) == {"torch_sdpa": 16, "flash_attn": 256}[expected]
+    assert backend.can_be_captured  # steps are triton's
 
 
-def test_auto_on_a_gpu_without_flash_attn_and_triton_is_torch(without_triton, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert make_attention_backend("auto", "cuda", "bfloat16").name == "torch_sdpa"
-    with pytest.raises(ConfigError, match=r"triton package.*torch_sdpa"):
-        make_attention_backend("triton", "cuda", "bfloat16")
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_auto_on_a_gpu_without_flash_attn_is_triton(monkeypatch, dtype):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    backend = make_attention_backend("auto", "cuda", dtype)
-    assert (backend.name, backend.block_size(None)) == ("triton", 16)
+def test_auto_on_a_gpu_without_triton_is_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    backend = make_attention_backend("auto", "cuda", "bfloat16")
+    assert (backend.name, backend.can_be_captured) == ("torch_sdpa", False)
+    for name in ("triton", "flash_attn"):
+        with pytest.raises(ConfigError, match=r"triton package.*torch_sdpa"):
+            make_attention_backend(name, "cuda", "bfloat16")
 
 
 def test_what_flash_attn_cannot_do_is_refused_with_the_way_out(installed):
     with pytest.raises(ConfigError, match=r"float32.*torch_sdpa"):
         make_attention_backend("flash_attn", "cuda", "float32")
-    with pytest.raises(ConfigError, match=r"kv_cache\.block_size 16.*unset"):
-        make_attention_backend("flash_attn", "cuda", "bfloat16").block_size(16)
-    assert make_attention_backend("torch_sdpa", "cuda").block_size(8) == 8
 
 
 def test_flash_attn_on_a_cpu_is_refused_with_the_way_out():

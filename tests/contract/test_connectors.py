@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,9 @@ from outrider.errors import AbortedError, PeerLostError
 from outrider.kv_transfer.base import CommitState, DrainState, Region, TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
-from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver import KvReceiver
+from tests.support.in_memory_connector import InMemoryConnector
 
 INCARNATION = b"i" * 16
 PLANES = (PlaneSpec("k", 4, 2, 8, "float32"), PlaneSpec("v", 4, 2, 8, "float32"))
@@ -51,6 +52,9 @@ class CellSink:
         self.gate = threading.Event()
         self.gate.set()
         self.is_writing = threading.Event()
+
+    def read(self, region):
+        return memoryview(payload_of(region))
 
     def write(self, region, payload):
         self.is_writing.set()
@@ -112,6 +116,7 @@ def frames_of(spec, *, layers_per_frame=2, tokens_per_frame=16):
                     end_layer=layer + layers_per_frame,
                     start_token=start,
                     end_token=end,
+                    end_head=2,
                 )
                 yield region, payload_of(region)
 
@@ -358,6 +363,32 @@ def test_a_sink_that_refuses_fails_the_transfer(connection):
     assert receiving.news.wait(60)
     assert "no room" in receiving.failed[spec.transfer_id]
     sender.cancel()
+
+
+def held_regions(start, end):
+    return [region for region, _ in frames_of(SimpleNamespace(start_token=start, end_token=end))]
+
+
+def test_what_the_receiver_holds_can_be_read_before_the_rest_is_sent(connection):
+    receiving, connector = connection
+    spec, sink = new_transfer(receiving, start=40, end=60)
+    sender, copy = connector.connect(receiving.address, spec), CellSink()
+    sender.read(held_regions(7, 40), copy)
+    assert copy.cells == expected_cells(SimpleNamespace(start_token=7, end_token=40))
+    put_all(sender, frames_of(spec))
+    assert sender.commit().state is CommitState.COMMITTED
+    assert sink.cells == expected_cells(spec)
+
+
+def test_what_is_not_held_cannot_be_read_and_the_transfer_goes_on(connection):
+    receiving, connector = connection
+    spec, _ = new_transfer(receiving, start=16, end=48)
+    sender = connector.connect(receiving.address, spec)
+    for regions in (held_regions(0, 17), held_regions(16, 17), [*held_regions(0, 16)] * 2):
+        with pytest.raises(AbortedError, match=r"hold|held"):
+            sender.read(regions, CellSink())
+    put_all(sender, frames_of(spec))
+    assert sender.commit().state is CommitState.COMMITTED
 
 
 def put_all(sender, frames):

@@ -6,27 +6,29 @@ import pytest
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest
-from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+from outrider.speculation.proposers.factory import PROPOSER_NAMES, ProposerSettings, make_proposer
 from outrider.speculation.proposers.ladder import LadderProposer
-from outrider.speculation.proposers.scripted import ScriptedProposer
+from tests.support.scripted_proposer import ScriptedProposer
 
 PATTERN = [5, 9, 14, 20, 27, 35]
 TEXT = PATTERN * 30
 VOCAB_SIZE = 320
-START = SequenceStart(params=SamplingParams(seed=3, max_tokens=500, temperature=0.0), sample=0, prompt_length=20)
+START = SequenceStart(
+    options=RequestOptions(sampling=SamplingParams(seed=3, max_tokens=500, temperature=0.0)), sample=0, prompt_length=20
+)
 
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    from outrider.model_hub.tiny import make_tiny_model
+    from tests.support.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE)
 
 
-@pytest.fixture(params=["ngram", "suffix", "draft_model", "scripted", "ladder"])
+@pytest.fixture(params=[*PROPOSER_NAMES, "scripted", "ladder"])
 def proposer(request):
     if request.param == "scripted":
         return ScriptedProposer([TEXT])
@@ -40,7 +42,6 @@ def proposer(request):
         settings = ProposerSettings(
             model=ModelConfig(id=str(request.getfixturevalue("tiny_model"))),
             kv_cache=KVCacheConfig(num_blocks=300),
-            catch_up_tokens_per_step=64,
         )
     return make_proposer(request.param, settings)
 
@@ -122,9 +123,7 @@ def test_no_requests_are_no_proposals(proposer):
 
 
 def test_it_says_who_it_is(proposer):
-    assert proposer.name
-    assert proposer.num_extra_tokens >= 0
-    if proposer.name == "ngram":
-        assert proposer.vocabulary_fingerprint == ""
-    if proposer.name.startswith("draft_model:"):
-        assert len(proposer.vocabulary_fingerprint) == 64
+    info = proposer.info
+    assert info.name
+    assert info.num_extra_tokens >= 0
+    assert len(info.vocabulary_fingerprint) == (64 if info.name.startswith("draft_model:") else 0)

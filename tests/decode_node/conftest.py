@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from dataclasses import replace
 from functools import partial
@@ -10,38 +9,26 @@ from functools import partial
 import pytest
 
 from decode_node.admission import Admission
-from decode_node.commands import (
-    GroupCancelled,
-    GroupOpened,
-    GroupRetargeted,
-    SessionEnded,
-    TransferCompleted,
-    TransferFailed,
-)
+from decode_node.commands import SessionEnded, TransferCompleted, TransferFailed
 from decode_node.decode_loop import DecodeLoop
-from decode_node.draft_gathering import DraftGatherer
-from decode_node.drafts import NoDrafts
-from decode_node.group_desk import GroupDesk
-from decode_node.ingest import ReservedBlocks
-from outrider.engine.fake_device import ScriptedDevice
-from outrider.engine.fakes import FakeClock, ScriptedEngine, ScriptedModel
+from decode_node.drafting.client import NoDrafts
+from decode_node.drafting.gather import DraftGatherer
+from decode_node.sequence_group_manager import SequenceGroupManager
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import Region, TransferSpec
-from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
-from outrider.request import SamplingParams
-from outrider.session import (
-    CancelSequenceGroup,
-    Granted,
-    OpenSequenceGroup,
-    RetargetSequenceGroup,
-    SampleStart,
-    SampleTokens,
-)
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
+from outrider.session import Granted
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.verify.by_request import RequestVerifier
+from tests.decode_node.driven_node import DrivenNode
+from tests.decode_node.tiny_node import TinyNode
+from tests.support.fake_clock import FakeClock
+from tests.support.fake_device import ScriptedDevice
+from tests.support.fake_engine import ScriptedEngine, ScriptedModel
+from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.tiny_model import make_tiny_model
 
-SESSION = 1
 INCARNATION = bytes(16)
 SHORT_PROMPT = (1, 2, 3)  # computed here
 PATIENCE_SECONDS = 30.0
@@ -80,6 +67,9 @@ class ScriptedIngest:
         self.specs[transfer_id] = spec
         self.inbox.open(spec, GatedSink(self, ReservedBlocks(self.cache, block_ids)))
 
+    def received_until(self, transfer_id):
+        return self.inbox.received_until(transfer_id)
+
     def last_frame_at(self, transfer_id):
         return self.inbox.last_frame_at(transfer_id)
 
@@ -90,6 +80,7 @@ class ScriptedIngest:
 class GatedSink:
     def __init__(self, ingest, sink):
         self.ingest, self.sink = ingest, sink
+        self.read = sink.read
 
     def write(self, *args):
         self.ingest.writing.set()
@@ -97,12 +88,26 @@ class GatedSink:
         self.sink.write(*args)
 
 
-class Node:
-    """A decode loop driven by hand, over a model that is a hash."""
+class Node(DrivenNode):
+    """Over a model that is a hash."""
 
+    prompt = SHORT_PROMPT
+    max_tokens = 5
+    reached_host = "decode"
     transfer_timeout_seconds = 60.0
 
-    def __init__(self, *, num_blocks=64, num_speculative_tokens=0, cpu_turns=None, drafts=None, is_asynchronous=False):
+    def __init__(
+        self,
+        *,
+        num_blocks=64,
+        num_speculative_tokens=0,
+        cpu_turns=None,
+        drafts=None,
+        proposers=(),
+        max_wait_seconds=0.0,
+        is_asynchronous=False,
+    ):
+        super().__init__()
         self.clock = FakeClock()
         self.model = ScriptedModel(vocab_size=64)
         self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks)
@@ -111,11 +116,11 @@ class Node:
         self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop, self.clock)
         drafts = DraftGatherer(
             client=drafts or NoDrafts(),
-            fallback=None,
+            proposers=proposers,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
-            max_wait_seconds=0.0,
+            max_wait_seconds=max_wait_seconds,
         )
-        self.desk = GroupDesk(
+        self.groups = SequenceGroupManager(
             engine=self.engine,
             drafts=drafts,
             ingest=self.ingest,
@@ -124,44 +129,15 @@ class Node:
             transfer_timeout_seconds=self.transfer_timeout_seconds,
             clock=self.clock,
         )
-        self.events = []
-        self.num_preempted = 0
         self.loop = DecodeLoop(
             engine=self.engine,
             drafts=drafts,
-            desk=self.desk,
+            groups=self.groups,
             profiler=StepProfiler(self.engine.clock),
             verifier=RequestVerifier(self.engine.sampler),
             emit=self._emit,
             cpu_turns=cpu_turns,
         )
-        self.ids = itertools.count(1)
-
-    def _emit(self, events, stats):
-        self.events += itertools.chain.from_iterable(events.values())
-        self.num_preempted += stats.num_preempted if stats else 0
-
-    def open(self, *, prompt=SHORT_PROMPT, session=SESSION, transfer_id=None, sampling=None, samples=None, **fields):
-        group_id = next(self.ids).to_bytes(16, "big")
-        group = OpenSequenceGroup(
-            sequence_group_id=group_id,
-            transfer_id=transfer_id or group_id[::-1],
-            request_id="r",
-            prompt_token_ids=prompt,
-            samples=samples or tuple(map(SampleStart, range((sampling or {}).get("n", 1)))),
-            sampling=SamplingParams(**{"seed": 7, "max_tokens": 5, "temperature": 0.0, **(sampling or {})}),
-            **fields,
-        )
-        self.loop.submit(GroupOpened(session, group, "decode"))
-        return group_id
-
-    def cancel(self, group_id, *samples, session=SESSION):
-        cancel = CancelSequenceGroup(sequence_group_id=group_id, samples=samples)
-        self.loop.submit(GroupCancelled(session, cancel))
-
-    def retarget(self, group_id, transfer_id):
-        retarget = RetargetSequenceGroup(sequence_group_id=group_id, transfer_id=transfer_id)
-        self.loop.submit(GroupRetargeted(SESSION, retarget))
 
     def granted(self, group_id):
         self.iterate()
@@ -180,8 +156,8 @@ class Node:
             self.iterate()
         raise AssertionError("the loop does not end")
 
-    def push(self, group_id, prompt, *, transfer_id=None):
-        """What a prefill node does."""
+    def push(self, group_id, prompt, *, transfer_id=None, until=None):
+        """What a prefill node does; one that is lost sends the tokens before `until` and no commit."""
         spec = self.ingest.specs[transfer_id or group_id[::-1]]
         sender = InMemoryConnector({"decode:1": self.ingest.inbox}).connect("decode:1", spec)
         source = ScriptedEngine.create(num_blocks=64).kv_cache
@@ -190,33 +166,43 @@ class Node:
                 source.write_token(layer, slot, token_id=token_id, position=slot)
         for plane in spec.planes:
             layers = range(plane.num_layers)
-            payload = source.read(plane.name, layers, range(spec.start_token, spec.end_token))
+            payload = source.read(plane.name, layers, range(spec.start_token, until or spec.end_token))
             region = Region(
                 plane=plane.name,
                 start_layer=0,
                 end_layer=plane.num_layers,
                 start_token=spec.start_token,
-                end_token=spec.end_token,
+                end_token=until or spec.end_token,
+                end_head=plane.num_heads,
             )
             sender.put(region, payload.data)
-        sender.commit()
-
-    def find(self, kind, group_id):
-        return [event for event in self.events if isinstance(event, kind) and event.sequence_group_id == group_id]
-
-    def tokens(self, group_id, sample=0):
-        tokens = [event for event in self.find(SampleTokens, group_id) if event.sample == sample]
-        return [token_id for event in tokens for token_id in event.token_ids]
-
-    def assert_nothing_is_held(self):
-        pool = self.engine.pool
-        pool.check_integrity(())
-        assert pool.num_free_blocks == pool.num_blocks
-        assert self.desk.num_groups == 0
-        assert len(self.desk._reservations) == 0
+        if until is None:
+            sender.commit()
+        return sender
 
 
 @pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])
 def make_scripted_node(request):
     """A factory of `Node`s, driven by hand. Their model computes in the step, or as a device does."""
     return partial(Node, is_asynchronous=request.param)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tiny_model(path)
+    return path
+
+
+@pytest.fixture
+def make_node(model_path):
+    """A factory of decode loops on a tiny model."""
+    nodes = []
+
+    def make(**config):
+        nodes.append(TinyNode(model_path, **config))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.parts.ingest.stop()

@@ -16,7 +16,7 @@ def make_node():
     commands = []
     node = DecodeNode(build=lambda *_: None, configured_name="decode", session_timeout_seconds=4.0)
     loop = SimpleNamespace(is_drained=False, submit=commands.append)
-    node._parts = SimpleNamespace(loop=loop, desk=SimpleNamespace(num_groups=0))
+    node._parts = SimpleNamespace(loop=loop, groups=SimpleNamespace(num_groups=0))
     return node, loop, commands
 
 

@@ -5,30 +5,27 @@ from __future__ import annotations
 import random
 
 from decode_node.commands import SessionEnded
-from decode_node.drafts import NoDrafts
-from decode_node.step_drafts import StepDrafts
 from outrider.errors import AbortedError
 from outrider.session import Granted, KvFailed, Rejected, RejectReason, SampleDone, SampleTokens
 from outrider.speculation.draft_tree import DraftTree
 from tests.decode_node.conftest import Node
+from tests.support.fake_drafts import TextDrafts
 
 
-class HalfRightDrafts(NoDrafts):
+class HalfRightDrafts(TextDrafts):
     """Knows the model, and lies now and then; some drafts have branches."""
 
     def __init__(self, model, choice):
+        super().__init__(self._guess)
         self.model, self.choice = model, choice
 
-    def take(self, wants, *, wait_seconds):
-        return StepDrafts({want.sequence_id: self._draft(want) for want in wants if self.choice.random() < 0.8})
-
-    def _draft(self, want):
-        draft = self.model.generate(list(want.token_ids), want.num_wanted)
+    def _guess(self, token_ids, num_wanted):
+        if self.choice.random() < 0.2:
+            return None
+        draft = self.model.generate(token_ids, num_wanted)
         if self.choice.random() < 0.5:
             draft[self.choice.randrange(len(draft))] = self.choice.randrange(64)
-        if self.choice.random() < 0.5:
-            return self._with_branches(draft, len(want.token_ids), want.num_wanted)
-        return DraftTree(len(want.token_ids), token_ids=tuple(draft))
+        return self._with_branches(draft, len(token_ids), num_wanted) if self.choice.random() < 0.5 else draft
 
     def _with_branches(self, right, length, num_wanted):
         """Wrong tokens between those of a path that may be right, in any order that is a tree."""
@@ -78,7 +75,7 @@ def _soak(seed):
             node.cancel(choice.choice(list(opened)), *choice.choice(((), (0,), (1,), (0, 1))))
         if choice.random() < 0.01:
             node.loop.submit(SessionEnded(2))
-        node.desk._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
+        node.groups._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
         node.iterate()
         _push_some(node, opened, choice)
         node.engine.pool.check_integrity(_tables(node))
@@ -109,14 +106,14 @@ def _push_some(node, opened, choice):
 
 
 def _tables(node):
-    desk = node.desk
-    for group in desk._groups:
+    groups = node.groups
+    for group in groups._groups:
         if group.kv is not None:
             yield group.kv.block_ids
         for sample in group.samples.values():
             if sample.sequence.kv is not None:
                 yield sample.sequence.kv.block_ids
-    yield from (kv.block_ids for kv in desk._reservations.undrained)
+    yield from (kv.block_ids for kv in groups._reservations.undrained)
 
 
 def _check_tokens(node, opened):

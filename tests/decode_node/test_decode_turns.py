@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from decode_node.drafts import NoDrafts
-from decode_node.step_drafts import StepDrafts
-from outrider.engine.fakes import FakeClock, ScriptedTurns
+from decode_node.drafting.client import NoDrafts, StepDrafts
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
 from outrider.session import Granted, SampleTokens
 from tests.decode_node.conftest import PATIENCE_SECONDS, SHORT_PROMPT, Node
+from tests.support.fake_clock import FakeClock
+from tests.support.scripted_turns import ScriptedTurns
 
 LONG_PROMPT = tuple(range(10, 40))
 
@@ -93,7 +93,7 @@ def test_a_turn_that_nothing_is_left_for_is_given_back(node, turns):
 def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
     """There is work, and nothing can be planned: transfers under way hold the blocks."""
     node.open(prompt=SHORT_PROMPT)
-    node.engine.scheduler.plan = lambda *_, **__: StepPlan()
+    node.engine.scheduler.hand_out = lambda *_: StepPlan()
     held = []
     wait = node.loop._wait_for_blocks
     node.loop._wait_for_blocks = lambda: (held.append(turns.is_held), wait())
@@ -136,17 +136,16 @@ def test_drafts_are_not_waited_for_in_a_turn_that_others_wait_for(is_wanted):
     waits = []
 
     class SlowDrafts(NoDrafts):
-        def take(self, wants, *, wait_seconds):
+        def take(self, sequence_ids, *, wait_seconds):
             waits.append(wait_seconds)
             return StepDrafts()
 
-    node = Node(num_speculative_tokens=3, cpu_turns=ScriptedTurns(is_over=is_wanted))
-    drafts = node.loop._drafts
-    drafts._client, drafts._max_wait_seconds = SlowDrafts(), 0.5
+    turns = ScriptedTurns(is_over=is_wanted)
+    node = Node(num_speculative_tokens=3, cpu_turns=turns, drafts=SlowDrafts(), max_wait_seconds=0.5)
     node.open(prompt=SHORT_PROMPT)
     node.iterate()
     waits.clear()
-    drafts._last_step_seconds = 1.0
+    node.loop._drafts._last_step_seconds = 1.0
     node.iterate()
     assert waits == [0.0 if is_wanted else 0.2]
 
@@ -195,9 +194,9 @@ def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(node
         return hang
 
     owner, name = {
-        "open": (node.desk, "open"),
+        "open": (node.groups, "open"),
         "gather": (node.loop._drafts, "gather"),
-        "plan": (engine.scheduler, "plan"),
+        "plan": (engine.scheduler, "reserve"),
         "forward": (engine.runner, "forward"),
         "sample": (engine.sampler, "sample"),
         "commit": (engine.sampler, "commit"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from outrider.cli.three_lines.decode_side import ColocatedDrafts, LineNode
-from outrider.cli.three_lines.simulation import SimulatedPair, Simulation
+from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode
+from benchmarks.three_lines.simulation import SimulatedPair, Simulation
 from outrider.speculation.verify.by_request import RequestVerifier
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -15,15 +14,7 @@ PAIR = SimulatedPair(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.usefixtures("steps_take_a_set_time", "one_thread")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_are_the_same_with_and_without_siblings(temperature, monkeypatch):
     texts, accepted, verified = [], [], []

@@ -7,19 +7,19 @@ import queue
 import threading
 
 import pytest
-import torch
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import AbortedError
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.tiny import make_tiny_model
+from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.request import RequestOptions, SamplingParams
 from outrider.rpc.peer_security import PLAINTEXT
 from outrider.session import Granted, KvFailed, KvReady, SampleStart
 from prefill_node.__main__ import make_build
 from prefill_node.config import PrefillNodeConfig
-from prefill_node.jobs import PrefillJob, PrefillResult, Stop
-from tests.decode_node.test_decode_loop import Node
+from prefill_node.jobs import PrefillJob, Stop
+from tests.decode_node.tiny_node import TinyNode
 
 PROMPT = tuple(3 + (7 * n) % 290 for n in range(150))
 PATIENCE_SECONDS = 30.0
@@ -44,13 +44,18 @@ class Prefill:
     def push(self, granted, token_ids):
         self.parts.loop.submit(
             PrefillJob(
-                job_id=next(self.ids),
-                request_id="r",
-                transfer_id=granted.transfer_id,
-                token_ids=tuple(token_ids),
-                kv_address=granted.kv_address,
-                decode_incarnation=bytes(16),
-                held_prefix_length=granted.held_prefix_length,
+                next(self.ids),
+                PrefillCall(
+                    sequence_group_id=bytes(16),
+                    fingerprint="",
+                    request_id="r",
+                    transfer_id=granted.transfer_id,
+                    token_ids=tuple(token_ids),
+                    kv_address=granted.kv_address,
+                    decode_incarnation=bytes(16),
+                    held_prefix_length=granted.held_prefix_length,
+                    options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1)),
+                ),
             )
         )
         return self.ended.get(timeout=PATIENCE_SECONDS)
@@ -61,32 +66,22 @@ class Prefill:
         self.parts.connector.close()
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(params=["grpc", "shared_memory"])
 def sides(model_path, request):
-    decode, prefill = Node(model_path), Prefill(model_path, request.param)
+    decode, prefill = TinyNode(model_path), Prefill(model_path, request.param)
     yield decode, prefill
     prefill.stop()
     decode.parts.ingest.stop()
 
 
-def iterate(node):
-    with torch.inference_mode():
-        node.parts.loop.iterate()
-
-
 def granted(node, group_id):
-    iterate(node)
+    node.iterate()
     return node.find(Granted, group_id)[-1]
 
 
 def computed_alone(model_path, sampling):
     """The tokens of each sample, by a node that computes the prompt itself."""
-    node = Node(model_path, max_local_prefill_tokens=200)
+    node = TinyNode(model_path, max_local_prefill_tokens=200)
     try:
         group_id = node.open(prompt=PROMPT, sampling=sampling)
         node.run()
@@ -110,14 +105,14 @@ def test_a_transfer_that_was_altered_is_replaced_by_another_one(sides, model_pat
     assert isinstance(failed, AbortedError)
     assert failed.message.endswith("refused a frame: CORRUPT")
     for _ in range(50):
-        iterate(decode)
+        decode.iterate()
         if decode.find(KvFailed, group_id):
             break
     assert [event.transfer_id for event in decode.find(KvFailed, group_id)] == [first.transfer_id]
     decode.retarget(group_id, b"t" * 16)
     again = granted(decode, group_id)
     result = prefill.push(again, PROMPT[:-1])
-    assert isinstance(result, PrefillResult)
+    assert isinstance(result, PrefillFigures)
     assert result.num_cached_tokens > 0  # what it had computed is not computed again
     decode.run()
     assert [event.transfer_id for event in decode.find(KvReady, group_id)] == [b"t" * 16]
@@ -135,7 +130,7 @@ def test_samples_that_were_moved_get_what_they_have_in_common_and_compute_the_re
     group_id = decode.open(prompt=PROMPT, sampling=sampling, samples=samples)
     grant = granted(decode, group_id)
     known = [*PROMPT, *whole[0][:35]]
-    assert isinstance(prefill.push(grant, known[: len(known) - grant.num_tokens_to_compute]), PrefillResult)
+    assert isinstance(prefill.push(grant, known[: len(known) - grant.num_tokens_to_compute]), PrefillFigures)
     decode.run()
     for sample, cut in enumerate(cuts):
         assert decode.tokens(group_id, sample) == whole[sample][cut:]

@@ -8,7 +8,7 @@ import pytest
 
 from decode_node.commands import DrainStarted, GroupCancelled, GroupOpened, SessionEnded, TransferFailed
 from decode_node.inbox import COMMAND_WORK, MAX_WORK, Inbox
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.session import CancelSequenceGroup, Granted, OpenSequenceGroup, SampleStart
 
 GONE = bytes([1] * 16)
@@ -22,7 +22,7 @@ def opened(session_id: int, num_tokens: int = 1, *, group_id: bytes = bytes(16))
         request_id="r",
         prompt_token_ids=(1,) * (num_tokens - num_tokens // 2),
         samples=(SampleStart(0, (1,) * (num_tokens // 2)),),
-        sampling=SamplingParams(seed=0, max_tokens=1),
+        options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1)),
     )
     return GroupOpened(session_id, group, "127.0.0.1")
 

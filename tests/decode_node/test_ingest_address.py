@@ -1,11 +1,15 @@
-"""Under which host a decode node tells prefill nodes to reach it."""
+"""Where a decode node takes KV in: its address, and when frames are written."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
 from decode_node import ingest
 from decode_node.ingest import kv_host
+from outrider.kv_transfer.base import Region
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 
 
 @pytest.mark.parametrize(
@@ -26,3 +30,18 @@ from decode_node.ingest import kv_host
 def test_the_host_that_prefill_nodes_dial(monkeypatch, bound, advertised, reached, host):
     monkeypatch.setattr(ingest, "own_host", lambda: "own")
     assert kv_host(bound, advertised, reached) == host
+
+
+def test_all_frames_of_a_transfer_wait_for_what_was_queued_when_its_blocks_were_reserved():
+    """On a GPU a fence for each frame would wait for the step that is running when it arrives."""
+    fences, waited_for = iter(["reserved", "later"]), []
+    cache = SimpleNamespace(
+        block_size=16, fence=lambda: next(fences), write=lambda *arguments, heads: waited_for.append(arguments[4])
+    )
+    sink = ReservedBlocks(cache, [3, 4])
+    for start in (0, 8):
+        sink.write(
+            Region(plane="k", start_layer=0, end_layer=2, start_token=start, end_token=start + 8, end_head=1),
+            memoryview(b""),
+        )
+    assert waited_for == ["reserved", "reserved"]

@@ -23,7 +23,7 @@ def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
 def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_alike(make_scripted_node):
     node = make_scripted_node(num_blocks=40)
     group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
-    node.desk.take_events()
+    node.groups.take_events()
     held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # one of them, and little more
     node.run()
     assert node.num_preempted > 0
@@ -69,7 +69,7 @@ def test_a_cancel_reaches_samples_that_still_compute_their_own_tokens(make_scrip
 def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_node):
     """Two samples of 36 tokens take 18 blocks at once, though they begin with one short prompt."""
     node = make_scripted_node(num_blocks=40)
-    node.desk._admission._mean_output_tokens = 1.0
+    node.groups._admission._mean_output_tokens = 1.0
     node.open(prompt=tuple(place % 60 for place in range(92)), sampling={"max_tokens": 5})  # 23 blocks
     node.iterate()
     fresh = node.open(sampling={**SAMPLING, "max_tokens": 40})
@@ -85,7 +85,7 @@ def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_no
 def test_drafts_are_told_each_samples_own_tokens(make_scripted_node):
     node = make_scripted_node(num_blocks=200, num_speculative_tokens=2)
     told = {}
-    node.loop._drafts._client.open = lambda _id, start, token_ids: told.update({start.sample: list(token_ids)})
+    node.loop._drafts._client.open = lambda _id, start, token_ids, **_: told.update({start.sample: list(token_ids)})
     group_id, whole = moved(node, {0: 30, 2: 1})
     node.run()
     assert told == {0: [*SHORT_PROMPT, *whole[:30]], 2: [*SHORT_PROMPT, *whole[:1]]}

@@ -8,8 +8,17 @@ import pytest
 
 from decode_node.commands import TransferCompleted, TransferFailed
 from outrider.kv_transfer.base import Region, TransferStats
-from outrider.kv_transfer.in_memory import InMemoryConnector
-from outrider.session import Granted, KvFailed, KvReady, Rejected, RejectReason, SampleStart, SequenceGroupFailed
+from outrider.session import (
+    Granted,
+    KvFailed,
+    KvReady,
+    Rejected,
+    RejectReason,
+    SampleStart,
+    SampleTokens,
+    SequenceGroupFailed,
+)
+from tests.support.in_memory_connector import InMemoryConnector
 
 SHORT = (1, 2, 3)  # computed here
 PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
@@ -26,7 +35,9 @@ def node(make_scripted_node):
 def put_one_frame(node, transfer_id, *, payload=bytes(4)):
     connector = InMemoryConnector({"decode:1": node.ingest.inbox})
     sender = connector.connect("decode:1", node.ingest.specs[transfer_id])
-    sender.put(Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=1), memoryview(payload))
+    sender.put(
+        Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=1, end_head=1), memoryview(payload)
+    )
     return sender
 
 
@@ -65,15 +76,17 @@ def test_what_a_failed_transfer_has_brought_does_not_complete_the_next_one(node)
     assert not node.find(KvReady, group_id)
 
 
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_without_a_prefill_node_the_node_computes_what_is_missing(node, has_failed):
-    group_id = node.open(prompt=PROMPT, sampling={"n": 2})
-    node.granted(group_id)
-    put_one_frame(node, group_id[::-1], payload=b"junk")
-    if has_failed:
-        node.ingest.inbox.fail(group_id[::-1], "the stream broke")
-    node.retarget(group_id, b"")
+@pytest.mark.parametrize("before", ["no transfer", "a transfer under way", "a failed transfer"])
+def test_without_a_prefill_node_the_node_computes_what_is_missing(node, before):
+    transfer_id = b"" if before == "no transfer" else None
+    group_id = node.open(prompt=PROMPT, sampling={"n": 2}, transfer_id=transfer_id)
     granted = node.granted(group_id)
+    if before != "no transfer":
+        put_one_frame(node, group_id[::-1], payload=b"junk")
+        if before == "a failed transfer":
+            node.ingest.inbox.fail(group_id[::-1], "the stream broke")
+        node.retarget(group_id, b"")
+        granted = node.granted(group_id)
     assert (granted.transfer_id, granted.kv_address, granted.num_tokens_to_compute) == (b"", "", len(PROMPT))
     node.run()
     assert [node.tokens(group_id, sample) for sample in range(2)] == [node.model.generate(PROMPT, 5)] * 2
@@ -93,7 +106,7 @@ class RowCounter:
         node.engine.runner.forward = count
 
 
-@pytest.mark.parametrize("cancelled", [(), (0,), (2,), (0, 2)])
+@pytest.mark.parametrize("cancelled", [None, (0,), (2,), (0, 2), ()], ids=str)
 def test_what_all_samples_begin_with_is_computed_once(node, cancelled):
     rows = RowCounter(node)
     group_id = node.open(prompt=PROMPT, sampling={"n": 3})
@@ -101,13 +114,14 @@ def test_what_all_samples_begin_with_is_computed_once(node, cancelled):
     node.retarget(group_id, b"")
     node.loop._handle_commands(wait=False)
     assert node.engine.scheduler.num_running == 1
-    assert node.desk.num_sequences_free == 16 - 3
-    if cancelled:
+    assert node.groups.num_sequences_free == 16 - 3
+    if cancelled is not None:
         node.cancel(group_id, *cancelled)
     node.run()
     for sample in range(3):
-        assert node.tokens(group_id, sample) == ([] if sample in cancelled else node.model.generate(PROMPT, 5))
-    if not cancelled:
+        is_cancelled = cancelled is not None and (not cancelled or sample in cancelled)
+        assert node.tokens(group_id, sample) == ([] if is_cancelled else node.model.generate(PROMPT, 5))
+    if cancelled is None:
         assert rows.num_rows == len(PROMPT) - 1 + 3 * 5
     node.assert_nothing_is_held()
 
@@ -124,17 +138,6 @@ def test_the_others_go_on_when_the_first_sample_ends_with_its_first_token(node):
     node.run()
     assert node.tokens(group_id, 0) == whole[5:]
     assert node.tokens(group_id, 1) == whole[3:]
-    node.assert_nothing_is_held()
-
-
-def test_a_group_that_is_cancelled_while_its_first_sample_computes_leaves_nothing(node):
-    group_id = node.open(prompt=PROMPT, sampling={"n": 3})
-    node.granted(group_id)
-    node.retarget(group_id, b"")
-    node.loop._handle_commands(wait=False)
-    node.cancel(group_id)
-    node.run()
-    assert node.tokens(group_id) == []
     node.assert_nothing_is_held()
 
 
@@ -167,7 +170,7 @@ def test_a_retarget_does_not_wait_for_a_write_that_does_not_end(node, transfer_i
         node.push(group_id, PROMPT, transfer_id=transfer_id)
     node.run()
     assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
-    assert node.desk.num_groups == 0
+    assert node.groups.num_groups == 0
     node.ingest.gate.set()
     pushing.join(PATIENCE_SECONDS)
     node.iterate()
@@ -279,6 +282,8 @@ def test_samples_go_on_from_where_each_of_them_is(node):
     node.run()
     for index, tokens in zip((0, 1, 3), starts, strict=True):
         assert node.tokens(group_id, index) == whole[len(tokens) :]
+        first = next(event for event in node.find(SampleTokens, group_id) if event.sample == index)
+        assert first.start_position == len(PROMPT) + len(tokens)
     assert node.tokens(group_id, 2) == []
     node.assert_nothing_is_held()
 
@@ -299,8 +304,8 @@ def test_a_cancelled_sample_does_not_start_after_a_retarget(node):
 def open_two_long_and_a_reservation(make_scripted_node, **reserved):
     """Two sequences that grow to eleven blocks each, and eight blocks that wait for KV, in a pool of 24."""
     node = make_scripted_node(num_blocks=24)
-    node.desk._admission.observe_finished = lambda _num_generated: None
-    node.desk._admission._mean_output_tokens = 2.0  # answers were short until now
+    node.groups._admission.observe_finished = lambda _num_generated: None
+    node.groups._admission._mean_output_tokens = 2.0  # answers were short until now
     running = [node.open(sampling={"max_tokens": 40}) for _ in range(2)]
     node.iterate()
     waiting = node.open(prompt=PROMPT, **reserved)

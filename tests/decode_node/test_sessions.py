@@ -57,16 +57,20 @@ class Engine:
         return found
 
 
-@contextlib.asynccontextmanager
-async def serving(*, timeout_seconds=10 * PATIENCE_SECONDS):
-    engine = Engine()
-    sessions = Sessions(
+def sessions_of(engine, *, timeout_seconds=10 * PATIENCE_SECONDS):
+    return Sessions(
         submit=lambda command: engine.take(command),  # noqa: PLW0108 `take` may be replaced later
         has_room=lambda session_id: engine.inbox.has_room(session_id),  # noqa: PLW0108 `inbox` may be replaced later
         info=lambda: INFO,
         report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
         timeout_seconds=timeout_seconds,
     )
+
+
+@contextlib.asynccontextmanager
+async def serving(**options):
+    engine = Engine()
+    sessions = sessions_of(engine, **options)
     servicer = DecodeServicer()
     servicer.sessions = sessions
     server = grpc.aio.server()
@@ -91,13 +95,17 @@ def tokens(*token_ids, start=0):
     return SampleTokens(sequence_group_id=GROUP, sample=0, start_position=start, token_ids=token_ids)
 
 
+async def fill_window(sessions):
+    """With more than the stream of a router that does not read takes."""
+    for number in range(40):
+        sessions.deliver({1: [tokens(*range(50_000), start=number)]})
+        await asyncio.sleep(0)
+
+
 async def test_a_router_that_hangs_up_ends_its_session():
     async with serving() as (engine, _, channel):
         call = await connect(channel)
-        opened = session_pb2.OpenSequenceGroup(
-            sequence_group_id=GROUP, transfer_id=GROUP, prompt_token_ids=[1], request_id="r"
-        )
-        await call.write(session_pb2.SessionCommand(open=opened))
+        await call.write(opening(1))
         (command,) = await engine.until(GroupOpened)
         call.cancel()
         (ended,) = await engine.until(SessionEnded)
@@ -107,9 +115,7 @@ async def test_a_router_that_hangs_up_ends_its_session():
 async def test_a_router_that_does_not_read_and_then_hangs_up_ends_its_session():
     async with serving() as (engine, sessions, channel):
         call = await connect(channel)
-        for number in range(40):  # more than the stream's window takes
-            sessions.deliver({1: [tokens(*range(50_000), start=number)]})
-            await asyncio.sleep(0)
+        await fill_window(sessions)
         call.cancel()
         await engine.until(SessionEnded)
         assert not sessions.has_unsent_events
@@ -130,9 +136,7 @@ async def test_a_silent_router_that_does_not_read_either_loses_its_lease():
     """As one under SIGSTOP: the node cannot write to it, and does not wait for that."""
     async with serving(timeout_seconds=1.0) as (engine, sessions, channel):
         call = await connect(channel)
-        for number in range(40):  # more than the stream's window takes
-            sessions.deliver({1: [tokens(*range(50_000), start=number)]})
-            await asyncio.sleep(0)
+        await fill_window(sessions)
         await engine.until(SessionEnded)
         call.cancel()
 
@@ -194,9 +198,7 @@ async def test_a_router_that_lives_but_does_not_read_is_told_and_loses_its_lease
         call = await connect(channel)
         other = await connect(channel)
         heartbeat = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
-        for number in range(40):  # more than the stream's window takes
-            sessions.deliver({1: [tokens(*range(50_000), start=number)]})
-            await asyncio.sleep(0)
+        await fill_window(sessions)
         for number in range(51):
             sessions.deliver({1: [tokens(number, start=number)]})
             await call.write(heartbeat)
@@ -225,21 +227,12 @@ async def test_heartbeats_keep_a_session():
 async def test_nothing_is_read_before_the_hello_is_written():
     """What is read may end the session, and a call whose first write is under way cannot be ended with a status."""
     engine = Engine()
-    sessions = Sessions(
-        submit=engine.submit,
-        has_room=lambda _: True,
-        info=lambda: INFO,
-        report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
-        timeout_seconds=10 * PATIENCE_SECONDS,
-    )
-    opened = session_pb2.OpenSequenceGroup(
-        sequence_group_id=GROUP, transfer_id=GROUP, prompt_token_ids=[1], request_id="r"
-    )
+    sessions = sessions_of(engine)
     num_read = 0
 
     async def commands():
         nonlocal num_read
-        for message in (HELLO, session_pb2.SessionCommand(open=opened)):
+        for message in (HELLO, opening(1)):
             num_read += 1
             yield message
         await asyncio.Event().wait()
@@ -263,13 +256,7 @@ async def test_nothing_is_read_before_the_hello_is_written():
 
 
 async def test_events_count_as_unsent_until_they_are_written():
-    sessions = Sessions(
-        submit=lambda _: None,
-        has_room=lambda _: True,
-        info=lambda: INFO,
-        report=lambda: NodeReport(state=NodeState.SERVING, incarnation=bytes(16)),
-        timeout_seconds=10 * PATIENCE_SECONDS,
-    )
+    sessions = sessions_of(Engine())
 
     async def commands():
         yield HELLO
@@ -324,18 +311,6 @@ async def test_a_report_can_be_sent_at_once(monkeypatch):
         sessions.report_now()
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert (await call.read()).node.incarnation == bytes(16)
-        call.cancel()
-
-
-async def test_a_router_that_speaks_newer_versions_too_is_served():
-    async with serving() as (_, _, channel):
-        hello = session_pb2.SessionHello(
-            protocol_version=99, oldest_protocol_version=SUPPORTED_VERSIONS.newest, name="router"
-        )
-        call = session_pb2_grpc.DecodeServiceStub(channel).Session()
-        await call.write(session_pb2.SessionCommand(hello=hello))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            assert (await call.read()).hello.name == "decode"
         call.cancel()
 
 

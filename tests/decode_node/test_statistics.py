@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from decode_node.statistics import RATE_WINDOW_SECONDS, RecentRates, StepSpeedup, StepStats
+from decode_node.statistics import RATE_WINDOW_SECONDS, RecentRates, StepStats
 
 
 def stats_of(**counts):
@@ -17,24 +17,6 @@ def stats_of(**counts):
         num_draft_tokens=0,
         **{"num_generated_tokens": 0, "num_drafts": 0, "num_accepted_draft_tokens": 0, **counts},
     )
-
-
-def test_speedups_are_those_of_the_last_ten_seconds():
-    chance = random.Random(5)
-    now = 0.0
-    rates = RecentRates(clock=lambda: now)
-    assert rates.expected_speedup() == rates.measured_speedup() == 0.0
-    for _ in range(50):
-        seconds = chance.uniform(0.01, 0.05)
-        speedup = StepSpeedup(
-            plain_rate=1 / seconds, expected_tokens=2.0, expected_seconds=seconds, num_tokens=3, seconds=2 * seconds
-        )
-        rates.add(stats_of(num_generated_tokens=3, speedup=speedup))
-    assert rates.expected_speedup() == pytest.approx(2.0)
-    assert rates.measured_speedup() == pytest.approx(1.5)
-    now += 2 * RATE_WINDOW_SECONDS
-    rates.add(stats_of(num_generated_tokens=3))  # as of a step that computed a prompt
-    assert rates.expected_speedup() == rates.measured_speedup() == 0.0
 
 
 def test_rates_are_those_of_the_last_ten_seconds():

@@ -9,9 +9,7 @@ import threading
 import pytest
 
 from decode_node.commands import DrainExpired, DrainStarted, GroupOpened, SessionEnded
-from decode_node.drafts import NoDrafts
-from decode_node.step_drafts import StepDrafts
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.session import (
     Granted,
     OpenSequenceGroup,
@@ -21,27 +19,26 @@ from outrider.session import (
     SampleTokens,
     SequenceGroupFailed,
 )
-from outrider.speculation.draft_tree import DraftTree
-from tests.decode_node.conftest import PATIENCE_SECONDS, SESSION, SHORT_PROMPT, Node
+from tests.decode_node.conftest import PATIENCE_SECONDS, SHORT_PROMPT, Node
+from tests.decode_node.driven_node import SESSION
+from tests.support.fake_drafts import TextDrafts
 
 LONG_PROMPT = tuple(range(10, 40))
 
 
-class GuessingDrafts(NoDrafts):
+class GuessingDrafts(TextDrafts):
     """Drafts of the model's own text, of which some are wrong."""
 
     def __init__(self):
+        super().__init__(self._guess)
         self.model = None
         self.random = random.Random(5)
 
-    def take(self, wants, *, wait_seconds):
-        return StepDrafts({want.sequence_id: self._draft(want) for want in wants})
-
-    def _draft(self, want):
-        token_ids = self.model.generate(list(want.token_ids), want.num_wanted)
-        wrong = self.random.randrange(len(token_ids) + 1)
-        token_ids[wrong : wrong + 1] = [0] * len(token_ids[wrong : wrong + 1])
-        return DraftTree(len(want.token_ids), token_ids=tuple(token_ids))
+    def _guess(self, token_ids, num_wanted):
+        guessed = self.model.generate(token_ids, num_wanted)
+        wrong = self.random.randrange(len(guessed) + 1)
+        guessed[wrong : wrong + 1] = [0] * len(guessed[wrong : wrong + 1])
+        return guessed
 
 
 @pytest.fixture
@@ -69,7 +66,7 @@ def in_one_step(node, do):
 
 def assert_nothing_is_held(node):
     node.engine.pool.check_integrity(())
-    assert node.desk.num_groups == 0
+    assert node.groups.num_groups == 0
 
 
 def test_a_step_is_told_of_while_the_device_computes_the_next_one(node):
@@ -85,17 +82,13 @@ def test_a_step_is_told_of_while_the_device_computes_the_next_one(node):
     assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 3)
 
 
-def test_nothing_is_kept_back_when_the_last_step_has_ended(node):
-    group = node.open(sampling={"max_tokens": 1})
-    node.iterate()
-    assert node.find(SampleDone, group)
-
-
-def test_without_a_device_a_step_is_told_of_at_its_end():
-    node = Node()
-    group = node.open()
+@pytest.mark.parametrize(("is_asynchronous", "max_tokens"), [(True, 1), (False, 5)])
+def test_a_step_that_none_follows_or_without_a_device_is_told_of_at_its_end(is_asynchronous, max_tokens):
+    node = Node(is_asynchronous=is_asynchronous)
+    group = node.open(sampling={"max_tokens": max_tokens})
     node.iterate()
     assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 1)
+    assert bool(node.find(SampleDone, group)) is (max_tokens == 1)
 
 
 def test_a_group_is_granted_while_the_device_computes(node):
@@ -141,7 +134,7 @@ def test_commands_keep_their_order_behind_one_that_waits(node):
         request_id="r",
         prompt_token_ids=(9, 8),
         samples=(SampleStart(0),),
-        sampling=sampling,
+        options=RequestOptions(sampling=sampling),
     )
 
     def cancel_and_open_again():
@@ -191,27 +184,6 @@ def test_a_drained_node_has_told_everything(node):
     assert node.tokens(group) == node.model.generate(SHORT_PROMPT, 5)
     assert node.loop.is_drained
     assert not any(drained_before_the_end)
-
-
-def test_preempted_sequences_have_the_tokens_that_they_would_have_alone(node):
-    prompts = [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
-    groups = [node.open(prompt=prompt, sampling={"max_tokens": 20}) for prompt in prompts]
-    node.iterate()
-    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 6)
-    node.run()
-    assert node.num_preempted > 0
-    assert [node.tokens(group) for group in groups] == [node.model.generate(prompt, 20) for prompt in prompts]
-    node.engine.pool.release(held)
-    assert_nothing_is_held(node)
-
-
-def test_a_sample_that_another_node_began_goes_on_where_it_was(node):
-    text = node.model.generate(SHORT_PROMPT, 9)
-    group = node.open(samples=(SampleStart(0, tuple(text[:2])),), sampling={"max_tokens": 9})
-    in_one_step(node, lambda: None)
-    node.run()
-    assert node.find(SampleTokens, group)[0].start_position == len(SHORT_PROMPT) + 2
-    assert node.tokens(group) == text[2:]
 
 
 @pytest.mark.parametrize("seed", range(12))

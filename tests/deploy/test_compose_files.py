@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from decode_node.config import DecodeNodeConfig
 from outrider import __version__
 from outrider.cli import probe
 from outrider.cli.config import ROLES, sections_of
 from outrider.cli.connection import read_tls
 from outrider.config import load_config
+from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.server import DRAIN_SLACK_SECONDS, STOP_SECONDS
+from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ROOT / "deploy" / "outrider.yaml"
@@ -38,6 +41,16 @@ def config():
     return load_config(sections_of(None), file=SETTINGS, environ={})
 
 
+def server_of(compose, role):
+    """A container's server: the file, and over it the variables of its service."""
+    environ = {
+        name: str(value)
+        for name, value in compose["services"][role].get("environment", {}).items()
+        if name.startswith("OUTRIDER_SERVER__")
+    }
+    return load_config(sections_of(role), file=SETTINGS, environ=environ)["server"]
+
+
 def seconds(text):
     assert text.endswith("s")
     return float(text.removesuffix("s"))
@@ -54,9 +67,27 @@ def test_a_role_runs_as_little_as_it_can(compose, role):
     assert service["healthcheck"]["test"] == ["CMD", "outrider", "probe"]
 
 
+def test_nodes_that_share_a_gpu_share_its_memory():
+    """Each measures what is free at its own start: shares that add up fit in any order."""
+    gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text(encoding="utf-8"))["services"]
+    shares = []
+    for role in ("prefill_node", "decode_node"):
+        environ = {"OUTRIDER_KV_CACHE__MEMORY": gpu[role]["environment"]["OUTRIDER_KV_CACHE__MEMORY"]}
+        shares.append(load_config(sections_of(None), file=SETTINGS, environ=environ)["kv_cache"].memory_fraction)
+    assert all(shares)
+    assert sum(shares) <= DEFAULT_FRACTIONS["cuda"]
+
+
+def test_an_image_for_gpus_has_the_compiler_that_triton_calls():
+    """Its C code is compiled on the machine that runs it."""
+    runtime = (ROOT / "Dockerfile").read_text(encoding="utf-8").partition("FROM dependencies AS runtime")[2]
+    condition, _, install = runtime.partition('if [ "$TORCH_BUILD" = cuda ]')
+    assert "ARG TORCH_BUILD" in condition  # each stage declares its own
+    assert "gcc libc6-dev" in install
+
+
 def test_nodes_take_turns_through_a_volume_that_they_share(compose, config):
-    assert config["prefill_node"].turns_file == config["decode_node"].turns_file
-    folder = config["decode_node"].turns_file.rpartition("/")[0]
+    folder = config["model"].turns_file.rpartition("/")[0]
     for role in ("prefill_node", "decode_node"):
         assert f"turns:{folder}" in compose["services"][role]["volumes"]
     assert compose["volumes"]["turns"]["driver_opts"]["type"] == "tmpfs"
@@ -116,21 +147,21 @@ def test_a_secret_reaches_only_who_uses_it(compose, secret):
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_container_is_killed_only_after_its_drain(compose, config, role):
-    drain = config[role].server.drain_seconds
+def test_a_container_is_killed_only_after_its_drain(compose, role):
+    drain = server_of(compose, role).drain_seconds
     assert seconds(compose["services"][role]["stop_grace_period"]) >= drain + END_SECONDS
 
 
-def test_a_cluster_can_be_down_in_time(compose, config):
+def test_a_cluster_can_be_down_in_time(compose):
     """The router goes first; then nodes have nothing left to wait for."""
     router = compose["services"]["router"]
     assert set(router["depends_on"]) == set(ROLES) - {"router"}
-    assert config["router"].server.drain_seconds + END_SECONDS + IDLE_NODE_SECONDS < DOWN_SECONDS
+    assert server_of(compose, "router").drain_seconds + END_SECONDS + IDLE_NODE_SECONDS < DOWN_SECONDS
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_listens_where_the_others_look_for_it(compose, config, role):
-    server = config[role].server
+    server = server_of(compose, role)
     assert server.host == "0.0.0.0"
     targets = [*config["router"].prefill_targets, *config["router"].decode_targets, *config["router"].draft_targets]
     if role == "router":
@@ -141,9 +172,9 @@ def test_every_role_listens_where_the_others_look_for_it(compose, config, role):
     assert config["decode_node"].draft_targets == config["router"].draft_targets
 
 
-@pytest.mark.parametrize("role", ["router", "decode_node"])
-def test_whoever_has_targets_finds_new_containers_within_seconds(config, role):
-    assert config[role].resolve_interval_seconds <= RESOLVE_SECONDS
+@pytest.mark.parametrize("kind", [RouterConfig, DecodeNodeConfig])
+def test_whoever_has_targets_finds_new_containers_within_seconds(kind):
+    assert kind().resolve_interval_seconds <= RESOLVE_SECONDS
 
 
 def test_prometheus_scrapes_every_role_on_its_port(config):
@@ -151,7 +182,7 @@ def test_prometheus_scrapes_every_role_on_its_port(config):
     (job,) = prometheus["scrape_configs"]
     (found,) = job["dns_sd_configs"]
     assert set(found["names"]) == set(ROLES)
-    assert {config[role].server.metrics_port for role in ROLES} == {found["port"]}
+    assert config["server"].metrics_port == found["port"]
 
 
 def test_what_is_mounted_is_there(compose):
@@ -164,7 +195,7 @@ def test_what_is_mounted_is_there(compose):
 
 def test_the_build_context_has_what_the_wheel_is_made_of():
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE", "outrider", *ROLES} == set(allowed)
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "outrider", *ROLES} == set(allowed)
     assert all((ROOT / name).exists() for name in allowed)
 
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decode_node.draft_book import DraftBook, DraftWant
+from decode_node.drafting.book import DraftBook
+from decode_node.drafting.drafted_sequence import is_well_formed
 from draft_node.draft_loop import DraftLimits, DraftLoop
 from draft_node.draft_peer import DraftPeer
-from outrider.engine.fakes import FakeClock, ScriptedKVCache, ScriptedModel
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
+from tests.support.fake_clock import FakeClock
+from tests.support.fake_engine import ScriptedModel
+from tests.support.fake_kv_cache import ScriptedKVCache
 
 VOCAB_SIZE = 64
 BLOCK_SIZE = 4
@@ -125,13 +129,14 @@ class DecodeNode:
         self, pair: SimulatedPair, decide: Decide, *, num_sequences: int, num_wanted: int, takes_trees: bool
     ) -> None:
         self.clock = FakeClock(pair.clock())
-        self.book = DraftBook(vocab_size=VOCAB_SIZE, clock=self.clock)
+        self.book = DraftBook(clock=self.clock)
         self.sequences: dict[int, Text] = {}
         self._pair = pair
         self._decide = decide
         self._num_wanted = num_wanted
         self._next_step = pair.clock()
-        self.book.connected(self.book.add_target())
+        self.draft_node = self.book.add_node()
+        self.book.connected(self.draft_node)
         name = f"decode-{len(pair.nodes)}"
         hello = DraftHello(
             incarnation=bytes(16), name=name, vocab_size=VOCAB_SIZE, vocabulary_fingerprint="", max_model_len=4096
@@ -140,7 +145,9 @@ class DecodeNode:
         self.to_draft: list[tuple[float, list[SequenceUpdate], float]] = []
         self.from_draft: list[tuple[float, list[SequenceProposals]]] = []
         params = SamplingParams(seed=1, max_tokens=2000)
-        start = SequenceStart(params=params, sample=0, prompt_length=3, takes_trees=takes_trees)
+        start = SequenceStart(
+            options=RequestOptions(sampling=params), sample=0, prompt_length=3, takes_trees=takes_trees
+        )
         for key in range(num_sequences):
             prompt = [len(pair.nodes), key, 7]
             self.sequences[key] = Text(list(prompt))
@@ -150,20 +157,21 @@ class DecodeNode:
         self.clock.advance(max(0.0, now - self.clock()))
         due = [answers for at, answers in self.from_draft if at <= now]
         self.from_draft = [each for each in self.from_draft if each[0] > now]
-        for answers in due:
-            self.book.take_proposals(0, answers)
+        for answer in itertools.chain.from_iterable(due):
+            is_sound = is_well_formed(answer, vocab_size=VOCAB_SIZE)
+            self.book.take_answer(self.draft_node, answer, is_well_formed=is_sound)
         if is_stepping and now >= self._next_step:
             if self._next_step > 0.0:
                 self._finish_step()
             self._begin_step()
             self._next_step = now + self._pair.step_seconds
-        updates = self.book.take_updates(0)
+        updates = self.book.take_updates(self.draft_node)
         if updates:
             self.to_draft.append((now + self._pair.delay_seconds, updates, self.book.step_seconds))
 
     def _begin_step(self) -> None:
-        wants = [DraftWant(key, each.token_ids, self._num_wanted) for key, each in self.sequences.items()]
-        self._drafts, _ = self.book.find(wants, wait_seconds=0.0)
+        found = self.book.find(self.sequences, wait_seconds=0.0)
+        self._drafts = {key: tree.cut(self._num_wanted) for key, tree in found.trees.items()}
 
     def _finish_step(self) -> None:
         self.book.observe_step(self._pair.step_seconds)

@@ -10,16 +10,18 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from decode_node.drafts import DraftClient, DraftWant
+from decode_node.drafting.client import DraftClient
 from draft_node.config import DraftNodeConfig
+from draft_node.held_sequences import MAX_HELD_BYTES
 from draft_node.node import DraftNode
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.tiny import make_tiny_model
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.proposers.factory import ProposerSettings
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.tiny_model import make_tiny_model
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 
@@ -27,13 +29,10 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 @pytest.fixture
 async def node(tmp_path):
     torch.set_num_threads(1)
+    path = make_tiny_model(tmp_path / "model")
     service = DraftNode(
-        DraftNodeConfig(
-            proposer="draft_model",
-            catch_up_tokens_per_step=50,
-            model=ModelConfig(id=str(make_tiny_model(tmp_path / "model"))),
-            kv_cache=KVCacheConfig(num_blocks=300),
-        ),
+        DraftNodeConfig(proposer="draft_model", model=str(path)),
+        settings=ProposerSettings(model=ModelConfig(id=str(path)), kv_cache=KVCacheConfig(num_blocks=300)),
         registry=CollectorRegistry(),
     )
     server = grpc.aio.server()
@@ -59,18 +58,25 @@ def hello_for(service: DraftNode) -> DraftHello:
 
 
 async def drafts_for(client: DraftClient, sequence_id: int, params: SamplingParams) -> tuple[int, ...]:
-    client.open(sequence_id, SequenceStart(params=params, sample=0, prompt_length=len(PROMPT)), PROMPT, num_wanted=4)
-    want = DraftWant(sequence_id, PROMPT, 4)
+    client.open(
+        sequence_id,
+        SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=len(PROMPT)),
+        PROMPT,
+        num_wanted=4,
+    )
     async with asyncio.timeout(20):
         while True:
-            taken = await asyncio.to_thread(client.take, [want], wait_seconds=0.05)
+            taken = await asyncio.to_thread(client.take, [sequence_id], wait_seconds=0.05)
             if sequence_id in taken.hits:
-                return taken.of(sequence_id).token_ids
+                return taken.trees[sequence_id].token_ids[:4]
 
 
 async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node):
     assert node.info().model.proposer == "draft_model:model"
-    assert {"dtype", "numerics", "kernels", "threads"} <= set(node.describe())
+    described = node.describe()
+    assert {"dtype", "numerics", "kernels", "threads"} <= set(described)
+    kv_bytes = 300 * 16 * node._proposer._forward.runner._spec.bytes_per_token
+    assert described["memory_bytes"] == MAX_HELD_BYTES + kv_bytes
     client = DraftClient([node.info().name.split("@")[1]], hello_for(node))
     await client.start()
     try:
@@ -90,14 +96,17 @@ async def test_a_decode_node_that_takes_trees_gets_siblings(node):
     await client.start()
     try:
         start = SequenceStart(
-            params=SamplingParams(seed=7, max_tokens=100), sample=0, prompt_length=len(PROMPT), takes_trees=True
+            options=RequestOptions(sampling=SamplingParams(seed=7, max_tokens=100)),
+            sample=0,
+            prompt_length=len(PROMPT),
+            takes_trees=True,
         )
         client.open(1, start, PROMPT, num_wanted=4)
         tree = DraftTree(0)
         async with asyncio.timeout(20):
             while len(tree) < 12:
-                taken = await asyncio.to_thread(client.take, [DraftWant(1, PROMPT, 4, 12)], wait_seconds=0.05)
-                tree = taken.of(1)
+                taken = await asyncio.to_thread(client.take, [1], wait_seconds=0.05)
+                tree = taken.trees.get(1, DraftTree(0))
     finally:
         await client.stop()
     assert tree.is_well_formed

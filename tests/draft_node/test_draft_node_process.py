@@ -48,5 +48,5 @@ def test_help_lists_the_settings_without_loading_torch():
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert finished.returncode == 0, finished.stderr
-    for key in ("draft_node.proposer", "draft_node.catch_up_tokens_per_step", "draft_node.model.id"):
+    for key in ("draft_node.proposer", "draft_node.remembered_tokens", "draft_node.model"):
         assert key in finished.stdout

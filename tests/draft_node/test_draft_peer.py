@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from draft_node.draft_peer import DraftPeer
+from draft_node.draft_peer import MAX_WAITING_TOKENS, DraftPeer
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_SEQUENCE,
     DraftHello,
     DraftStatus,
     SequenceProposals,
+    SequenceUpdate,
 )
 from outrider.speculation.draft_tree import DraftTree
 
@@ -64,3 +65,17 @@ def test_a_message_carries_no_more_than_a_peer_may_read(peer):
         sizes.append(len(sent))
     assert sum(sizes) == 2 * MAX_ANSWERS_PER_MESSAGE
     assert max(sizes) <= MAX_ANSWERS_PER_MESSAGE
+
+
+def test_a_stream_is_not_read_while_many_tokens_wait_and_then_again():
+    notified = []
+    peer = DraftPeer(0, HELLO, lambda: notified.append(peer.has_room))
+    token_ids = (1,) * (MAX_WAITING_TOKENS // 4)
+    for sequence_id in range(4):
+        assert peer.has_room
+        peer.submit([SequenceUpdate(sequence_id, token_ids=token_ids, length=len(token_ids))], verified_by=0.0)
+    assert not peer.has_room
+    assert len(peer.take_updates()) == 1
+    assert notified == [True]
+    assert [received.update.sequence_id for _ in range(3) for received in peer.take_updates()] == [1, 2, 3]
+    assert not peer.has_updates

@@ -18,9 +18,7 @@ from draft_node.draft_peer import DraftPeer
 from draft_node.node import DraftNode
 from outrider.errors import CapacityError
 from outrider.protocol_versions import SUPPORTED_VERSIONS
-from outrider.service.config import ServerConfig
 from outrider.speculation.draft_stream import (
-    MAX_ANSWERS_PER_MESSAGE,
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
@@ -37,11 +35,14 @@ PATIENCE_SECONDS = 30.0
 UNKNOWN_PREFIX = draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX
 NO_ROOM = draft_pb2.DRAFT_STATUS_NO_ROOM
 
+OPTIONS = node_pb2.RequestOptions(sampling=router_pb2.SamplingParams(max_tokens=100))
+
 
 @contextlib.asynccontextmanager
 async def running(*, starts=True, registry=None):
-    config = DraftNodeConfig(server=ServerConfig(name="draft@test"))
-    service = DraftNode(config, registry=registry or CollectorRegistry(), proposer=NgramProposer())
+    service = DraftNode(
+        DraftNodeConfig(), name="draft@test", registry=registry or CollectorRegistry(), proposer=NgramProposer()
+    )
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -72,7 +73,7 @@ async def connect(channel, hello=HELLO):
 def update_of(text, **changes) -> draft_pb2.SequenceUpdate:
     values = {
         "sequence_id": 1,
-        "start": draft_pb2.SequenceStart(prompt_length=1, sampling=router_pb2.SamplingParams(max_tokens=100)),
+        "start": draft_pb2.SequenceStart(prompt_length=1, options=OPTIONS),
         "token_ids": text,
         "length": len(text),
         "prefix_hash": prefix_hash(text),
@@ -186,8 +187,9 @@ async def test_a_loop_that_fails_ends_the_process():
         statuses.append(status)
         event_loop.call_soon_threadsafe(ended.set)
 
-    config = DraftNodeConfig(server=ServerConfig(name="draft@test"))
-    service = DraftNode(config, registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=exit_process)
+    service = DraftNode(
+        DraftNodeConfig(), registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=exit_process
+    )
     await service.start("127.0.0.1:1")
     service.draft_loop().step = lambda: 1 // 0
     service.draft_loop().submit(service.draft_loop().connect(hello_from_proto(HELLO), lambda: None), [])
@@ -209,7 +211,7 @@ async def test_a_stop_before_the_loops_thread_has_looked_is_no_failure(monkeypat
     monkeypatch.setattr(DraftLoop, "run", run_late)
     statuses = []
     service = DraftNode(
-        DraftNodeConfig(server=ServerConfig(name="draft@test")),
+        DraftNodeConfig(),
         registry=CollectorRegistry(),
         proposer=NgramProposer(),
         exit_process=statuses.append,
@@ -261,16 +263,3 @@ def test_answers_that_are_not_read_count_against_what_may_wait(monkeypatch):
         peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
     peer.take_answers()
     peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
-
-
-async def test_answers_are_split_into_messages_that_a_decode_node_takes():
-    async with running() as (_, channel):
-        call, _ = await connect(channel)
-        updates = [update_of([1, 2], sequence_id=i, prefix_hash=9) for i in range(MAX_ANSWERS_PER_MESSAGE + 7)]
-        await call.write(draft_pb2.DraftUpdate(sequences=updates))
-        sizes = []
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while sum(sizes) < len(updates):
-                sizes.append(len((await call.read()).sequences))
-        assert max(sizes) == MAX_ANSWERS_PER_MESSAGE
-        call.cancel()

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from collections import Counter
 
-from draft_node.held_sequences import HeldSequence, HeldSequences
-from outrider.request import SamplingParams
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_node.draft_peer import DraftPeer
+from draft_node.held_sequences import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, HeldSequence, HeldSequences
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
+from tests.support.memory import traced
 
-HELLO = DraftHello(incarnation=bytes(16), name="d", vocab_size=100, vocabulary_fingerprint="", max_model_len=64)
-START = SequenceStart(params=SamplingParams(seed=1, max_tokens=10), sample=0, prompt_length=2)
+START = SequenceStart(options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=10)), sample=0, prompt_length=2)
+
+
+def peer_of(peer_id) -> DraftPeer:
+    hello = DraftHello(incarnation=bytes(16), name="d", vocab_size=100, vocabulary_fingerprint="", max_model_len=64)
+    return DraftPeer(peer_id, hello, lambda: None)
+
+
+PEER, OTHER = peer_of(0), peer_of(1)
 
 
 @pytest.fixture
@@ -18,7 +32,7 @@ def forgotten() -> list[int]:
 
 @pytest.fixture
 def held(forgotten) -> HeldSequences:
-    return HeldSequences(max_sequences=2, on_forgotten=forgotten.append)
+    return HeldSequences(max_sequences=4, max_tokens=80, on_forgotten=lambda held: forgotten.append(held.key))
 
 
 def update_of(text, since=0, sequence_id=1, **changes) -> SequenceUpdate:
@@ -35,61 +49,111 @@ def update_of(text, since=0, sequence_id=1, **changes) -> SequenceUpdate:
     return SequenceUpdate(**values)
 
 
+def open_some(held, peer, number, *, text=(1, 2)) -> list[HeldSequence | DraftStatus]:
+    return [held.apply(peer, update_of(text, sequence_id=sequence_id)) for sequence_id in range(number)]
+
+
+def num_held(held) -> dict[int, int]:
+    return dict(Counter(sequence.peer.peer_id for sequence in held))
+
+
 def test_updates_extend_what_is_held_and_may_overlap_it(held):
-    assert isinstance(held.apply(0, HELLO, update_of([1, 2])), HeldSequence)
-    assert isinstance(held.apply(0, HELLO, update_of([1, 2, 3, 4], since=2)), HeldSequence)
-    sequence = held.apply(0, HELLO, update_of([1, 2, 3, 4, 5], since=2))
-    assert isinstance(sequence, HeldSequence)
-    assert list(sequence.tokens.token_ids) == [1, 2, 3, 4, 5]
+    first = held.apply(PEER, update_of([1, 2]))
+    for text in ([1, 2, 3, 4], [1, 2, 3, 4, 5]):
+        assert held.apply(PEER, update_of(text, since=2)) is first
+        assert list(first.tokens.token_ids) == text
 
 
 def test_an_unknown_prefix_is_called_so(held):
-    assert held.apply(0, HELLO, update_of([1, 2, 3], since=2)) is DraftStatus.UNKNOWN_PREFIX
+    assert held.apply(PEER, update_of([1, 2, 3], since=2)) is DraftStatus.UNKNOWN_PREFIX
 
 
 def test_a_hash_that_does_not_fit_the_tokens_needs_sync_and_forgets_them(held, forgotten):
-    held.apply(0, HELLO, update_of([1, 2]))
-    assert held.apply(0, HELLO, update_of([1, 2, 3], since=2, prefix_hash=99)) is DraftStatus.UNKNOWN_PREFIX
+    held.apply(PEER, update_of([1, 2]))
+    assert held.apply(PEER, update_of([1, 2, 3], since=2, prefix_hash=99)) is DraftStatus.UNKNOWN_PREFIX
     assert len(held) == 0
     assert forgotten == [0]
 
 
 def test_a_text_that_was_replaced_is_taken_from_its_start(held, forgotten):
-    held.apply(0, HELLO, update_of([1, 2, 3]))
-    sequence = held.apply(0, HELLO, update_of([9, 8]))
-    assert isinstance(sequence, HeldSequence)
+    held.apply(PEER, update_of([1, 2, 3]))
+    sequence = held.apply(PEER, update_of([9, 8]))
     assert list(sequence.tokens.token_ids) == [9, 8]
     assert forgotten == [0]
 
 
 @pytest.mark.parametrize(
     "update",
-    [
-        update_of([1, 2], length=7),
-        update_of([]),
-        update_of([1, 100]),
-        update_of([1] * 65),
-    ],
+    [update_of([1, 2], length=7), update_of([]), update_of([1, 100]), update_of([1] * 65)],
     ids=["length", "empty", "vocabulary", "window"],
 )
 def test_nonsense_is_refused(held, update):
-    assert held.apply(0, HELLO, update) is DraftStatus.NO_ROOM
+    assert held.apply(PEER, update) is DraftStatus.NO_ROOM
+    assert len(held) == 0
 
 
-def test_beyond_its_room_the_node_says_that_it_has_nothing(held):
-    for sequence_id in range(2):
-        held.apply(0, HELLO, update_of([1, 2], sequence_id=sequence_id))
-    assert held.apply(0, HELLO, update_of([1, 2], sequence_id=2)) is DraftStatus.NO_ROOM
-    held.close((0, 1))
-    assert isinstance(held.apply(0, HELLO, update_of([1, 2], sequence_id=2)), HeldSequence)
+def test_one_decode_node_alone_may_use_all_room_but_no_more(held):
+    *inside, outside = open_some(held, PEER, 5)
+    assert all(isinstance(each, HeldSequence) for each in inside)
+    assert outside is DraftStatus.NO_ROOM
+    held.close(PEER, 0)
+    assert isinstance(held.apply(PEER, update_of([1, 2], sequence_id=4)), HeldSequence)
+
+
+def test_room_is_counted_in_tokens_too(held):
+    texts = [[1] * 30, [2] * 30, [3] * 30]
+    outcomes = [held.apply(PEER, update_of(text, sequence_id=index)) for index, text in enumerate(texts)]
+    assert outcomes[2] is DraftStatus.NO_ROOM
+    assert held.apply(PEER, update_of([1] * 60, since=30, sequence_id=0)) is DraftStatus.NO_ROOM
+    assert num_held(held) == {0: 1}
+
+
+def test_a_decode_node_that_has_filled_all_room_gives_another_its_share(held, forgotten):
+    open_some(held, PEER, 4)
+    held.apply(PEER, update_of([1, 2, 3], since=2, sequence_id=0))  # no longer the one updated longest ago
+    outcomes = open_some(held, OTHER, 3)
+    assert [isinstance(each, HeldSequence) for each in outcomes] == [True, True, False]
+    assert num_held(held) == {0: 2, 1: 2}
+    assert forgotten == [1, 2]
+    assert open_some(held, PEER, 5)[4] is DraftStatus.NO_ROOM
+    assert num_held(held) == {0: 2, 1: 2}
+
+
+def test_long_texts_of_one_decode_node_give_way_to_another(held):
+    open_some(held, PEER, 2, text=[1] * 40)
+    assert isinstance(held.apply(OTHER, update_of([5] * 30)), HeldSequence)
+    assert num_held(held) == {0: 1, 1: 1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 60)), max_size=80))
+def test_whatever_is_sent_all_bounds_hold_and_who_asks_for_little_gets_it(updates):
+    held = HeldSequences(max_sequences=4, max_tokens=80, on_forgotten=lambda _: None)
+    peers = [peer_of(peer_id) for peer_id in range(3)]
+    for peer_id, sequence_id, length in updates:
+        had_none = num_held(held).get(peer_id, 0) == 0
+        outcome = held.apply(peers[peer_id], update_of([7] * length, sequence_id=sequence_id))
+        assert len(held) <= 4
+        assert sum(len(sequence.tokens) for sequence in held) <= 80
+        assert isinstance(outcome, HeldSequence) or not had_none or length > 80 // 3
 
 
 def test_equal_ids_of_two_decode_nodes_are_two_sequences_and_go_with_their_node(held, forgotten):
-    one = held.apply(0, HELLO, update_of([1, 2]))
-    other = held.apply(1, HELLO, update_of([3, 4]))
-    assert isinstance(one, HeldSequence)
-    assert isinstance(other, HeldSequence)
+    one, other = held.apply(PEER, update_of([1, 2])), held.apply(OTHER, update_of([3, 4]))
     assert one.key != other.key
-    held.close_peer(0)
-    assert [sequence.key for sequence in held] == [other.key]
+    held.close_peer(PEER.peer_id)
+    assert list(held) == [other]
     assert forgotten == [one.key]
+
+
+def test_memory_is_what_the_node_counts():
+    texts = [[2000 + (7 * place + key) % 40_000 for place in range(3000)] for key in range(20)]
+    updates = [update_of(text, sequence_id=key) for key, text in enumerate(texts)]
+    peer = peer_of(0)
+    peer.hello = dataclasses.replace(peer.hello, vocab_size=50_000, max_model_len=4096)
+    held = HeldSequences(on_forgotten=lambda _: None)
+    with traced() as size:
+        for update in updates:
+            copied = update._replace(token_ids=tuple(token_id + 1 - 1 for token_id in update.token_ids))
+            assert isinstance(held.apply(peer, copied), HeldSequence)
+            del copied
+        assert size() <= 20 * (3000 * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)

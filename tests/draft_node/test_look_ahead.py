@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from outrider.bench.speed_model import SpeedModel
-from outrider.engine.fakes import FakeClock
-from outrider.engine.simulated_model import SimulatedModel, noise_for
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftStatus, SequenceStart
-from outrider.speculation.proposers.base import ProposalRequest
-from outrider.speculation.proposers.draft_model import DraftModelProposer
-from tests.draft_node.simulated_pair import VOCAB_SIZE, ScriptedForward, SimulatedPair, target_that_decides_like
+from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest
+from outrider.speculation.proposers.draft_model import MAX_FORWARD_ROWS, DraftModelProposer
+from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair, target_that_decides_like
+from tests.support.fake_clock import FakeClock
 
 
 def hit_rate(node, *, after: int = 3) -> float:
@@ -116,7 +115,7 @@ def test_a_confirmed_path_is_answered_without_a_forward():
     pair.run(0.29)
     num_forwards = len(pair.forward.calls)
     node._finish_step()
-    (update,) = node.book.take_updates(0)
+    (update,) = node.book.take_updates(node.draft_node)
     pair.loop.submit(node.peer, [update], step_seconds=0.03)
     pair.loop.step()
     (answer,) = node.peer.take_answers()
@@ -127,7 +126,7 @@ def test_a_confirmed_path_is_answered_without_a_forward():
 def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
     pair = SimulatedPair()
     node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
-    (update,) = node.book.take_updates(0)
+    (update,) = node.book.take_updates(node.draft_node)
     pair.loop.submit(node.peer, [update], step_seconds=0.03)
     sizes = []
     for _ in range(4):
@@ -144,11 +143,11 @@ def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
 def test_without_a_step_time_the_answer_is_the_whole_draft():
     pair = SimulatedPair()
     node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
-    (update,) = node.book.take_updates(0)
+    (update,) = node.book.take_updates(node.draft_node)
     pair.loop.submit(node.peer, [update])
     while not (answers := node.peer.take_answers()):
         pair.loop.step()
-    assert [len(answer.branches[0]) for answer in answers] == [4 + pair.proposer.num_extra_tokens]
+    assert [len(answer.branches[0]) for answer in answers] == [4 + pair.proposer.info.num_extra_tokens]
     assert not pair.loop.has_work
 
 
@@ -186,7 +185,9 @@ def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for()
     clock = FakeClock()
     forward = ScriptedForward(clock, forward_seconds=0.002, num_blocks=10)
     proposer = DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock)
-    start = SequenceStart(params=SamplingParams(seed=1, max_tokens=200), sample=0, prompt_length=8)
+    start = SequenceStart(
+        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=200)), sample=0, prompt_length=8
+    )
 
     def request(key, token_ids, *, looks_ahead):
         return ProposalRequest(key, token_ids, 4, start=start, max_alternatives=7, looks_ahead=looks_ahead)
@@ -198,19 +199,38 @@ def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for()
     waiting = list(range(10, 46))
     found, ahead = proposer.propose([request(2, waiting, looks_ahead=False), request(1, verified, looks_ahead=True)])
     assert found.tree
-    assert not ahead.may_go_on
+    assert not ahead.has_more
     proposer.check_integrity()
 
 
-def test_a_drafter_across_5_ms_beats_one_beside_the_target():
-    """As in `outrider bench --three-lines --simulated`, but on a clock that no other program disturbs.
+def test_no_forward_has_more_rows_than_memory_is_kept_for():
+    clock = FakeClock()
+    forward = ScriptedForward(clock, forward_seconds=0.002, num_blocks=60_000)
+    proposer = DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock)
+    options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=200))
+    start = SequenceStart(options=options, sample=0, prompt_length=8)
 
-    The drafter's logits are a noisy copy of the target's, with an acceptance of 0.8.
-    """
-    target = SimulatedModel(VOCAB_SIZE)
-    drafter = SimulatedModel(VOCAB_SIZE, noise=noise_for(0.8, temperature=0.0, vocab_size=VOCAB_SIZE))
-    pair = SimulatedPair(delay_seconds=0.0025, model=drafter)
-    node = pair.add_node(lambda context: int(target.logits(context).argmax()), num_wanted=8)
+    def requests(keys, num_tokens, **changes):
+        texts = {key: [key % 64, *(place % 64 for place in range(num_tokens))] for key in keys}
+        return [
+            ProposalRequest(key, text, 4, start=start, max_alternatives=7, **changes) for key, text in texts.items()
+        ]
+
+    old, new = range(MAX_SEQUENCES - 100), range(MAX_SEQUENCES - 100, MAX_SEQUENCES)
+    for keys in (old[:300], old[300:]):
+        for _ in range(8):  # a prefix of eight tokens each, within the budget for catching up
+            proposer.propose(requests(keys, 7))
+    ahead = requests(old[300:], 7, looks_ahead=True)
+    for num_tokens in range(8, 12):
+        proposer.propose([*requests(old[:300], num_tokens), *requests(new, 50), *ahead])
+    most = max(num_rows for _, num_rows in forward.calls)
+    assert 256 < most <= MAX_FORWARD_ROWS
+
+
+def test_a_drafter_across_5_ms_beats_one_beside_the_target():
+    """Of its first choices 80 % are accepted; of the others, most are its second choices."""
+    pair = SimulatedPair(delay_seconds=0.0025)
+    node = pair.add_node(target_that_decides_like(pair.forward.model, 0.8, 0.12, 0.04), num_wanted=8)
     pair.run(2.0)
     text = node.sequences[0]
     colocated = SpeedModel(acceptance=0.8, num_draft_tokens=8, step_seconds=0.030, token_seconds=0.002).colocated()

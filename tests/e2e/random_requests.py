@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from outrider.cli.bench import DEFAULT_PROMPTS
+from outrider.bench.prompts import DEFAULT_PROMPTS
 
 NUM_CLIENTS = 16
 REQUEST_SECONDS = 240.0

@@ -7,8 +7,8 @@ import sys
 
 def test_bench_measures_a_running_cluster(cluster, tmp_path):
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "outrider.cli.main", "bench", "--target", cluster.router_address]
-    command += ["--compare", "--same-prompts", "--concurrency", "2", "--rate", "20", "--limit", "4"]
+    command = [sys.executable, "-m", "outrider.cli.main", "bench", "compare", "--target"]
+    command += [cluster.router_address, "--same-prompts", "--concurrency", "2", "--rate", "20", "--limit", "4"]
     command += ["--max-tokens", "12", "--temperature", "0.8", "--json", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
@@ -21,7 +21,7 @@ def test_bench_measures_a_running_cluster(cluster, tmp_path):
 
 
 def test_bench_against_nobody_is_one_clear_line():
-    command = [sys.executable, "-m", "outrider.cli.main", "bench", "--target", "127.0.0.1:1"]
+    command = [sys.executable, "-m", "outrider.cli.main", "bench", "load", "--target", "127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("outrider bench: ")

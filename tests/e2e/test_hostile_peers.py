@@ -6,7 +6,7 @@ import concurrent.futures
 
 import pytest
 
-from tests.hostile_peers import KINDS
+from tests.support.hostile_peers import KINDS
 
 NUM_STREAMS = 8
 PROMPT = [20 + (i * 7) % 200 for i in range(40)]

@@ -13,7 +13,7 @@ import warnings
 
 import pytest
 
-from outrider.cli.bench import DEFAULT_PROMPTS as PROMPTS
+from outrider.bench.prompts import DEFAULT_PROMPTS as PROMPTS
 from outrider.client import ChatMessage
 from tests.e2e.random_requests import assert_exact, bench_texts, soak
 

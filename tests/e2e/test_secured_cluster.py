@@ -15,7 +15,7 @@ from outrider.client import Client, TlsConfig
 from outrider.errors import PeerLostError, UnauthenticatedError
 from outrider.rpc.channels import open_sync_channel
 from outrider.rpc.credentials import client_credentials
-from tests.conftest import END_SECONDS, START_SECONDS
+from tests.conftest import START_SECONDS
 
 WAIT_SECONDS = 60.0
 ALICE, BOB = "a-long-random-token", "another-long-random-token"
@@ -44,19 +44,18 @@ def cluster(folder, token_file, tiny_model, tmp_path_factory):
     add_arguments(parser)
     settings = (
         "model.num_threads=1",
-        "prefill_node.kv_cache.num_blocks=256",
-        "decode_node.kv_cache.num_blocks=256",
+        "kv_cache.memory=3MiB",
         "decode_node.draft_rows=all",
-        f"cluster.kill_seconds={END_SECONDS}",
+        "server.drain_seconds=60",
     )
     arguments = parser.parse_args(
         [
-            *(f"--tls={folder}", f"--token-file={token_file}", f"--model={tiny_model}", "--port=0"),
+            *(f"--tls={folder}", f"--token-hashes={token_file}", f"--model={tiny_model}", "--port=0"),
             f"--log-dir={tmp_path_factory.mktemp('secured-logs')}",
             *(f"--set={setting}" for setting in settings),
         ]
     )
-    with make_cluster(arguments, tls=arguments.tls, token_file=arguments.token_file) as cluster:
+    with make_cluster(arguments, tls=arguments.tls, token_hashes=arguments.token_hashes) as cluster:
         cluster.wait_serving(START_SECONDS)
         yield cluster
     assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.cluster import ClusterConfig
-from outrider.model_hub.tiny import make_tiny_model
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.e2e.random_requests import assert_exact, bench_texts, soak
+from tests.support.tiny_model import make_tiny_model
 
 
 @pytest.mark.slow
@@ -23,7 +23,6 @@ def test_random_requests_to_a_tiny_model(start_cluster, tmp_path_factory, drafte
         f"model.id={model}",
         "model.num_threads=2",
         "decode_node.draft_trees=auto",
-        "decode_node.drafts_share_processors=false",  # drafts that win nothing are what this is about
     )
     with start_cluster(ClusterConfig(port=0, draft=draft), *settings) as started:
         started.wait_serving(START_SECONDS)

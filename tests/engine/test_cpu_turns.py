@@ -51,7 +51,7 @@ def join(library_file, turns_file):
 
 
 class Party:
-    """A process with a seat, told what to do from here. Answers come in the order of the calls."""
+    """A process with a slot, told what to do from here. Answers come in the order of the calls."""
 
     def __init__(self, library_file, turns_file, least_lease_seconds):
         context = multiprocessing.get_context("spawn")
@@ -73,25 +73,24 @@ class Party:
     def has_answered(self, *, within):
         return self._pipe.poll(within)
 
-    def take(self, seconds=0.0):
-        self.ask("take", seconds)
+    def told(self, *call):
+        self.ask(*call)
         return self.answer()
+
+    def take(self, seconds=0.0):
+        return self.told("take", seconds)
 
     def keep(self, seconds=0.0):
-        self.ask("keep", seconds)
-        return self.answer()
+        return self.told("keep", seconds)
 
     def is_over(self, seconds=0.0):
-        self.ask("is_over", seconds)
-        return self.answer()
+        return self.told("is_over", seconds)
 
     def give(self):
-        self.ask("give")
-        assert self.answer() is None
+        assert self.told("give") is None
 
     def num_taken_from_others(self):
-        self.ask("num_taken_from_others")
-        return self.answer()
+        return self.told("num_taken_from_others")
 
     def stop(self):
         """Returns once it stands still."""
@@ -211,7 +210,7 @@ def test_one_that_is_killed_or_stopped_in_line_is_waited_for_once(join, end):
     assert holder.num_taken_from_others() == 1
 
 
-def test_a_process_in_the_seat_of_a_killed_one_gives_back_what_that_held(join):
+def test_a_process_in_the_slot_of_a_killed_one_gives_back_what_that_held(join):
     lost, waiting = join(), join()
     assert lost.take()
     wait_in_line(waiting, lost)
@@ -254,10 +253,10 @@ def test_giving_without_a_turn_changes_nothing(join):
 @pytest.mark.parametrize("seconds_ahead", [20, 10**6])
 def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, turns_file, seconds_ahead):
     """Its clock was ahead of ours: by that the lease would last."""
-    party, another_seat = join(), 200
+    party, another_slot = join(), 200
     with turns_file.open("r+b") as file:
-        file.write(struct.pack("=Q", 7 << 16 | another_seat + 1))
-        file.seek(16 + 8 * another_seat)
+        file.write(struct.pack("=Q", 7 << 16 | another_slot + 1))
+        file.seek(16 + 8 * another_slot)
         file.write(struct.pack("=q", time.monotonic_ns() + seconds_ahead * 10**9))
     assert party.take()
     assert party.num_taken_from_others() == 1

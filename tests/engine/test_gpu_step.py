@@ -5,19 +5,22 @@ Everything runs under torch's FakeTensorMode with a model, a cache and logits on
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+import weakref
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine import transfer
+from outrider.engine import model_runner, transfer
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -28,13 +31,14 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_runner import ModelRunner, rehearse
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.engine.step_graphs import Buckets, GraphShapes, StepGraphs
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.fake_gpu import GPU, OneDevice, devices_of, fake_gpu, fake_streams
+from tests.support.fake_gpu import GPU, OneDevice, devices_of, fake_gpu, fake_streams
 
 VOCAB_SIZE = 5000
 BATCH = [
@@ -44,15 +48,24 @@ BATCH = [
 ]
 TREE = SequenceRows([5, 6, 7, 8], 20, range(8), num_logits=4, parents=(-1, -1, 1))
 SETTINGS = [
-    {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9, "logit_bias": ((3, 1.0),)},
+    {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "min_tokens": 9,
+        "logit_bias": ((3, 1.0),),
+    },
     {"temperature": 0.0},
 ]
 
 
-@pytest.fixture(params=["torch_sdpa", "flash_attn", "triton"])
+@pytest.fixture(params=["torch_sdpa", "flash_attn", pytest.param("triton", marks=pytest.mark.triton)])
 def backend(request, monkeypatch):
-    """The attention's name; only with our own are the other Triton kernels there."""
-    if request.param != "triton":
+    """The attention's name; with torch's no Triton kernel is there."""
+    if request.param == "torch_sdpa":
         monkeypatch.setitem(sys.modules, "triton", None)
         return request.param
     pytest.importorskip("triton")
@@ -68,7 +81,7 @@ def backend(request, monkeypatch):
         (race, "best_scores"),
         (race, "pick"),
     ):
-        monkeypatch.setattr(module, name, Kernel())
+        monkeypatch.setattr(module, name, Kernel(name))
     return request.param
 
 
@@ -84,23 +97,30 @@ def gpu(sampler, monkeypatch):
         yield
 
 
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, block_table, **_options):
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_options):
     """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
     assert isinstance(max_seqlen_q, int)
     assert isinstance(max_seqlen_k, int)
-    assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)} == {GPU}
-    assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k, block_table)} == {torch.int32}
+    assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
+    assert {each.dtype for each in (cu_seqlens_q, cu_seqlens_k)} == {torch.int32}
     return torch.empty_like(q)
 
 
 class Kernel:
     """A Triton kernel, of which FakeTensorMode knows nothing: all of its tensors are on the GPU."""
 
+    compiled: ClassVar = set()
+    """Each kernel with the constants of its launches."""
+
+    def __init__(self, name):
+        self.name = name
+
     def __getitem__(self, grid):
         assert all(isinstance(size, int) and size > 0 for size in grid)
 
         def launch(*arguments, **constants):
             assert devices_of((arguments, constants)) == {"cuda"}
+            self.compiled.add((self.name, *sorted(constants.items())))
 
         return launch
 
@@ -189,6 +209,45 @@ def test_every_method_waits_once_for_its_tokens_and_their_logprobs(node, reads, 
     assert all(any(each.logprobs) for each in verified) is has_logprobs
 
 
+def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
+    """To compile would be seconds within a step, more than a node may be silent."""
+    filters = [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"temperature": 0.0}, {"frequency_penalty": 0.3}]
+    logprobs = [None, *(LogprobsRequest(num_top=3, mode=mode) for mode in LogprobsMode)]
+    Kernel.compiled.clear()
+    warm_up_sampler(node.sampler, GPU)
+    warm = set(Kernel.compiled)
+    kernels = {"edit_rows", "filter_limits", "best_scores", "pick"}
+    assert {name for name, *_ in warm} == (set() if node.attention.name == "torch_sdpa" else kernels)
+    for number in range(4):
+        for parts in itertools.combinations(filters, number):
+            params = SamplingParams(seed=1, max_tokens=9, **{key: part[key] for part in parts for key in part})
+            states = [node.sampler.start(params, sample=0, prompt_token_ids=[1], logprobs=each) for each in logprobs]
+            reads.clear()
+            with OneDevice():
+                logits = torch.empty(9, VOCAB_SIZE, device=GPU)
+                node.sampler.sample(logits, [SampleRows(each, 5, (1, 2)) for each in states])
+            assert len(reads) == 1
+    assert warm == Kernel.compiled
+
+
+@pytest.mark.parametrize(
+    ("question", "error"),
+    [
+        (lambda logits: logits.amax().item(), DataDependentOutputException),
+        (lambda logits: logits.cpu(), AssertionError),
+        (lambda logits: logits + torch.ones(()), AssertionError),
+        (lambda logits: torch.ones(3).to(logits.device), AssertionError),
+        (lambda logits: torch.ones(3).to(logits.device, non_blocking=True), AssertionError),
+    ],
+)
+def test_a_wait_or_a_mix_is_noticed(monkeypatch, question, error):
+    """The negative control of all of these."""
+    with fake_gpu(monkeypatch), OneDevice():
+        logits = torch.empty(4, VOCAB_SIZE, device=GPU)
+        with pytest.raises(error):
+            question(logits)
+
+
 def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(node, reads):
     sampling = node.sampler.start(SamplingParams(seed=1, max_tokens=99), sample=0, prompt_token_ids=[1, 2])
     pool = SimpleNamespace(block_size=16)
@@ -203,16 +262,53 @@ def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(nod
     assert [len(each.token_ids) for each in decided] == [1, 3, 2, 0]
 
 
-def test_the_pool_leaves_free_what_the_largest_step_takes(node, monkeypatch):
+@pytest.fixture
+def gpu_memory(monkeypatch):
+    """A GPU of which a step takes 8,000 bytes, and captured steps nothing."""
     for name, value in (("memory_allocated", 1000), ("max_memory_allocated", 9000), ("mem_get_info", (12_000_000, 0))):
         monkeypatch.setattr(torch.cuda, name, lambda _device, value=value: value)
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda _device: None)
-    assert rehearse(node.loaded, node.attention, num_rows=64) == 8000
+
+
+@pytest.mark.usefixtures("gpu_memory")
+def test_the_pool_leaves_free_what_the_largest_step_takes(node):
+    assert rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
-    cache = PagedKVCache.sized_for(spec, KVCacheConfig(), block_size=16, device=GPU, reserved_bytes=2_000_000)
+    cache = PagedKVCache.sized_for(spec, KVCacheConfig(), device=GPU, reserved_bytes=2_000_000)
     assert cache.num_blocks == int(10_000_000 * 0.9) // (16 * spec.bytes_per_token)
     assert len(cache.scratch_blocks) == 1
+
+
+@pytest.mark.usefixtures("gpu_memory")
+def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch):
+    """Neither its cache nor its graphs, even before a garbage collection."""
+    kept = []
+
+    class Graph:
+        def replay(self):
+            return
+
+    def capture(run):
+        run()
+        kept.append(weakref.ref(graph := Graph()))
+        return graph
+
+    class Cache(PagedKVCache):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(model_runner, "PagedKVCache", Cache)
+    monkeypatch.setattr(model_runner, "cuda_graphs", lambda _device: capture)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    gc.disable()
+    try:
+        rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=GraphShapes(2))
+    finally:
+        gc.enable()
+    assert len(kept) == (1 + 2 * 2 if node.attention.can_be_captured else 1)
+    assert [each for each in kept if each() is not None] == []
 
 
 class Operations(TorchDispatchMode):

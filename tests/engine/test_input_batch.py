@@ -5,8 +5,11 @@ from array import array
 from itertools import pairwise
 
 import pytest
+import torch
 
 from outrider.engine.input_batch import SequenceRows, build_input_batch
+
+CPU = torch.device("cpu")
 
 
 def test_rows_of_all_sequences_lie_end_to_end():
@@ -18,19 +21,14 @@ def test_rows_of_all_sequences_lie_end_to_end():
         ],
         block_size=4,
     )
-    assert batch.token_ids.tolist() == [11, 12, 13, 21, 31, 32]
-    assert batch.positions.tolist() == [3, 4, 5, 0, 8, 9]
-    assert batch.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 5 * 4, 4 * 4, 4 * 4 + 1]
-    assert batch.query_start_loc.tolist() == [0, 3, 4, 6]
-    assert batch.seq_lens.tolist() == [6, 1, 10]
-    assert batch.block_tables.tolist() == [[7, 2, 7], [5, 5, 5], [1, 9, 4]]
-    assert batch.logits_rows.tolist() == [1, 2, 3]
+    assert batch.arrays.token_ids.tolist() == [11, 12, 13, 21, 31, 32]
+    assert batch.arrays.positions.tolist() == [3, 4, 5, 0, 8, 9]
+    assert batch.arrays.slot_mapping.tolist() == [7 * 4 + 3, 2 * 4, 2 * 4 + 1, 5 * 4, 4 * 4, 4 * 4 + 1]
+    assert batch.arrays.query_start_loc.tolist() == [0, 3, 4, 6]
+    assert batch.arrays.seq_lens.tolist() == [6, 1, 10]
+    assert batch.on(CPU).block_tables.tolist() == [[7, 2, 7], [5, 5, 5], [1, 9, 4]]
+    assert batch.arrays.logits_rows.tolist() == [1, 2, 3]
     assert (batch.num_rows, batch.num_seqs) == (6, 3)
-
-
-def test_blocks_reserved_beyond_the_rows_are_not_read():
-    batch = build_input_batch([SequenceRows([1], 0, [3, 8, 9], 1)], block_size=4)
-    assert batch.block_tables.tolist() == [[3]]
 
 
 def test_rows_go_to_the_slots_of_their_positions_wherever_they_begin_and_end():
@@ -40,11 +38,11 @@ def test_rows_go_to_the_slots_of_their_positions_wherever_they_begin_and_end():
             for num in range(1, 3 * block_size + 2):
                 batch = build_input_batch([SequenceRows(range(num), start, block_ids, num)], block_size)
                 positions = range(start, start + num)
-                assert batch.positions.tolist() == list(positions)
-                assert batch.slot_mapping.tolist() == [
+                assert batch.arrays.positions.tolist() == list(positions)
+                assert batch.arrays.slot_mapping.tolist() == [
                     block_ids[position // block_size] * block_size + position % block_size for position in positions
                 ]
-                assert batch.block_tables.tolist() == [block_ids[: -(-(start + num) // block_size)].tolist()]
+                assert batch.on(CPU).block_tables.tolist() == [block_ids[: -(-(start + num) // block_size)].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +79,9 @@ def test_rows_of_a_tree_have_slots_in_their_order_and_positions_by_their_depth()
         block_size=4,
     )
     assert batch.has_trees
-    assert batch.positions.tolist() == [1, 2, 3, 4, 4, 5, 5, 6]
-    assert batch.slot_mapping.tolist() == [33, 30, 31, 20, 21, 22, 23, 12]
-    assert batch.seq_lens.tolist() == [2, 9]
+    assert batch.arrays.positions.tolist() == [1, 2, 3, 4, 4, 5, 5, 6]
+    assert batch.arrays.slot_mapping.tolist() == [33, 30, 31, 20, 21, 22, 23, 12]
+    assert batch.arrays.seq_lens.tolist() == [2, 9]
     starts, slots = batch.arrays.path_starts, batch.arrays.path_slots
     paths = [slots[start:end].tolist() for start, end in pairwise(starts)]
     assert paths == [[], [], [], [20], [21], [20, 22], [21, 23], [20, 22, 12]]

@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.engine.linear import PackedLinear, can_pack, pack_linear_layers
+from outrider.engine.linear import replace_linear_layers
 
-CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="torch was built without oneDNN")
+
+class Linear(nn.Module):
+    def __init__(self, weight, bias):
+        super().__init__()
+        self.weight, self.bias = weight.clone(), None if bias is None else bias.detach().clone()
+
+    def forward(self, rows):
+        return nn.functional.linear(rows, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -26,29 +32,27 @@ class Attention(nn.Module):
         return self.o_proj(self.q_proj(rows) * torch.cat([self.k_proj(rows), self.v_proj(rows)] * 2, -1)[..., :24])
 
 
+def attention(*, bias=False):
+    torch.manual_seed(0)
+    return Attention(bias=bias).requires_grad_(requires_grad=False)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 24), (1, 7, 24), (0, 24)])
-def test_packed_layers_compute_the_same(bias, shape):
-    torch.manual_seed(0)
-    module = Attention(bias=bias).requires_grad_(requires_grad=False)
+def test_replaced_layers_compute_the_same(bias, shape):
+    module = attention(bias=bias)
     rows = torch.randn(shape)
     expected = module(rows)
-    assert pack_linear_layers(module) == 4
+    assert replace_linear_layers(module, Linear) == 4
     assert not any(type(child) is nn.Linear for child in module.modules())
     torch.testing.assert_close(module(rows), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_packed_layer_still_tells_its_weight():
-    layer = nn.Linear(30, 70)
-    assert torch.equal(PackedLinear(layer.weight, layer.bias).weight, layer.weight)
-
-
 def test_projections_of_different_inputs_are_told_apart():
-    torch.manual_seed(0)
-    module = Attention(bias=False).requires_grad_(requires_grad=False)
+    module = attention()
     first, second = torch.randn(3, 24), torch.randn(3, 24)
     expected = (module.k_proj(second), module.q_proj(first), module.v_proj(first), module.v_proj(second))
-    pack_linear_layers(module)
+    replace_linear_layers(module, Linear)
     module.q_proj(first)
     results = (module.k_proj(second), module.q_proj(first), module.v_proj(first), module.v_proj(second))
     for result, wanted in zip(results, expected, strict=True):
@@ -56,11 +60,10 @@ def test_projections_of_different_inputs_are_told_apart():
 
 
 def test_threads_that_share_a_model_get_their_own_products():
-    torch.manual_seed(0)
-    module = Attention(bias=False).requires_grad_(requires_grad=False)
+    module = attention()
     inputs = [torch.randn(2, 24) for _ in range(4)]
     expected = [module(rows) for rows in inputs]
-    pack_linear_layers(module)
+    replace_linear_layers(module, Linear)
     wrong: list[int] = []
 
     def work(index):
@@ -77,9 +80,9 @@ def test_threads_that_share_a_model_get_their_own_products():
 
 
 def test_inputs_and_plain_weights_are_let_go():
-    module = Attention(bias=False).requires_grad_(requires_grad=False)
+    module = attention()
     weights = [weakref.ref(child.weight) for child in module.children()]
-    pack_linear_layers(module)
+    replace_linear_layers(module, Linear)
     rows = torch.randn(2, 24)
     module(rows)
     reference = weakref.ref(rows)
@@ -87,6 +90,19 @@ def test_inputs_and_plain_weights_are_let_go():
     gc.collect()
     assert reference() is None
     assert [weight() for weight in weights] == [None] * 4
+
+
+def test_at_most_one_layers_plain_weights_are_held_beside_the_new_ones():
+    model = nn.Sequential(*(Attention(bias=True) for _ in range(5)))
+    layers = [weakref.ref(layer) for layer in model.modules() if type(layer) is nn.Linear]
+    num_alive = []
+
+    def make_linear(weight, bias):
+        num_alive.append(sum(layer() is not None for layer in layers))
+        return Linear(weight, bias)
+
+    replace_linear_layers(model, make_linear)
+    assert num_alive == [20, 17, 16, 13, 12, 9, 8, 5, 4, 1]
 
 
 def test_a_weight_tied_to_an_embedding_stays_there():
@@ -99,17 +115,6 @@ def test_a_weight_tied_to_an_embedding_stays_there():
 
     module = Tied().requires_grad_(requires_grad=False)
     weight = module.embedding.weight.clone()
-    pack_linear_layers(module)
+    replace_linear_layers(module, Linear)
     assert torch.equal(module.embedding.weight, weight)
     torch.testing.assert_close(module.lm_head(weight[3:4]), weight[3:4] @ weight.T)
-
-
-def test_a_row_does_not_depend_on_the_rows_around_it():
-    """What makes drafts free of consequences, as far as linear layers go; MKL's float32 product fails this."""
-    torch.manual_seed(0)
-    layer = PackedLinear(torch.randn(192, 576), None)
-    rows = torch.randn(80, 576)
-    alone = torch.cat([layer(rows[index : index + 1]) for index in range(80)])
-    for num_rows in (2, 5, 16, 80):
-        if not torch.equal(layer(rows[:num_rows]), alone[:num_rows]):
-            pytest.skip("oneDNN's kernel for this processor is not invariant; nothing relies on it in float32")

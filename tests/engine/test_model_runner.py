@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.model_hub.tiny import ARCHITECTURES, make_tiny_model
+from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
 
 BLOCK_SIZE = 4
 PROMPT = [random.Random(3).randrange(299) for _ in range(61)]
@@ -49,6 +49,9 @@ class Node:
 
     def blocks(self, num_tokens):
         return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+
+    def slots(self, block_ids, tokens):
+        return torch.tensor([block_ids[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in tokens])
 
     def forward(self, *rows):
         return self.runner.forward(build_input_batch(rows, BLOCK_SIZE))
@@ -83,12 +86,8 @@ def assert_same(logits, expected):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-def test_a_prompt_gives_the_logits_of_transformers_own_forward(loaded, node):
-    assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT))), own_logits(loaded, PROMPT))
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
-def test_chunks_give_what_the_whole_prompt_gives(loaded, node, chunk):
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33, len(PROMPT)])
+def test_a_prompt_in_chunks_of_any_size_gives_the_logits_of_transformers_own_forward(loaded, node, chunk):
     assert_same(node.prefill(PROMPT, node.blocks(len(PROMPT)), chunk=chunk), own_logits(loaded, PROMPT))
 
 
@@ -123,13 +122,11 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
     fresh = node.blocks(46)
     node.prefill(PROMPT[:46], fresh)
     for plane in ("k", "v"):
-        for_slots = [
-            torch.tensor([table[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(46)])
-            for table in (blocks, fresh)
-        ]
-        layers = range(loaded.spec.num_layers)
         rolled_back, prefilled = (
-            torch.from_numpy(node.cache.read(plane, layers, slots)).view(torch.float32) for slots in for_slots
+            torch.from_numpy(node.cache.read(plane, range(loaded.spec.num_layers), node.slots(table, range(46)))).view(
+                torch.float32
+            )
+            for table in (blocks, fresh)
         )
         torch.testing.assert_close(rolled_back, prefilled, rtol=1e-4, atol=1e-4)
 
@@ -146,7 +143,7 @@ def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
     assert_same(logits[[1, 3, 5, 7]], own_logits(loaded, PROMPT)[40:44])
     wrong = [*PROMPT[:41], 7, 8]
     assert_same(logits[[2, 4]], own_logits(loaded, wrong)[41:])
-    slot = [blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(len(PROMPT))]
+    slot = node.slots(blocks, range(len(PROMPT))).tolist()
     node.cache.move_slots([(slot[42], slot[41]), (slot[44], slot[42]), (slot[46], slot[43])])
     assert_same(node.forward(SequenceRows(PROMPT[44:50], 44, blocks, 6)), own_logits(loaded, PROMPT)[44:50])
 
@@ -159,7 +156,7 @@ def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
     for plane in ("k", "v"):
         for start in range(0, 60, 25):
             tokens = range(start, min(60, start + 25))
-            taken = torch.tensor([blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in tokens])
+            taken = node.slots(blocks, tokens)
             placed = torch.tensor([table[t // 3] * 3 + t % 3 for t in tokens])
             for layers in (range(2), range(2, 3)):
                 other.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
@@ -170,7 +167,7 @@ def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
 
 def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
     blocks = node.blocks(10)
-    slots = torch.tensor([blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(10)])
+    slots = node.slots(blocks, range(10))
     seen = {}
     node.runner.forward(
         build_input_batch([SequenceRows(PROMPT[:10], 0, blocks, 0)], BLOCK_SIZE),
@@ -180,11 +177,6 @@ def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
     for layer, keys in seen.items():
         assert (keys == node.cache.read("k", range(layer, layer + 1), slots)).all()
         assert keys.any()
-
-
-def test_no_logits_are_computed_where_none_are_wanted(loaded, node):
-    logits = node.forward(SequenceRows(PROMPT, 0, node.blocks(len(PROMPT)), 0))
-    assert logits.shape == (0, loaded.spec.vocab_size)
 
 
 def test_warming_up_changes_no_answer(loaded, node):

@@ -6,14 +6,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.fakes import ScriptedEngine, ScriptedModel, ScriptedRows, greedy
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import DraftRoom, EngineSequence, StepPlan
+from outrider.engine.scheduler import EngineSequence, StepPlan, StepRoom
 from outrider.speculation.acceptance import accept
+from tests.support.fake_engine import ScriptedEngine, ScriptedModel, ScriptedRows, greedy
 
 MODEL = ScriptedModel(vocab_size=8, seed=3)
 NUM_STEPS_ALLOWED = 5000
@@ -38,10 +37,10 @@ def often_wrong(context: Sequence[int], num_wanted: int) -> list[int]:
     return draft
 
 
-def _first_come(room: DraftRoom, drafts: Mapping[EngineSequence, Sequence[int]]) -> dict[int, int]:
+def _first_come(room: StepRoom, drafts: Mapping[EngineSequence, Sequence[int]]) -> dict[int, int]:
     """Rows for drafts in the order of their sequences, while there are some."""
     chosen: dict[int, int] = {}
-    num_left = room.max_rows
+    num_left = room.max_draft_rows
     for sequence in room.sequences:
         chosen[sequence.key] = min(len(drafts[sequence]), num_left)
         num_left -= chosen[sequence.key]
@@ -71,7 +70,8 @@ class MiniLoop:
 
     def step(self) -> None:
         drafts = {sequence: self.drafter(sequence.token_ids, self.num_wanted) for sequence in self.ends}
-        plan = self.engine.scheduler.plan(lambda room: _first_come(room, drafts))
+        room = self.engine.scheduler.reserve()
+        plan = self.engine.scheduler.hand_out(room, _first_come(room, drafts))
         self.plans.append(plan)
         rows = []
         for item in plan.scheduled:
@@ -110,22 +110,6 @@ class MiniLoop:
             self.step()
         self.engine.pool.check_integrity([])
         assert self.engine.pool.num_free_blocks == self.engine.pool.num_blocks
-
-
-@pytest.mark.parametrize("drafter", [no_drafter, oracle, often_wrong])
-@pytest.mark.parametrize("num_blocks", [12, 20, 400])
-def test_tokens_depend_on_neither_drafter_nor_room(drafter, num_blocks):
-    loop = MiniLoop(ScriptedEngine.create(MODEL, num_blocks=num_blocks, max_rows_per_step=24), drafter)
-    rng = random.Random(5)
-    prompts = [[rng.randrange(8) for _ in range(rng.randrange(1, 20))] for _ in range(12)]
-    sequences = [EngineSequence(key=i, token_ids=prompt.copy(), arrival=i) for i, prompt in enumerate(prompts)]
-    for sequence in sequences:
-        loop.add(sequence, num_new_tokens=12)
-    loop.finish()
-    assert any(plan.preempted for plan in loop.plans) or num_blocks > 12
-    assert num_blocks < 400 or not any(plan.preempted for plan in loop.plans)
-    for sequence, prompt in zip(sequences, prompts, strict=True):
-        assert sequence.token_ids[len(prompt) :] == MODEL.generate(prompt, 12)
 
 
 def test_good_drafts_save_steps_and_a_lack_of_blocks_only_costs_drafts():
@@ -203,7 +187,7 @@ def test_the_oldest_runs_to_its_end_under_a_flood_of_higher_priorities():
     drafter=st.sampled_from([no_drafter, oracle, often_wrong]),
     shapes=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 10), st.integers(-1, 1)), min_size=1, max_size=8),
 )
-def test_everybody_is_answered_whatever_the_sizes(num_blocks, num_rows, max_running, drafter, shapes):
+def test_tokens_depend_on_neither_sizes_nor_drafts(num_blocks, num_rows, max_running, drafter, shapes):
     engine = ScriptedEngine.create(MODEL, num_blocks=num_blocks, max_rows_per_step=num_rows, max_running=max_running)
     loop = MiniLoop(engine, drafter)
     wanted: dict[EngineSequence, list[int]] = {}

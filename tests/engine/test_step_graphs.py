@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+
 import pytest
 import torch
 
@@ -9,7 +12,16 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.step_graphs import MOST_DEPTH, MOST_ROWS, Bucket, Buckets, GraphShapes, StepGraphs, pad
+from outrider.engine.step_graphs import (
+    MOST_DEPTH,
+    MOST_ROWS,
+    Bucket,
+    Buckets,
+    GraphShapes,
+    StepGraphs,
+    cuda_graphs,
+    pad,
+)
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 
@@ -78,23 +90,23 @@ def test_padding_is_sequences_of_one_row_in_the_scratch_block_then_some_of_none(
     batch = batch_of(([1, 2, 3], 30), ([4], 5), ([4], 5))
     padded = pad(batch, Bucket(8, 32), SCRATCH)
     assert (padded.num_seqs, padded.num_rows, padded.max_blocks) == (8, 8, 32)
-    assert padded.slot_mapping.tolist() == [*batch.slot_mapping.tolist(), *[SCRATCH * BLOCK_SIZE] * 3]
-    assert padded.query_start_loc.tolist() == [0, 3, 4, 5, 6, 7, 8, 8, 8]
-    assert padded.positions[5:].tolist() == [0, 0, 0]
-    assert padded.seq_lens.tolist() == [33, 6, 6, 1, 1, 1, 0, 0]
-    assert padded.block_tables[0, :3].tolist() == [0, 1, 2]
-    assert padded.block_tables[:3, 3:].eq(padded.block_tables[:3, :1]).all()
-    assert padded.block_tables[3:].eq(SCRATCH).all()
-    assert padded.logits_rows.tolist() == list(range(8))
+    assert padded.arrays.slot_mapping.tolist() == [*batch.arrays.slot_mapping.tolist(), *[SCRATCH * BLOCK_SIZE] * 3]
+    assert padded.arrays.query_start_loc.tolist() == [0, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert padded.arrays.positions[5:].tolist() == [0, 0, 0]
+    assert padded.arrays.seq_lens.tolist() == [33, 6, 6, 1, 1, 1, 0, 0]
+    assert padded.on(CPU).block_tables[0, :3].tolist() == [0, 1, 2]
+    assert padded.on(CPU).block_tables[:3, 3:].eq(padded.on(CPU).block_tables[:3, :1]).all()
+    assert padded.on(CPU).block_tables[3:].eq(SCRATCH).all()
+    assert padded.arrays.logits_rows.tolist() == list(range(8))
 
 
 def test_a_padded_tree_keeps_its_paths():
     batch = batch_of(([1, 2, 3, 4], 30, (-1, -1, 1)), ([4], 5))
     padded = pad(batch, Bucket(8, 32, has_trees=True), SCRATCH)
-    num_slots = len(batch.path_slots)
-    assert padded.path_starts.tolist() == [*batch.path_starts.tolist(), *[num_slots] * 3]
-    assert padded.path_slots[:num_slots].tolist() == batch.path_slots.tolist()
-    assert len(padded.path_slots) == 8 * MOST_DEPTH
+    num_slots = len(batch.arrays.path_slots)
+    assert padded.arrays.path_starts.tolist() == [*batch.arrays.path_starts.tolist(), *[num_slots] * 3]
+    assert padded.arrays.path_slots[:num_slots].tolist() == batch.arrays.path_slots.tolist()
+    assert len(padded.arrays.path_slots) == 8 * MOST_DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +135,8 @@ def test_padding_changes_no_other_row(model):
 class Replay:
     """A graph as far as a CPU has one: the same call again."""
 
-    def __init__(self, run):
-        self.replay = run
+    def __init__(self, run, replay=None):
+        self.replay = replay or run
         run()
 
 
@@ -167,10 +179,11 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
     assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)) is None
 
 
+@pytest.mark.triton
 def test_a_model_with_our_attention_can_be_captured(model):
     """Whatever a forward takes from the host is the same for a whole bucket: the interpreter's kernels show it."""
     pytest.importorskip("triton")
-    from tests.interpreted_triton import interpreted_attention
+    from tests.support.interpreted_triton import interpreted_attention
 
     loaded = load_model(ModelConfig(id=str(model.directory), kernels="torch"))
     runners = []
@@ -178,10 +191,76 @@ def test_a_model_with_our_attention_can_be_captured(model):
         cache = PagedKVCache(loaded.spec.planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
         runners.append(ModelRunner(loaded, cache, interpreted_attention()))
     captured = runners[1]
-    captured._graphs = graphs_of(
-        lambda batch: captured._forward_of_modules(batch, None), shapes=GraphShapes(4, has_trees=True)
-    )
+    captured._graphs = graphs_of(captured._modules, shapes=GraphShapes(4, has_trees=True))
     for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7)):
         batch = [batch_of((tokens, start, *parents), ([6], 3 * (start > 0))) for _ in runners]
         logits = [runner.forward(each).clone() for runner, each in zip(runners, batch, strict=True)]
         torch.testing.assert_close(*logits)
+
+
+class CudaCalls:
+    """torch.cuda as far as a capture needs it: what is the current device and stream."""
+
+    def __init__(self, monkeypatch):
+        self.device, self.num_streams, self.events = 0, 0, []
+        self.stream = "default stream of 0"
+        names = ("device", "Stream", "current_stream", "CUDAGraph", "graph", "graph_pool_handle")
+        for name in names:
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+        monkeypatch.setattr(torch.cuda, "stream", self._enter_stream)
+
+    @contextlib.contextmanager
+    def _device(self, device):
+        before = self.device, self.stream
+        self.device, self.stream = device.index, f"default stream of {device.index}"
+        yield
+        self.device, self.stream = before
+
+    def _Stream(self):
+        self.num_streams += 1
+        return CudaStream(f"stream {self.num_streams} of {self.device}")
+
+    def _current_stream(self):
+        return CudaStream(self.stream)
+
+    @contextlib.contextmanager
+    def _enter_stream(self, stream):
+        before, self.stream = self.stream, stream.name
+        yield
+        self.stream = before
+
+    def _graph_pool_handle(self):
+        return f"pool of {self.device}"
+
+    def _CUDAGraph(self):
+        return Replay(lambda: None, lambda: self.events.append(("replay", self.device)))
+
+    @contextlib.contextmanager
+    def _graph(self, graph, *, pool, stream, capture_error_mode):
+        with self._enter_stream(stream):
+            self.events.append(("capture", pool))
+            yield
+
+    def run(self):
+        self.events.append((self.stream, gc.isenabled()))
+
+
+class CudaStream:
+    def __init__(self, name):
+        self.name = name
+
+    def wait_stream(self, other):
+        return
+
+
+def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_collection(monkeypatch):
+    """Another device than the current one, which is the first."""
+    cuda = CudaCalls(monkeypatch)
+    capture = cuda_graphs(torch.device("cuda:1"))
+    assert gc.isenabled()
+    for _ in range(2):
+        cuda.events.clear()
+        capture(cuda.run).replay()
+        step = ("stream 1 of 1", False)
+        assert cuda.events == [step, ("capture", "pool of 1"), step, ("replay", 1)]
+    assert gc.isenabled()

@@ -13,20 +13,20 @@ from typing import Self
 import psutil
 
 from outrider.client import Client
-from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch
+from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
 from outrider.errors import NotFoundError, PeerLostError
 from outrider.faults import FAULT_POINTS
 from outrider.kv_transfer.arena import NAME_PREFIX
 from tests.conftest import START_SECONDS, RunningCluster
-from tests.fault_points import FaultPoints
 from tests.faults.network import Network, free_port
-from tests.store_server import STORE_PATIENCE
+from tests.support.fault_points import FaultPoints
+from tests.support.store_server import STORE_PATIENCE
 
 HOST = "127.0.0.1"
 KV_HOST = "127.0.0.2"  # where prefill nodes find proxies at the ports of the decode nodes' ingest
 POLL_SECONDS = 0.002
 SHARED_MEMORY = Path("/dev/shm")
-NUM_BLOCKS = 160
+KV_MEMORY = "1920KiB"
 
 
 class TooLateError(AssertionError):
@@ -54,17 +54,16 @@ class FaultyCluster(RunningCluster):
             overrides=(
                 f"model.id={model}",
                 "model.num_threads=1",
-                f"prefill_node.kv_cache.num_blocks={NUM_BLOCKS}",
-                f"decode_node.kv_cache.num_blocks={NUM_BLOCKS}",
+                f"kv_cache.memory={KV_MEMORY}",
                 *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),
                 f"decode_node.draft_targets={_targets(ports, 'draft')}",
                 *((f"router.store={store}", STORE_PATIENCE) if store else ()),
                 *settings,
             ),
             node_overrides={
-                "prefill-1": ("prefill_node.kv_transfer.connector=grpc",),
+                "prefill-1": ("kv_transfer.connector=grpc",),
                 **{
-                    name: (f"decode_node.kv_port={port}", f"decode_node.server.advertise_address={KV_HOST}")
+                    name: (f"kv_transfer.port={port}", f"server.advertise_address={KV_HOST}")
                     for name, port in kv_ports.items()
                 },
             },
@@ -77,11 +76,8 @@ class FaultyCluster(RunningCluster):
             routers=len(self._router_names),
             prefill_nodes=2,
             decode_nodes=2,
-            metrics=False,
-            restart_seconds=0.1,
-            stable_seconds=0.1,
         )
-        self.cluster = Cluster(config, launch)
+        self.cluster = Cluster(config, launch, supervision=Supervision(restart_seconds=0.1, stable_seconds=0.1))
         self._arenas: set[Path] = set()  # files in shared memory
 
     def __enter__(self) -> Self:

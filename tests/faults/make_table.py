@@ -16,14 +16,14 @@ from typing import Any
 
 from outrider.bench.machine import describe_machine
 from outrider.faults import FAULT_POINTS
-from outrider.model_hub.tiny import make_tiny_model
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.matrix import ACTIONS, CASES, Case, Matrix
-from tests.store_server import StoreServer
+from tests.support.store_server import StoreServer
+from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
-DATA = ROOT / "benchmarks" / "data" / "faults.json"
+DATA = ROOT / "docs" / "data" / "faults.json"
 BEGIN, END = "<!-- made by `make faults` -->\n", "<!-- end -->\n"
 
 
@@ -64,14 +64,14 @@ def table(data: dict[str, Any]) -> str:
         f"{num_good} of {len(cells)} cases passed: {data['machine']}, commit {data['commit']}.",
         "",
         "| point | " + " | ".join(ACTIONS) + " |",
-        "|---" * (1 + len(ACTIONS)) + "|",
+        "| -- " * (1 + len(ACTIONS)) + "|",
         *(
             f"| `{point}` | " + " | ".join(cells.get(f"{point}-{action}", "–") for action in ACTIONS) + " |"
             for point in FAULT_POINTS
         ),
         "",
         "| first | then, to the process that takes over | result |",
-        "|---|---|---|",
+        "| -- | -- | -- |",
         *(
             f"| `{case.point}`, {case.action} | `{case.then}`, {case.action} | {cells[str(case)]} |"
             for case in CASES
@@ -82,7 +82,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def cell(result: dict[str, Any]) -> str:
-    return "**failed**" if "failure" in result else f"same, {result['gap_seconds']:.1f} s"
+    return "**failed**" if "failure" in result else f"{result['gap_seconds']:.1f} s"
 
 
 def write(text: str) -> None:

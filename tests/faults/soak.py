@@ -14,10 +14,10 @@ from statistics import median
 
 import psutil
 
-from outrider.model_hub.tiny import make_tiny_model
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.matrix import assert_same
 from tests.faults.requests import KINDS, Request
+from tests.support.tiny_model import make_tiny_model
 
 FAULT_SECONDS = 5.0
 NUM_CLIENTS = 4

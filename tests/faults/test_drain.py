@@ -12,8 +12,8 @@ import pytest
 from outrider.client import Client
 from outrider.errors import OutriderError, PeerLostError
 from outrider.faults import FAULTS_VARIABLE
-from tests.fault_points import FaultPoints
-from tests.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, watch_health
+from tests.support.fault_points import FaultPoints
+from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, watch_health
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 LONG = {"max_tokens": 1500, "seed": 3, "ignore_eos": True}
@@ -31,18 +31,16 @@ class Roles:
 
     def __init__(self, stack: contextlib.ExitStack, model, *settings: str, decode_environ: dict[str, str]) -> None:
         def start(role: str, *more: str, **environ: str) -> RoleProcess:
-            return stack.enter_context(RoleProcess(role, *more, *settings, **environ))
+            return stack.enter_context(RoleProcess(role, *settings, *more, **environ))
 
-        engine = (f"model.id={model}", "model.num_threads=1")
-        self.prefill = start(
-            "prefill_node", "prefill_node.kv_cache.num_blocks=512", f"prefill_node.{LONG_DRAIN}", *engine
-        )
-        self.draft = start("draft_node", f"draft_node.{LONG_DRAIN}")
+        engine = (f"model.id={model}", "model.num_threads=1", "kv_cache.memory=6MiB")
+        self.prefill = start("prefill_node", LONG_DRAIN, *engine)
+        self.draft = start("draft_node", LONG_DRAIN)
         drafts = f"decode_node.draft_targets={address_of(self.draft)}"
-        self.decode = start("decode_node", "decode_node.kv_cache.num_blocks=512", drafts, *engine, **decode_environ)
+        self.decode = start("decode_node", drafts, *engine, **decode_environ)
         self.router = start(
             "router",
-            "router.server.port=0",
+            "server.port=0",
             f"router.prefill_targets={address_of(self.prefill)}",
             f"router.decode_targets={address_of(self.decode)}",
             f"router.draft_targets={address_of(self.draft)}",
@@ -91,7 +89,7 @@ class Request:
 def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended(start_roles, tmp_path):
     points = FaultPoints(tmp_path, [STEP])
     roles = start_roles(
-        "decode_node.server.drain_seconds=240", "router.liveness_timeout_seconds=240", decode_environ=points.environ
+        "server.drain_seconds=240", "router.liveness_timeout_seconds=240", decode_environ=points.environ
     )
     request = Request(roles.client)
     points.arm(STEP)  # it is not done before the nodes have their signals
@@ -116,7 +114,7 @@ def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended
 
 def test_what_still_runs_at_the_last_decode_nodes_deadline_is_told_and_an_idle_prefill_node_ends_at_once(start_roles):
     roles = start_roles(
-        "decode_node.server.drain_seconds=0.2",
+        "server.drain_seconds=0.2",
         "router.no_node_timeout_seconds=1",
         decode_environ={FAULTS_VARIABLE: f"{STEP}:*=delay:10"},  # 15 s
     )

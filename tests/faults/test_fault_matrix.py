@@ -6,10 +6,9 @@ import contextlib
 
 import pytest
 
-from tests import store_server
 from tests.faults.faulty_cluster import FaultyCluster
 from tests.faults.matrix import CASES, Matrix
-from tests.store_server import StoreServer
+from tests.support.store_server import StoreServer
 
 HANDFUL = (
     "prefill.frame-kill",
@@ -52,8 +51,6 @@ def matrix_of(request, tiny_model, tmp_path_factory):
 
 
 def test_the_client_is_told_the_same_and_nothing_is_left_behind(matrix_of, case):
-    if case.needs_store and store_server.PROGRAM is None:
-        pytest.skip(store_server.MISSING)
     matrix_of(case).run(case)
 
 

@@ -18,7 +18,8 @@ from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, SharedTurns
 from outrider.engine.processor import usable_cpus
 from outrider.errors import NotFoundError, OutriderError
 from outrider.rpc.channels import open_channel
-from outrider.service.node_service import NodeWatcher
+from outrider.v1 import node_pb2, node_pb2_grpc
+from outrider.wire.node import report_from_proto
 from tests.conftest import START_SECONDS, RunningCluster
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
@@ -34,7 +35,7 @@ def faulty(start_cluster, tmp_path_factory):
     Its nodes take turns on the processors, so that one that is lost may have had its turn.
     """
     turns_file = tmp_path_factory.mktemp("turns") / "turns"
-    settings = [f"{role}.turns_file={turns_file}" for role in ("prefill_node", "decode_node")]
+    settings = [f"model.turns_file={turns_file}"]
     settings += [f"model.num_threads={len(usable_cpus())}", f"model.cpus={','.join(map(str, usable_cpus()))}"]
     with start_cluster(None, *settings) as cluster:
         cluster.wait_serving(START_SECONDS)
@@ -182,12 +183,14 @@ def test_nodes_free_the_work_of_a_lost_router(faulty, number):
 async def seconds_until_free(decode_address):
     started = time.monotonic()
     async with open_channel(decode_address) as channel:
-        reports = NodeWatcher(channel, target=decode_address, interval_seconds=0.1).reports()
+        request = node_pb2.WatchNodeRequest(interval_milliseconds=100)
+        reports = node_pb2_grpc.NodeServiceStub(channel).Watch(request)
         try:
             async with asyncio.timeout(3 * LOST_SECONDS):
-                async for report in reports:
+                async for proto in reports:
+                    report = report_from_proto(proto)
                     if report.load.kv_blocks_free == report.load.kv_blocks_total and report.load.num_running == 0:
                         return time.monotonic() - started
         finally:
-            await reports.aclose()
+            reports.cancel()
     raise AssertionError("the reports ended")

@@ -10,15 +10,12 @@ import pytest
 
 from outrider.client import Client
 from outrider.cluster import ClusterConfig
-from tests import store_server
 from tests.conftest import START_SECONDS, RunningCluster
-from tests.store_server import STORE_PATIENCE
+from tests.support.store_server import STORE_PATIENCE, StoreServer
 
 PROMPTS = tuple([seed + 3, 5, 9, 4, 1, 8] * 10 for seed in range(3))
 SAMPLING = {"max_tokens": 200, "ignore_eos": True, "temperature": 0.9}
-CLUSTER = ClusterConfig(
-    port=0, routers=2, decode_nodes=2, prefill_nodes=2, restart_seconds=0.1, stable_seconds=0.1, drain_seconds=1.0
-)
+CLUSTER = ClusterConfig(port=0, routers=2, decode_nodes=2, prefill_nodes=2)
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "draft-0", "router-0", "router-1")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
@@ -28,11 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 def elastic(is_full, start_cluster, tmp_path_factory):
     if not is_full:
         pytest.skip("every process in turn: make test-all")
-    if store_server.PROGRAM is None:
-        pytest.skip(store_server.MISSING)
     with (
-        store_server.StoreServer(tmp_path_factory.mktemp("store")) as server,
-        start_cluster(CLUSTER, f"router.store={server.url}", STORE_PATIENCE) as cluster,
+        StoreServer(tmp_path_factory.mktemp("store")) as server,
+        start_cluster(CLUSTER, "server.drain_seconds=1", f"router.store={server.url}", STORE_PATIENCE) as cluster,
     ):
         cluster.wait_serving(START_SECONDS)
         yield RunningCluster(cluster)

@@ -19,6 +19,7 @@ from outrider.kv_transfer.frames import (
     encode_commit,
     encode_frame,
     encode_hello,
+    encode_read,
     encode_slot_frame,
 )
 from outrider.kv_transfer.receiver_stream import ReceiverStream
@@ -36,7 +37,9 @@ def sender_messages(draw, spec, frames):
     """Of one stream: mostly what a sender says, with lies in it."""
     number = draw(st.integers(0, 2**32 - 1))
     header, payload = draw(st.sampled_from(frames))
-    match draw(st.sampled_from(["frame", "frame", "lie", "slot", "hello", "commit", "cancel", "alive", "bytes"])):
+    match draw(
+        st.sampled_from(["frame", "frame", "lie", "slot", "hello", "commit", "cancel", "alive", "read", "bytes"])
+    ):
         case "frame":
             data = encode_frame(number, header, payload)
         case "lie":
@@ -69,6 +72,8 @@ def sender_messages(draw, spec, frames):
             data = encode_cancel()
         case "alive":
             data = encode_alive()
+        case "read":
+            data = encode_read(header.region)
         case _:
             data = draw(st.binary(max_size=64))
     if draw(st.integers(0, 5)) == 0 and data:

@@ -10,9 +10,11 @@ from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted, S
 from outrider.errors import OutriderError
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup
 from outrider.v1 import prefill_pb2, session_pb2
+from outrider.wire.prefill import CALL
 from outrider.wire.session import command_from_proto
-from prefill_node.servicer import ServedModel, job_from_proto
-from tests.decode_node.conftest import SESSION, Node
+from prefill_node.servicer import ServedModel, check_call
+from tests.decode_node.conftest import Node
+from tests.decode_node.driven_node import SESSION
 from tests.fuzz.messages import fuzzed, messages, wire_bytes
 from tests.fuzz.threaded_services import MODEL
 
@@ -43,8 +45,8 @@ def likely_opens(draw):
     if draw(st.booleans()):
         opened.prompt_token_ids[:] = draw(st.lists(st.integers(0, 70), max_size=40))
     if draw(st.booleans()):
-        opened.sampling.max_tokens = draw(st.integers(0, 250))
-        opened.sampling.temperature = draw(st.sampled_from([0.0, 1.0]))
+        opened.options.sampling.max_tokens = draw(st.integers(0, 250))
+        opened.options.sampling.temperature = draw(st.sampled_from([0.0, 1.0]))
     return S.SessionCommand(open=opened)
 
 
@@ -90,11 +92,12 @@ def test_any_bytes_are_a_command_or_a_mistake(data):
     request=messages(prefill_pb2.PrefillRequest)
     | messages(prefill_pb2.PrefillRequest, fingerprint="f", transfer_id=bytes(16), decode_incarnation=bytes(16))
 )
-def test_any_prefill_is_a_job_within_bounds_or_a_mistake(request):
+def test_any_prefill_is_a_call_within_bounds_or_a_mistake(request):
     try:
-        job = job_from_proto(request, SERVED)
+        call = CALL.from_proto(request)
+        check_call(call, SERVED)
     except OutriderError:
         return
-    assert 1 <= len(job.token_ids) <= SERVED.max_tokens
-    assert max(job.token_ids) < SERVED.info.vocab_size
-    assert 0 <= job.held_prefix_length <= len(job.token_ids)
+    assert 1 <= len(call.token_ids) <= SERVED.max_tokens
+    assert max(call.token_ids) < SERVED.info.vocab_size
+    assert 0 <= call.held_prefix_length <= len(call.token_ids)

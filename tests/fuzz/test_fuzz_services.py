@@ -53,6 +53,8 @@ DRAFT_HELLO = draft_pb2.DraftUpdate(
     )
 ).SerializeToString()
 
+OPTIONS = node_pb2.RequestOptions(sampling=router_pb2.SamplingParams(max_tokens=100))
+
 
 @pytest.fixture(scope="module")
 def services():
@@ -75,7 +77,7 @@ def likely_updates(draw):
     token_ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=12))
     update = draft_pb2.SequenceUpdate(
         sequence_id=draw(st.integers(0, 3)),
-        start=draft_pb2.SequenceStart(prompt_length=1, sampling=router_pb2.SamplingParams(max_tokens=100)),
+        start=draft_pb2.SequenceStart(prompt_length=1, options=OPTIONS),
         token_ids=token_ids,
         length=len(token_ids),
         prefix_hash=prefix_hash(token_ids),

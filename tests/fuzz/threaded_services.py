@@ -15,6 +15,7 @@ from decode_node.sessions import Sessions
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.node import ModelInfo, NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.prefill import PrefillFigures
 from outrider.profile import Captured, StartProfile
 from outrider.service.config import ServerConfig
 from outrider.service.health import HEALTH_SERVICE, Health
@@ -25,8 +26,8 @@ from outrider.service.server import make_server
 from outrider.session import Rejected, RejectReason
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc, session_pb2_grpc
-from prefill_node.desk import JobDesk
-from prefill_node.jobs import JobEnded, PrefillJob, PrefillResult
+from prefill_node.jobs import JobEnded, PrefillJob
+from prefill_node.pending_jobs import PendingJobs
 from prefill_node.servicer import PrefillServicer, ServedModel
 
 CALL_SECONDS = 60.0
@@ -42,7 +43,7 @@ MODEL = ModelInfo(
 INFO = NodeInfo(
     incarnation=bytes(16), name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0", model=MODEL
 )
-RESULT = PrefillResult(
+RESULT = PrefillFigures(
     num_cached_tokens=0,
     num_computed_tokens=1,
     compute_seconds=0.0,
@@ -104,9 +105,9 @@ class ThreadedServices:
         )
         decode = DecodeServicer()
         decode.sessions = self.sessions
-        self.desk = JobDesk(submit=self._answer, max_jobs=8)
+        self.jobs = PendingJobs(submit=self._answer, max_jobs=8)
         prefill = PrefillServicer()
-        prefill.serve(self.desk, ServedModel(node_name="prefill", info=MODEL, max_tokens=150))
+        prefill.serve(self.jobs, ServedModel(node_name="prefill", info=MODEL, max_tokens=150))
         profiles = make_profile_desk(is_allowed=True, node_name=lambda: "node", submit=self._profile)
         server = make_server(ServerConfig())
         session_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
@@ -145,7 +146,7 @@ class ThreadedServices:
 
     def _answer(self, command):
         if isinstance(command, PrefillJob):
-            self._loop.call_soon(self.desk.deliver, [JobEnded(command.job_id, RESULT)])
+            self._loop.call_soon(self.jobs.deliver, [JobEnded(command.job_id, RESULT)])
 
     def _profile(self, command):
         if isinstance(command, StartProfile):

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner, rehearse
+from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.step_graphs import GraphShapes
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.request import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -10,24 +22,9 @@ PROMPT = [(i * 7) % 250 + 20 for i in range(40)]
 
 
 def sampled_tokens(path, device, *, num_tokens=20):
-    import torch
-
-    from outrider.engine.attention import make_attention_backend
-    from outrider.engine.input_batch import SequenceRows, build_input_batch
-    from outrider.engine.kv_cache.config import KVCacheConfig
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
-    from outrider.engine.model_runner import ModelRunner
-    from outrider.engine.sampler import Sampler, SampleRows
-    from outrider.model_hub.config import ModelConfig
-    from outrider.model_hub.load import load_model
-    from outrider.request import SamplingParams
-
     model = load_model(ModelConfig(id=str(path), device=device, dtype="float32"))
     attention = make_attention_backend("auto", model.device, model.spec.dtype)
-    block_size = attention.block_size(None)
-    cache = PagedKVCache.sized_for(
-        model.spec, KVCacheConfig(num_blocks=256), block_size=block_size, device=model.device
-    )
+    cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
     runner = ModelRunner(model, cache, attention)
     sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=str(model.device))
     state = sampler.start(
@@ -37,7 +34,7 @@ def sampled_tokens(path, device, *, num_tokens=20):
     with torch.inference_mode():
         while len(tokens) < len(PROMPT) + num_tokens:
             rows = SequenceRows(tokens[computed:], computed, range(8), num_logits=1)
-            logits = runner.forward(build_input_batch([rows], block_size))
+            logits = runner.forward(build_input_batch([rows], cache.block_size))
             (token,) = sampler.sample(logits, [SampleRows(state, len(tokens))]).token_ids
             computed = len(tokens)
             tokens.append(token)
@@ -50,33 +47,19 @@ def test_sampled_tokens_are_the_cpus(tiny_model):
 
 
 def test_deterministic_mode_says_exact_after_rows_in_company_have_been_compared(tiny_model):
-    from outrider.model_hub.config import ModelConfig
-    from outrider.model_hub.load import load_model
-
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="bfloat16", deterministic=True))
     assert model.info.numerics.startswith("exact (triton ")
 
 
 def test_steps_as_graphs_have_the_same_logits(tiny_model):
     """Verification, decoding and draft trees, in batches that share a bucket."""
-    import torch
-
-    from outrider.engine.attention import make_attention_backend
-    from outrider.engine.input_batch import SequenceRows, build_input_batch
-    from outrider.engine.kv_cache.config import KVCacheConfig
-    from outrider.engine.kv_cache.paged_cache import PagedKVCache
-    from outrider.engine.model_runner import ModelRunner, rehearse
-    from outrider.engine.step_graphs import GraphShapes
-    from outrider.model_hub.config import ModelConfig
-    from outrider.model_hub.load import load_model
-
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32"))
     attention = make_attention_backend("triton", model.device, model.spec.dtype)
     shapes = GraphShapes(16, has_trees=True)
-    assert rehearse(model, attention, num_rows=64, graphs=shapes) > 0
+    assert rehearse(model, attention, num_rows=64, block_size=16, graphs=shapes) > 0
     runners = []
     for graphs in (None, shapes):
-        cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), block_size=16, device=model.device)
+        cache = PagedKVCache.sized_for(model.spec, KVCacheConfig(num_blocks=256), device=model.device)
         runners.append(ModelRunner(model, cache, attention, graphs=graphs))
         runners[-1].warm_up()
     assert runners[1].padded_rows == (1, 2, 4, 8, 16)

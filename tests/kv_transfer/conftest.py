@@ -4,11 +4,13 @@ import os
 import queue
 import threading
 
+import grpc
 import pytest
 import xxhash
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import FrameHeader, Region, TransferSpec
+from outrider.kv_transfer.frames import METHOD, decode_receiver_message, encode_commit, encode_frame
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.manifest import ManifestEntry
 from outrider.kv_transfer.receiver import KvReceiver
@@ -27,6 +29,10 @@ class RecordingSink:
         self.gate = threading.Event()
         self.gate.set()
         self.is_writing = threading.Event()
+
+    def read(self, region):
+        """What was held before the transfer: as a sender would have sent it."""
+        return memoryview(Peers.payload(region))
 
     def write(self, region, payload):
         self.is_writing.set()
@@ -113,6 +119,7 @@ class Peers:
                         end_layer=layer + num_layers,
                         start_token=token,
                         end_token=min(token + num_tokens, spec.end_token),
+                        end_head=1,
                     )
 
     def frames(self, spec):
@@ -122,6 +129,13 @@ class Peers:
     def manifest(frames):
         return tuple(ManifestEntry(header.region, header.checksum) for header, _ in frames)
 
+    def finish(self, spec, stream):
+        """The transfer still completes after whatever went wrong."""
+        frames = self.frames(spec)
+        for sequence, frame in enumerate(frames, start=1000):
+            stream.ask(encode_frame(sequence, *frame))
+        return stream.ask(encode_commit(self.manifest(frames))).state
+
     def expected_cells(self, spec):
         whole = [
             Region(
@@ -130,6 +144,7 @@ class Peers:
                 end_layer=plane.num_layers,
                 start_token=spec.start_token,
                 end_token=spec.end_token,
+                end_head=1,
             )
             for plane in PLANES
         ]
@@ -137,6 +152,42 @@ class Peers:
         for region in whole:
             sink.write(region, memoryview(self.payload(region)))
         return sink.cells
+
+
+class RawStream:
+    """A sender that says whatever a test wants."""
+
+    def __init__(self, port):
+        self.channel = grpc.insecure_channel(
+            f"127.0.0.1:{port}",
+            options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
+        )
+        self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
+        self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=60)
+
+    def say(self, message):
+        self.outgoing.put(message)
+
+    def ask(self, message):
+        self.say(message)
+        return decode_receiver_message(next(self.call))
+
+    def end(self):
+        self.outgoing.put(None)
+        self.channel.close()
+
+
+@pytest.fixture
+def raw():
+    streams = []
+
+    def open_stream(port):
+        streams.append(RawStream(port))
+        return streams[-1]
+
+    yield open_stream
+    for stream in streams:
+        stream.end()
 
 
 @pytest.fixture

@@ -14,6 +14,9 @@ from outrider.kv_transfer.arena import HEAD_BYTES, MAX_IDLE, Arena, ArenaReader,
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
+from outrider.kv_transfer.frames import Hello, decode_receiver_message, encode_hello, encode_slot_frame
+from outrider.kv_transfer.inbox import Disposition
+from outrider.kv_transfer.receiver_stream import ReceiverStream
 
 
 @pytest.fixture
@@ -216,3 +219,35 @@ def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):
     assert arena.is_worn
     arena.quarantine(-arena.num_slots)
     assert not arena.is_worn
+
+
+class Breaking(ReceiverStream):
+    """Its arena is gone between two looks at it: `break_off` comes from another thread."""
+
+    _looks = 0
+
+    @property
+    def _arena(self):
+        self._looks += 1
+        return self.mapping if self._looks == 1 else None
+
+    @_arena.setter
+    def _arena(self, mapping):
+        self.mapping, self._looks = mapping, 0
+
+
+def test_a_slot_that_is_taken_while_the_stream_breaks_off_is_no_error(new_arena, tmp_path, peers, inbox):
+    arena, reader, spec = new_arena(), ArenaReader(str(tmp_path)), peers.spec()
+    inbox.open(spec, peers.sink())
+    stream = Breaking(inbox=inbox, arenas=reader, connectors=frozenset(("shared_memory",)), cancel=lambda: None)
+    hello = Hello(
+        transfer_id=spec.transfer_id, incarnation=spec.incarnation, arena_id=arena.arena_id, arena_bytes=arena.num_bytes
+    )
+    welcome = decode_receiver_message(stream.handle(encode_hello(hello)))
+    assert welcome.nonce == arena.nonce
+    stream._looks = 0
+    (header, payload), *_ = peers.frames(spec)
+    offset = arena.take(1)
+    arena.write(offset, payload)
+    ack = decode_receiver_message(stream.handle(encode_slot_frame(1, header, offset)))
+    assert ack.disposition is Disposition.WRITTEN

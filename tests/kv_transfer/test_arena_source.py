@@ -19,7 +19,7 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.frames import NO_ARENA, Welcome
 from outrider.kv_transfer.inbox import AttachState
-from outrider.kv_transfer.shared_memory import STRANGER_SECONDS, ArenaSource, SlotCarrier
+from outrider.kv_transfer.shared_memory import UNATTACHABLE_SECONDS, ArenaSource, SlotCarrier
 
 OLD = time.time() - 3600
 
@@ -86,7 +86,7 @@ def test_a_receiver_that_could_not_attach_is_asked_again_after_a_while(sender, t
     receiver.can_attach = False
     assert sender.offer(receiver) is None
     receiver.can_attach = True
-    sender.now += STRANGER_SECONDS - 1
+    sender.now += UNATTACHABLE_SECONDS - 1
     assert sender.offer(receiver) is None
     sender.now += 2
     assert sender.offer(receiver) is not None

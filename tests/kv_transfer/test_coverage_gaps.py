@@ -14,7 +14,7 @@ SPEC = TransferSpec(
     end_token=12,
     planes=(PlaneSpec("k", 3, 4, 1, "float32"), PlaneSpec("v", 2, 4, 1, "float32")),
 )
-CUTS = ([(0, 0)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(1, 3)])
+CUTS = ([(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(1, 3)])
 """Of heads, by different senders."""
 
 
@@ -40,7 +40,7 @@ def cells(region):
         (region.plane, layer, token, head)
         for layer in region.layers
         for token in range(region.start_token, region.end_token)
-        for head in region.heads(SPEC.plane(region.plane))
+        for head in region.heads
     }
 
 
@@ -62,6 +62,7 @@ def test_gaps_are_exactly_the_cells_that_did_not_arrive(wanted):
         for token in range(2, 12)
         for head in range(4)
     }
+    assert coverage.complete_until() == min((token for _, _, token, _ in everything - arrived), default=12)
     missing = coverage.missing()
     gaps = [cell for region in missing for cell in cells(region)]
     if len(missing) < MAX_MISSING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import threading
 
@@ -106,7 +107,7 @@ def test_the_list_of_what_is_missing_is_bounded(peers, inbox):
     spec = peers.spec(start=0, end=400)
     inbox.open(spec, peers.sink())
     for token in range(0, 400, 2):
-        region = Region(plane="k", start_layer=0, end_layer=4, start_token=token, end_token=token + 1)
+        region = Region(plane="k", start_layer=0, end_layer=4, start_token=token, end_token=token + 1, end_head=1)
         inbox.accept(*peers.frame(spec, region))
     assert len(inbox.commit(spec.transfer_id, ()).missing) == MAX_MISSING
 
@@ -127,7 +128,7 @@ def test_frames_of_another_transfer_or_incarnation_are_dropped(peers, inbox, tra
 
 
 def region(**changes):
-    inside = {"plane": "k", "start_layer": 0, "end_layer": 2, "start_token": 3, "end_token": 7}
+    inside = {"plane": "k", "start_layer": 0, "end_layer": 2, "start_token": 3, "end_token": 7, "end_head": 1}
     return Region(**{**inside, **changes})
 
 
@@ -274,3 +275,43 @@ def test_frames_from_many_threads_are_each_written_once(peers, inbox):
     assert results.count(Disposition.WRITTEN) == len(frames) == sink.num_writes
     assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
     assert sink.cells == peers.expected_cells(spec)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"end_token": 4}, {"start_layer": 2, "end_layer": 5}, {"end_head": 2}, {"plane": "x"}, {"start_token": 2}],
+    ids=["the transfer's own", "beyond", "layers", "heads", "plane", "empty"],
+)
+def test_only_what_is_held_before_the_transfer_can_be_read(peers, inbox, asked):
+    spec = peers.spec(start=3)
+    inbox.open(spec, peers.sink())
+    within = {"start_token": 0, "end_token": 2} if asked and "end_token" not in asked else {"start_token": 0}
+    assert inbox.read(spec.transfer_id, region(**({**within, **asked} if asked else asked))) is None
+    assert inbox.read(os.urandom(16), region(start_token=0, end_token=2)) is None
+
+
+def test_each_held_byte_is_read_once_and_nothing_after_the_end(peers, inbox):
+    spec = peers.spec(start=3)
+    inbox.open(spec, peers.sink())
+    asked = region(start_token=0, end_token=2)
+    num_bytes = asked.num_bytes(spec.planes[0])
+    for _ in range(spec.bytes_per_token * spec.start_token // num_bytes):
+        header, payload = inbox.read(spec.transfer_id, asked)
+        assert (header.region, bytes(payload)) == (asked, peers.payload(asked))
+    assert inbox.read(spec.transfer_id, asked) is None
+    other = peers.spec(start=3)
+    inbox.open(other, peers.sink())
+    inbox.fail(other.transfer_id, "the stream broke")
+    assert inbox.read(other.transfer_id, asked) is None
+
+
+def test_what_has_arrived_whole_is_known_once_nothing_is_written_any_more(peers, inbox):
+    spec, sink = peers.spec(), peers.sink()
+    inbox.open(spec, sink)
+    assert inbox.received_until(os.urandom(16)) == 0
+    for plane in spec.planes:
+        whole = region(plane=plane.name, end_layer=plane.num_layers)
+        assert inbox.accept(*peers.frame(spec, whole)) is Disposition.WRITTEN
+    assert inbox.received_until(spec.transfer_id) == 7
+    header, payload = peers.frame(spec, region(start_token=7, end_token=8))
+    assert inbox.accept(header, payload) is Disposition.STALE, "the transfer has ended"

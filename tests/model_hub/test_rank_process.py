@@ -21,7 +21,7 @@ START = Start(
     config=ModelConfig(tensor_parallel_size=2),
     rank=1,
     store=Path("store"),
-    block_size=None,
+    block_size=16,
     max_rows_per_step=1,
     timeout_seconds=PATIENCE_SECONDS,
 )

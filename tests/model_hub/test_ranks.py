@@ -15,24 +15,25 @@ import numpy as np
 import pytest
 import torch
 
-from decode_node.ingest import ReservedBlocks
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.group import Member
 from outrider.errors import ConfigError, ModelError
 from outrider.kv_transfer.base import TransferSpec
-from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub import ranks
-from outrider.model_hub.compute import open_compute
+from outrider.model_hub.compute import Compute, open_compute
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.ranks import open_ranks
-from outrider.model_hub.tiny import make_tiny_model
-from prefill_node.push import KvPush, slots_of
+from prefill_node.push import KvPush
+from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.tiny_model import make_tiny_model
 
 BLOCK_SIZE = 4
 PROMPT = [3 + (7 * n) % 290 for n in range(41)]
+CHUNKS = [(0, 16), (16, 32), (32, len(PROMPT) - 1)]
 TABLE, OTHER_TABLE, THIRD_TABLE = [9, 2, 17, 30, 4, 21, 8, 0, 13, 26, 11, 5], list(range(31, 43)), list(range(43, 55))
 PATIENCE_SECONDS = 60.0
 
@@ -48,13 +49,10 @@ def open_one(path, **settings):
 
 def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, **settings):
     config = ModelConfig(id=str(path), tensor_parallel_size=num_ranks, **SETTINGS, **settings)
-    return open_ranks(
-        config,
-        KV_CACHE,
-        max_rows_per_step=64,
-        on_rank_lost=on_rank_lost,
-        timeout_seconds=timeout_seconds,
+    parts = open_ranks(
+        config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost, timeout_seconds=timeout_seconds
     )
+    return Compute(*parts, max_rows_per_step=64)
 
 
 def make_model(tmp_path):
@@ -68,9 +66,8 @@ def forward(compute, *rows):
 def run(compute):
     """The logits of a prompt in chunks, of greedy steps, and of steps that verify; and the greedy tokens."""
     logits, tokens = [], list(PROMPT)
-    for start in range(0, len(PROMPT) - 1, 16):
-        chunk = PROMPT[start : min(start + 16, len(PROMPT) - 1)]
-        logits.append(forward(compute, SequenceRows(chunk, start, TABLE, len(chunk))))
+    for start, end in CHUNKS:
+        logits.append(forward(compute, SequenceRows(PROMPT[start:end], start, TABLE, end - start)))
     assert forward(compute, SequenceRows(PROMPT[:9], 0, OTHER_TABLE, 0)).shape[0] == 0
     for _ in range(4):
         logits.append(forward(compute, SequenceRows(tokens[-1:], len(tokens) - 1, TABLE, 1)))
@@ -106,16 +103,14 @@ def push(source, destination, table, *, max_frame_bytes=700):
         kv_cache=source.kv_cache,
         address="decode",
         spec=spec,
-        slots=slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE),
+        block_ids=TABLE,
         keep_alive_seconds=PATIENCE_SECONDS,
         on_ended=ended.put,
     )
     kv_push.start()
-    for start in range(0, len(PROMPT) - 1, 16):
-        chunk = PROMPT[start : min(start + 16, len(PROMPT) - 1)]
-        end = start + len(chunk)
+    for start, end in CHUNKS:
         source.runner.forward(
-            build_input_batch([SequenceRows(chunk, start, TABLE, 0)], BLOCK_SIZE),
+            build_input_batch([SequenceRows(PROMPT[start:end], start, TABLE, 0)], BLOCK_SIZE),
             on_layer_done=lambda layer, start=start, end=end: kv_push.offer(range(layer, layer + 1), start, end),
         )
     kv_push.finish()

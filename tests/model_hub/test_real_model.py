@@ -46,9 +46,7 @@ def decode(loaded, prompt, *, num_rows, num_tokens):
     runner.forward(build_input_batch([SequenceRows(prompt[:-1], 0, blocks, 0)], block_size))
     token_ids, logits_of_steps = list(prompt), []
     while len(token_ids) < len(prompt) + num_tokens:
-        rows = [token_ids[-1]]
-        if num_rows > 1:
-            rows += [1234] * (num_rows - 1)  # drafts that are wrong, as most are
+        rows = [token_ids[-1], *[1234] * (num_rows - 1)]  # drafts that are wrong, as most are
         logits = runner.forward(
             build_input_batch([SequenceRows(rows, len(token_ids) - 1, blocks, num_rows)], block_size)
         )

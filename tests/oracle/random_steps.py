@@ -90,7 +90,7 @@ class Pair:
     """The same samples in a sampler and in the oracle."""
 
     def __init__(self, vocab_size, known, kernels=None, device="cpu"):
-        mask = torch.from_numpy(known)
+        self.vocab_size, mask = vocab_size, torch.from_numpy(known)
         self.devices = [device, "cpu"]
         self.samplers = [
             Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kernels, device=device),
@@ -110,6 +110,14 @@ class Pair:
             sampler.sample(logits.to(device), [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
             for i, (sampler, device) in enumerate(zip(self.samplers, self.devices, strict=True))
         ]
+
+    def check_random_step(self, rng, *, num_sequences, shapes=SHAPES):
+        """Not one id differs, whatever the logits, parameters, histories and drafts; and logits stay as they were."""
+        logits, parts = random_step(rng, self, self.vocab_size, num_sequences, shapes)
+        before = logits.clone()
+        found, expected = self.decide(logits, parts)
+        assert found == expected
+        assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
 
 
 def random_step(rng, pair, vocab_size, num_sequences, shapes=SHAPES):

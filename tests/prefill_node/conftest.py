@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from outrider.engine.fakes import ScriptedEngine, ScriptedKVCache
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
 from outrider.kv_transfer.base import TransferSpec
-from outrider.kv_transfer.in_memory import InMemoryConnector
 from outrider.kv_transfer.inbox import TransferInbox
+from outrider.kv_transfer.reserved_blocks import slots_of
+from outrider.prefill import PrefillCall
+from outrider.request import RequestOptions, SamplingParams
 from prefill_node.jobs import PrefillJob, Stop
 from prefill_node.prefill_loop import PrefillLoop
+from tests.support.fake_engine import ScriptedEngine
+from tests.support.fake_kv_cache import ScriptedKVCache
+from tests.support.in_memory_connector import InMemoryConnector
 
 BLOCK_SIZE = 4
 ADDRESS = "decode:1"
@@ -47,10 +51,13 @@ class DecodeSide:
         self.gate = threading.Event()  # writes wait for it
         self.gate.set()
         self.is_writing = threading.Event()
+        self.read_gate = threading.Event()  # reads wait for it
+        self.read_gate.set()
+        self.is_reading = threading.Event()
         self.regions = []
 
     def expect(self, token_ids, *, held=0):
-        """Opens a transfer; its id and block table."""
+        """Opens a transfer; its id and block table, which has the first `held` tokens' KV."""
         blocks = [next(self._next_block) for _ in range(-(-len(token_ids) // BLOCK_SIZE))]
         spec = TransferSpec(
             transfer_id=os.urandom(16),
@@ -59,6 +66,9 @@ class DecodeSide:
             end_token=len(token_ids),
             planes=self.cache.planes,
         )
+        for slot, token_id in zip(slots_of(blocks, held, BLOCK_SIZE).tolist(), token_ids, strict=False):
+            for layer in range(self.cache.num_layers):
+                self.cache.write_token(layer, slot, token_id=token_id, position=list(token_ids).index(token_id))
         self.inbox.open(spec, BlockSink(self, blocks))
         return spec.transfer_id, blocks
 
@@ -72,11 +82,15 @@ class BlockSink:
         self.side.is_writing.set()
         assert self.side.gate.wait(60)
         self.side.regions.append((region.plane, region.layers, region.start_token, region.end_token))
-        slots = [
-            self.blocks[token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE
-            for token in range(region.start_token, region.end_token)
-        ]
-        self.side.cache.write(region.plane, region.layers, slots, payload)
+        self.side.cache.write(region.plane, region.layers, self._slots_of(region), payload)
+
+    def read(self, region):
+        self.side.is_reading.set()
+        assert self.side.read_gate.wait(60)
+        return self.side.cache.read(region.plane, region.layers, self._slots_of(region)).data
+
+    def _slots_of(self, region):
+        return slots_of(self.blocks, region.end_token, BLOCK_SIZE)[region.start_token :]
 
 
 class Rig:
@@ -129,21 +143,27 @@ class Rig:
             self.ended.update({end.job_id: end.result for end in ended})
             self.changed.notify_all()
 
-    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None, to=None, cache_salt=b""):
+    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None, to=None, cache_salt=b"", may_read_held=False):
         """`to`: a decode side, the first where none is named."""
         side, blocks = to or self.decode, None
         if transfer_id is None:
             transfer_id, blocks = side.expect(token_ids, held=held)
         job = PrefillJob(
-            job_id=next(self._ids),
-            request_id="r",
-            transfer_id=transfer_id,
-            token_ids=tuple(token_ids),
-            kv_address=side.address,
-            decode_incarnation=side.incarnation,
-            held_prefix_length=held,
-            priority=priority,
-            cache_salt=cache_salt,
+            next(self._ids),
+            PrefillCall(
+                sequence_group_id=bytes(16),
+                fingerprint="",
+                request_id="r",
+                transfer_id=transfer_id,
+                token_ids=tuple(token_ids),
+                kv_address=side.address,
+                decode_incarnation=side.incarnation,
+                held_prefix_length=held,
+                may_read_held=may_read_held,
+                options=RequestOptions(
+                    sampling=SamplingParams(seed=0, max_tokens=1), priority=priority, cache_salt=cache_salt
+                ),
+            ),
         )
         self.loop.submit(job)
         return job, blocks
@@ -163,6 +183,7 @@ class Rig:
 
     def stop(self):
         self.decode.gate.set()
+        self.decode.read_gate.set()
         self.loop.submit(Stop())
         self.thread.join(10)
         assert not self.thread.is_alive()

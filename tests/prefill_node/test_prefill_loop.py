@@ -7,9 +7,10 @@ import pytest
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import AbortedError, PeerLostError
-from outrider.kv_transfer.in_memory import InMemoryConnector
-from prefill_node.jobs import CancelJob, PrefillResult, Stop
+from outrider.prefill import PrefillFigures
+from prefill_node.jobs import CancelJob, Stop
 from prefill_node.push import LayerGroups, cut_frames
+from tests.support.in_memory_connector import InMemoryConnector
 
 
 def prompt(length, *, first=100):
@@ -39,7 +40,7 @@ def test_several_prompts_share_a_forward(make_rig):
     jobs = [rig.submit(prompt(7, first=100 * (n + 1))) for n in range(3)]
     rig.start()
     for n, (job, blocks) in enumerate(jobs):
-        assert isinstance(rig.result(job), PrefillResult)
+        assert isinstance(rig.result(job), PrefillFigures)
         assert rig.decode.cache.context(blocks, 7) == prompt(7, first=100 * (n + 1))
     assert rig.chunks[0] == [(0, 7), (0, 7), (0, 7)]
 
@@ -143,12 +144,12 @@ def test_a_slow_decode_node_does_not_hold_up_other_prompts(make_rig):
     slow.gate.clear()
     stuck, _ = rig.submit(prompt(16, first=1), to=slow)
     result, blocks = rig.prefill(prompt(16, first=500), to=quick)
-    assert isinstance(result, PrefillResult)
+    assert isinstance(result, PrefillFigures)
     assert quick.cache.context(blocks, 16) == prompt(16, first=500)
     assert wait_for(lambda: rig.loop.prompt_tokens.num_outstanding == 0)  # both computed, though one was not taken
     assert stuck.job_id not in rig.ended
     slow.gate.set()
-    assert isinstance(rig.result(stuck), PrefillResult)
+    assert isinstance(rig.result(stuck), PrefillFigures)
 
 
 def test_blocks_of_a_push_stay_pinned_until_it_ends(make_rig):
@@ -183,7 +184,7 @@ def test_cancelling_a_job_in_computation_stops_it_and_frees_everything(make_rig)
     job, _ = rig.submit(prompt(64))
     rig.before_layer = lambda layer: rig.loop.submit(CancelJob(job.job_id)) if len(rig.chunks) == 2 else None
     rig.start()
-    assert wait_for(lambda: rig.decode.failed.get(job.transfer_id) == "cancelled by the sender")
+    assert wait_for(lambda: rig.decode.failed.get(job.call.transfer_id) == "cancelled by the sender")
     rig.wait_until_idle()
     assert len(rig.chunks) == 2
     assert job.job_id not in rig.ended
@@ -208,7 +209,7 @@ def test_a_transfer_that_the_decode_node_does_not_expect_fails_the_job(rig):
 def test_a_decode_node_that_closes_the_transfer_stops_the_job(make_rig):
     rig = make_rig()
     job, _ = rig.submit(prompt(80))
-    rig.before_layer = lambda layer: rig.decode.inbox.close(job.transfer_id)
+    rig.before_layer = lambda layer: rig.decode.inbox.close(job.call.transfer_id)
     rig.start()
     assert isinstance(rig.result(job), AbortedError)
     rig.wait_until_idle()
@@ -274,8 +275,38 @@ def test_a_storm_of_prompts_and_cancels_leaks_no_block(make_rig):
         else:
             kept.append((job, blocks))
     for job, blocks in kept:
-        assert isinstance(rig.result(job), PrefillResult)
-        assert rig.decode.cache.context(blocks, len(job.token_ids)) == list(job.token_ids)
+        assert isinstance(rig.result(job), PrefillFigures)
+        assert rig.decode.cache.context(blocks, len(job.call.token_ids)) == list(job.call.token_ids)
+    rig.wait_until_idle()
+
+
+class SlowConnector(InMemoryConnector):
+    """Connects when the test allows it."""
+
+    def __init__(self):
+        super().__init__({})
+        self.gate = threading.Event()
+        self.connecting = threading.Semaphore(0)
+
+    def connect(self, address, spec):
+        self.connecting.release()
+        assert self.gate.wait(60)
+        return super().connect(address, spec)
+
+
+def test_pushes_that_connect_hold_their_place_until_they_have_also_when_they_are_cancelled(make_rig):
+    """Their threads live as long as a decode node does not answer."""
+    connector = SlowConnector()
+    rig = make_rig(max_pushes=2, connector=connector).start()
+    for decode in (rig.decode, rig.other_decode):
+        job, _ = rig.submit(prompt(8), to=decode)
+        assert connector.connecting.acquire(timeout=30)
+        rig.loop.submit(CancelJob(job.job_id))
+    rig.submit(prompt(8), to=rig.other_decode)
+    assert not connector.connecting.acquire(timeout=0.5)
+    connector.gate.set()
+    last, _ = rig.submit(prompt(8))
+    assert isinstance(rig.result(last), PeerLostError), "nobody listens"
     rig.wait_until_idle()
 
 
@@ -294,8 +325,7 @@ def test_frames_cover_layers_and_tokens_once_and_never_exceed_their_size():
         cells = []
         for region in cut_frames(plane, heads, range(1, 6), 3, 40, max_frame_bytes=max_frame_bytes):
             assert region.num_bytes(plane) <= max_frame_bytes
-            assert region.heads(plane) == heads
-            assert region.has_all_heads == (heads == range(4))
+            assert region.heads == heads
             cells += [
                 (layer, token) for layer in region.layers for token in range(region.start_token, region.end_token)
             ]
@@ -320,9 +350,9 @@ def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
     assert num_push_threads() <= 3, "one that was cancelled while it connected, too"
     rig.decode.gate.set()
     for job, _ in jobs:
-        assert isinstance(rig.result(job), PrefillResult)
+        assert isinstance(rig.result(job), PrefillFigures)
         assert num_push_threads() <= 3, "one that has just ended, too"
-    assert isinstance(rig.result(urgent), PrefillResult)
+    assert isinstance(rig.result(urgent), PrefillFigures)
     assert rig.computed.index(9000) < rig.computed.index(2000)
     rig.wait_until_idle()
 
@@ -335,10 +365,10 @@ def test_a_decode_node_that_takes_nothing_leaves_pushes_to_the_others(make_rig):
     assert rig.decode.is_writing.wait(30)
     for n in range(4):
         result, _ = rig.prefill(prompt(8, first=1000 * (n + 1)), to=rig.other_decode)
-        assert isinstance(result, PrefillResult)
+        assert isinstance(result, PrefillFigures)
     rig.decode.gate.set()
     for job in stuck:
-        assert isinstance(rig.result(job), PrefillResult)
+        assert isinstance(rig.result(job), PrefillFigures)
     rig.wait_until_idle()
 
 

@@ -21,13 +21,15 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
 from outrider.kv_transfer.receiver import KvReceiver
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.model_hub.tiny import make_tiny_model
+from outrider.prefill import PrefillCall, PrefillFigures
+from outrider.request import RequestOptions, SamplingParams
 from prefill_node.forward import PagedForward
-from prefill_node.jobs import PrefillJob, PrefillResult, Stop
+from prefill_node.jobs import PrefillJob, Stop
 from prefill_node.prefill_loop import PrefillLoop
-from prefill_node.push import slots_of
+from tests.support.tiny_model import make_tiny_model
 
 INCARNATION = b"d" * 16
 BLOCK_SIZE = 16
@@ -42,15 +44,6 @@ def model(tmp_path_factory):
 def fresh_runner(model, *, block_size):
     cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size)
     return cache, ModelRunner(model, cache, make_attention_backend("auto", model.device))
-
-
-class BlockSink:
-    def __init__(self, cache, blocks):
-        self.cache, self.blocks = cache, blocks
-
-    def write(self, region, payload):
-        slots = slots_of(self.blocks, region.end_token, self.cache.block_size)[region.start_token :]
-        self.cache.write(region.plane, region.layers, slots, payload)
 
 
 @pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])
@@ -98,21 +91,26 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
                     end_token=150,
                     planes=model.spec.planes,
                 ),
-                BlockSink(decode_cache, blocks),
+                ReservedBlocks(decode_cache, blocks),
             )
             loop.submit(
                 PrefillJob(
-                    job_id=attempt,
-                    request_id="r",
-                    transfer_id=transfer_id,
-                    token_ids=tuple(tokens),
-                    kv_address=f"127.0.0.1:{port}",
-                    decode_incarnation=INCARNATION,
-                    held_prefix_length=held,
+                    attempt,
+                    PrefillCall(
+                        sequence_group_id=bytes(16),
+                        fingerprint="",
+                        request_id="r",
+                        transfer_id=transfer_id,
+                        token_ids=tuple(tokens),
+                        kv_address=f"127.0.0.1:{port}",
+                        decode_incarnation=INCARNATION,
+                        held_prefix_length=held,
+                        options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1)),
+                    ),
                 )
             )
             result = ended.get(timeout=30)
-            assert isinstance(result, PrefillResult), result
+            assert isinstance(result, PrefillFigures), result
             assert result.num_cached_tokens == (0 if attempt == 1 else 144)
             assert result.connector == news.get(timeout=30).connector == connector_name
             assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks)

@@ -16,8 +16,9 @@ from outrider.rpc.status import from_rpc_error
 from outrider.service.engine_failure import EXIT_ENGINE_FAILED
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from outrider.wire.node import info_from_proto, report_from_proto
+from outrider.wire.prefill import CALL
 from prefill_node.node import PrefillNode, PrefillParts
-from prefill_node.servicer import ServedModel, job_from_proto
+from prefill_node.servicer import ServedModel, check_call
 
 PATIENCE_SECONDS = 30.0
 FINGERPRINT = "ab" * 32
@@ -91,12 +92,25 @@ class Serving:
             }
         )
 
+    async def refusal(self, request):
+        """The error with which a prefill ends."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.stub.Prefill(request, timeout=PATIENCE_SECONDS)
+        return caught.value
+
     async def report(self):
         call = self.nodes.Watch(node_pb2.WatchNodeRequest())
         try:
             return report_from_proto(await call.read())
         finally:
             call.cancel()
+
+
+@pytest.fixture
+async def serving(make_rig):
+    """A node that serves."""
+    async with Serving(make_rig()) as serving:
+        yield await serving.start()
 
 
 @pytest.fixture(autouse=True)
@@ -108,95 +122,80 @@ def fresh_metrics():
         REGISTRY.unregister(collector)
 
 
-async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        tokens = list(range(100, 130))
-        request = serving.request(tokens, held=4)
-        response = await serving.stub.Prefill(request, timeout=PATIENCE_SECONDS)
-        assert serving.rig.decode.completed[request.transfer_id].payload_bytes == response.kv_bytes == 26 * 16
-        assert (response.num_cached_tokens, response.num_computed_tokens) == (0, 30)
-        assert response.connector == "in_memory"
-        assert response.compute_microseconds > 0
-        assert response.exposed_microseconds <= response.transfer_microseconds
+async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(serving):
+    tokens = list(range(100, 130))
+    request = serving.request(tokens, held=4)
+    response = await serving.stub.Prefill(request, timeout=PATIENCE_SECONDS)
+    assert serving.rig.decode.completed[request.transfer_id].payload_bytes == response.kv_bytes == 26 * 16
+    assert (response.num_cached_tokens, response.num_computed_tokens) == (0, 30)
+    assert response.connector == "in_memory"
+    assert response.compute_microseconds > 0
+    assert response.exposed_microseconds <= response.transfer_microseconds
 
 
 async def test_a_node_that_still_loads_says_so(make_rig):
     async with Serving(make_rig()) as serving:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        refused = await serving.refusal(serving.request([1, 2, 3]))
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
         assert info_from_proto(await serving.nodes.GetNode(node_pb2.GetNodeRequest())).model is None
 
 
-async def test_another_fingerprint_is_refused_by_naming_both(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2], fingerprint="ff" * 32), timeout=PATIENCE_SECONDS)
-        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert FINGERPRINT in caught.value.details()
-        assert "ff" * 32 in caught.value.details()
+async def test_another_fingerprint_is_refused_by_naming_both(serving):
+    refused = await serving.refusal(serving.request([1, 2], fingerprint="ff" * 32))
+    assert refused.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert FINGERPRINT in refused.details()
+    assert "ff" * 32 in refused.details()
 
 
-async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        serving.rig.decode.gate.clear()
-        request = serving.request(list(range(40)))
-        call = serving.stub.Prefill(request)
-        await until(lambda: serving.rig.engine.pool.num_free_blocks < 64)
-        call.cancel()
-        await until(lambda: serving.node._desk.num_jobs == 0)
-        await until(serving.rig.loop._inbox.empty)
-        serving.rig.decode.gate.set()
-        await until(lambda: serving.rig.loop.num_tasks == 0)
-        serving.rig.engine.pool.check_integrity([])
-        assert request.transfer_id not in serving.rig.decode.completed
+async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(serving):
+    serving.rig.decode.gate.clear()
+    request = serving.request(list(range(40)))
+    call = serving.stub.Prefill(request)
+    await until(lambda: serving.rig.engine.pool.num_free_blocks < 64)
+    call.cancel()
+    await until(lambda: serving.node._jobs.num_jobs == 0)
+    await until(serving.rig.loop._inbox.empty)
+    serving.rig.decode.gate.set()
+    await until(lambda: serving.rig.loop.num_tasks == 0)
+    serving.rig.engine.pool.check_integrity([])
+    assert request.transfer_id not in serving.rig.decode.completed
 
 
-async def test_draining_refuses_new_jobs_and_lets_running_ones_end(make_rig, monkeypatch):
+async def test_draining_refuses_new_jobs_and_lets_running_ones_end(serving, monkeypatch):
     monkeypatch.setattr("prefill_node.node.HANDOVER_SECONDS", 0.0)
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        serving.rig.decode.gate.clear()
-        running = serving.stub.Prefill(serving.request(list(range(12))))
-        await until(lambda: serving.node._desk.num_jobs == 1)
-        draining = asyncio.create_task(serving.node.drain(4 * PATIENCE_SECONDS))
-        await until(lambda: serving.node._desk._is_draining)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2]), timeout=PATIENCE_SECONDS)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert from_rpc_error(caught.value).reason == "DRAINING"
-        assert not draining.done()
-        serving.rig.decode.gate.set()
-        assert (await running).num_computed_tokens == 12
-        await asyncio.wait_for(draining, PATIENCE_SECONDS)
+    serving.rig.decode.gate.clear()
+    running = serving.stub.Prefill(serving.request(list(range(12))))
+    await until(lambda: serving.node._jobs.num_jobs == 1)
+    draining = asyncio.create_task(serving.node.drain(4 * PATIENCE_SECONDS))
+    await until(lambda: serving.node._jobs._is_draining)
+    refused = await serving.refusal(serving.request([1, 2]))
+    assert refused.code() is grpc.StatusCode.UNAVAILABLE
+    assert from_rpc_error(refused).reason == "DRAINING"
+    assert not draining.done()
+    serving.rig.decode.gate.set()
+    assert (await running).num_computed_tokens == 12
+    await asyncio.wait_for(draining, PATIENCE_SECONDS)
 
 
-async def test_a_job_that_a_router_sends_before_it_hears_of_the_drain_is_done(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        draining = asyncio.create_task(serving.node.drain(4 * PATIENCE_SECONDS))
-        await until(lambda: serving.node._state is NodeState.DRAINING)
-        answer = await serving.stub.Prefill(serving.request(list(range(12))), timeout=PATIENCE_SECONDS)
-        assert answer.num_computed_tokens == 12
-        await asyncio.wait_for(draining, PATIENCE_SECONDS)
+async def test_a_job_that_a_router_sends_before_it_hears_of_the_drain_is_done(serving):
+    draining = asyncio.create_task(serving.node.drain(4 * PATIENCE_SECONDS))
+    await until(lambda: serving.node._state is NodeState.DRAINING)
+    answer = await serving.stub.Prefill(serving.request(list(range(12))), timeout=PATIENCE_SECONDS)
+    assert answer.num_computed_tokens == 12
+    await asyncio.wait_for(draining, PATIENCE_SECONDS)
 
 
-async def test_prompts_in_work_at_the_drains_deadline_are_told(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        serving.rig.decode.gate.clear()
-        running = serving.stub.Prefill(serving.request(list(range(12))))
-        await until(lambda: serving.node._desk.num_jobs == 1)
-        await serving.node.drain(0.05)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await running
-        told = from_rpc_error(caught.value)
-        assert (caught.value.code(), told.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-        assert told.retry_after_seconds > 0
-        assert serving.node._desk.num_jobs == 0
+async def test_prompts_in_work_at_the_drains_deadline_are_told(serving):
+    serving.rig.decode.gate.clear()
+    running = serving.stub.Prefill(serving.request(list(range(12))))
+    await until(lambda: serving.node._jobs.num_jobs == 1)
+    await serving.node.drain(0.05)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await running
+    told = from_rpc_error(caught.value)
+    assert (caught.value.code(), told.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert told.retry_after_seconds > 0
+    assert serving.node._jobs.num_jobs == 0
 
 
 async def test_a_full_queue_refuses_at_once(make_rig):
@@ -204,69 +203,60 @@ async def test_a_full_queue_refuses_at_once(make_rig):
         await serving.start()
         serving.rig.decode.gate.clear()
         first = serving.stub.Prefill(serving.request(list(range(12))))
-        await until(lambda: serving.node._desk.num_jobs == 1)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2]), timeout=PATIENCE_SECONDS)
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert from_rpc_error(caught.value).retry_after_seconds > 0
+        await until(lambda: serving.node._jobs.num_jobs == 1)
+        refused = await serving.refusal(serving.request([1, 2]))
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert from_rpc_error(refused).retry_after_seconds > 0
         serving.rig.decode.gate.set()
         await first
 
 
-async def test_the_report_counts_outstanding_tokens_and_steps(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        idle = await serving.report()
-        assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
-        assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64
-        await serving.stub.Prefill(serving.request(list(range(20))), timeout=PATIENCE_SECONDS)
-        busy = asyncio.Event()
-        resume = asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
+async def test_the_report_counts_outstanding_tokens_and_steps(serving):
+    idle = await serving.report()
+    assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
+    assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64
+    await serving.stub.Prefill(serving.request(list(range(20))), timeout=PATIENCE_SECONDS)
+    busy = asyncio.Event()
+    resume = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
 
-        def before_layer(layer):
-            if layer == 0 and not busy.is_set():
-                loop.call_soon_threadsafe(busy.set)
-                asyncio.run_coroutine_threadsafe(waited(resume), loop).result(PATIENCE_SECONDS)
+    def before_layer(layer):
+        if layer == 0 and not busy.is_set():
+            loop.call_soon_threadsafe(busy.set)
+            asyncio.run_coroutine_threadsafe(waited(resume), loop).result(PATIENCE_SECONDS)
 
-        serving.rig.before_layer = before_layer
-        running = serving.stub.Prefill(serving.request(list(range(500, 530))))
-        await asyncio.wait_for(busy.wait(), PATIENCE_SECONDS)
-        report = await serving.report()
-        assert report.load.num_outstanding_tokens == 30
-        assert report.load.num_running == 1
-        assert report.step > idle.step
-        assert report.expected_step_seconds > 0
-        assert report.step_age_seconds > 0
-        resume.set_result(None)
-        await running
-        done = await serving.report()
-        assert done.load.num_outstanding_tokens == 0
-        assert done.load.tokens_per_second > 0
+    serving.rig.before_layer = before_layer
+    running = serving.stub.Prefill(serving.request(list(range(500, 530))))
+    await asyncio.wait_for(busy.wait(), PATIENCE_SECONDS)
+    report = await serving.report()
+    assert report.load.num_outstanding_tokens == 30
+    assert report.load.num_running == 1
+    assert report.step > idle.step
+    assert report.expected_step_seconds > 0
+    assert report.step_age_seconds > 0
+    resume.set_result(None)
+    await running
+    done = await serving.report()
+    assert done.load.num_outstanding_tokens == 0
+    assert done.load.tokens_per_second > 0
 
 
-async def test_the_node_says_who_it_is(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
-        info = info_from_proto(await serving.nodes.GetNode(node_pb2.GetNodeRequest()))
-        assert (info.name, info.role, info.state, info.model) == ("p", NodeRole.PREFILL, NodeState.SERVING, MODEL)
+async def test_the_node_says_who_it_is(serving):
+    info = info_from_proto(await serving.nodes.GetNode(node_pb2.GetNodeRequest()))
+    assert (info.name, info.role, info.state, info.model) == ("p", NodeRole.PREFILL, NodeState.SERVING, MODEL)
 
 
-async def test_an_engine_failure_answers_internal_and_ends_the_process(make_rig):
-    async with Serving(make_rig()) as serving:
-        await serving.start()
+async def test_an_engine_failure_answers_internal_and_ends_the_process(serving):
 
-        def break_down(layer):
-            raise RuntimeError("the scripted engine breaks down")
+    def break_down(layer):
+        raise RuntimeError("the scripted engine breaks down")
 
-        serving.rig.before_layer = break_down
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
-        assert await asyncio.wait_for(serving.exit_status, PATIENCE_SECONDS) == EXIT_ENGINE_FAILED
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    serving.rig.before_layer = break_down
+    refused = await serving.refusal(serving.request([1, 2, 3]))
+    assert refused.code() is grpc.StatusCode.INTERNAL
+    assert await asyncio.wait_for(serving.exit_status, PATIENCE_SECONDS) == EXIT_ENGINE_FAILED
+    refused = await serving.refusal(serving.request([1, 2, 3]))
+    assert refused.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize(
@@ -290,15 +280,15 @@ def test_bad_fields_are_named(field, value):
         "kv_address": "127.0.0.1:9",
         "fingerprint": FINGERPRINT,
     }
-    assert job_from_proto(prefill_pb2.PrefillRequest(**good), SERVED).token_ids == (1, 2, 3)
+    check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**good)), SERVED)
     with pytest.raises(InvalidRequestError) as caught:
-        job_from_proto(prefill_pb2.PrefillRequest(**{**good, field: value}), SERVED)
+        check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**{**good, field: value})), SERVED)
     assert caught.value.field == field
 
 
 def test_no_fingerprint_is_another_fingerprint():
     with pytest.raises(MismatchError):
-        job_from_proto(prefill_pb2.PrefillRequest(token_ids=[1]), SERVED)
+        check_call(CALL.from_proto(prefill_pb2.PrefillRequest(token_ids=[1])), SERVED)
 
 
 async def waited(future):

@@ -7,9 +7,10 @@ import threading
 
 import pytest
 
-from outrider.engine.fakes import FakeClock, ScriptedTurns
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
+from tests.support.fake_clock import FakeClock
+from tests.support.scripted_turns import ScriptedTurns
 
 NUM_LAYERS = 2  # of the scripted cache
 PROMPT = list(range(100, 120))  # three chunks

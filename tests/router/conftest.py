@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -16,18 +16,15 @@ from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
-from outrider.errors import StoreError
 from outrider.rpc.channels import open_channel
 from outrider.service.config import ServerConfig
 from outrider.service.server import make_server
 from outrider.v1 import router_pb2, router_pb2_grpc
-from router.client_gate import ClientGate
 from router.clients import Clients
 from router.config import RouterConfig
-from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 from router.router import Router
-from router.store.base import Renewal, StoredRequest, TokenSpan
-from router.store.memory import MemoryAnswerStore, MemoryRecords
+from tests.support.memory_store import FlakyStore, MemoryRecords
+from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 
 PATIENCE_SECONDS = 30.0
 """What is waited for comes in milliseconds; a busy machine may take its time."""
@@ -108,6 +105,12 @@ def failure_of(error: grpc.aio.AioRpcError) -> Failure:
     return failure
 
 
+def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
+    if "token_ids" in fields or "chat" in fields or text is None:
+        return router_pb2.GenerateRequest(**fields)
+    return router_pb2.GenerateRequest(text=text, **fields)
+
+
 class Cluster:
     """`await cluster.start(...)`; attributes of the fake nodes may be changed before and after."""
 
@@ -134,14 +137,13 @@ class Cluster:
             "prefill_targets": by_role["PREFILL"],
             "decode_targets": by_role["DECODE"],
             "draft_targets": by_role["DRAFT"],
-            "server": ServerConfig(port=0),
             "liveness_timeout_seconds": 1.0,
         }
         extra = {} if resolver is None else {"resolver": resolver}
         extra |= {} if make_store is None else {"make_store": make_store}
         self.service = Router(RouterConfig(**values | config), registry=self.registry, clients=clients, **extra)
         self.server = server = make_server(
-            ServerConfig(port=0), client_gate=None if clients is None else ClientGate(clients)
+            ServerConfig(port=0), authenticate=None if clients is None else clients.authenticate
         )
         self.service.add_to(server)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -162,10 +164,7 @@ class Cluster:
 
     eventually = staticmethod(eventually)
     failure_of = staticmethod(failure_of)
-
-    @staticmethod
-    def request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
-        return make_request(text, **fields)
+    request = staticmethod(make_request)
 
     @staticmethod
     def sampling(**fields: Any) -> router_pb2.SamplingParams:
@@ -201,15 +200,15 @@ class Cluster:
 
     async def is_empty(self, *, seconds: float = PATIENCE_SECONDS) -> None:
         """Nothing is left in the router and on the nodes."""
-        await eventually(lambda: len(self.service.desk.running) == 0, seconds=seconds, what="running requests")
+        await eventually(lambda: len(self.service.requests) == 0, seconds=seconds, what="running requests")
         await eventually(lambda: self.decode.num_blocks_used == 0, seconds=seconds, what="blocks on decode nodes")
         await eventually(lambda: self.prefill.num_active == 0, seconds=seconds, what="prefills")
         services = self.services
         # The name of a request is free again before its tasks have taken their cancellation.
-        await eventually(lambda: services.admission.num_waiting == 0, seconds=seconds, what="queue")
+        await eventually(lambda: services.queue.num_waiting == 0, seconds=seconds, what="queue")
         await eventually(lambda: services.placement.num_placed == 0, seconds=seconds, what="places")
         assert services.placement.num_outstanding_tokens == 0
-        assert services.admission.num_waiting_tokens == 0
+        assert services.queue.num_waiting_tokens == 0
         assert services.answers.reserved_bytes == 0
         for link in self.service.nodes.decode_nodes:
             assert link.session is not None
@@ -255,31 +254,21 @@ class NodePair(Cluster):
 
         await eventually(is_streaming)
 
+    async def begin(
+        self, num_tokens: int, **fields: Any
+    ) -> tuple[asyncio.Task[Answer], FakeDecodeNode, FakeDecodeNode]:
+        """(the task of a long answer, the node that computes it, the other node)."""
+        sampling = self.sampling(max_tokens=num_tokens, **fields.pop("sampling", {}))
+        task = asyncio.ensure_future(self.generate(sampling=sampling, **fields))
+        await self.until_streaming()
+        return task, *self.busy_and_free()
 
-class FlakyStore(MemoryAnswerStore):
-    """Answers unless `is_lost`."""
-
-    is_lost = False
-
-    async def create(self, stored: StoredRequest) -> None:
-        self._check()
-        await super().create(stored)
-
-    async def append(self, spans: Iterable[TokenSpan]) -> None:
-        self._check()
-        await super().append(spans)
-
-    async def renew(self, request_ids: Iterable[str]) -> Renewal:
-        self._check()
-        return await super().renew(request_ids)
-
-    async def claim(self, request_id: str, *, fingerprint: str, take_over: bool = False) -> Any:
-        self._check()
-        return await super().claim(request_id, fingerprint=fingerprint, take_over=take_over)
-
-    def _check(self) -> None:
-        if self.is_lost:
-            raise StoreError("the scripted store is lost")
+    async def finish(self, task: asyncio.Task[Answer]) -> Answer:
+        """The answer, once all nodes go on at their full speed."""
+        self.pace(0.0)
+        for node in self.decodes:
+            node.thaw()
+        return await asyncio.wait_for(task, PATIENCE_SECONDS)
 
 
 class RouterPair:
@@ -324,7 +313,7 @@ class RouterPair:
 
     async def kill_first(self) -> None:
         """As far as one process can: its server and its sessions end at once, nothing is written any more."""
-        keeper = self.first.service.desk.keeper
+        keeper = self.first.service.requests.keeper
         keeper._work.cancel()
         await self.first.server.stop(None)
         await self.first.service.nodes.stop()
@@ -344,12 +333,6 @@ def told(messages: list[router_pb2.GenerateResponse], sample: int = 0) -> list[i
     """The token ids of one sample's deltas."""
     deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
     return [token_id for delta in deltas for token_id in delta.token_ids]
-
-
-def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
-    if "token_ids" in fields or "chat" in fields or text is None:
-        return router_pb2.GenerateRequest(**fields)
-    return router_pb2.GenerateRequest(text=text, **fields)
 
 
 @contextlib.asynccontextmanager

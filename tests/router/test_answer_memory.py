@@ -8,13 +8,13 @@ import grpc
 import pytest
 
 from outrider.errors import CapacityError, InvalidRequestError
-from outrider.request import OutputOptions, Request, SamplingParams, StopConditions
+from outrider.request import Request, RequestOptions, SamplingParams
 from outrider.v1 import router_pb2
 from router import answer_budget
-from router.answer_budget import STALLED_SECONDS, AnswerBudget
-from router.caller import Caller
-from router.fakes import fake_model_info
+from router.answer_budget import LEFT_SECONDS, STALLED_SECONDS, AnswerBudget
+from router.clients import Caller
 from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.router_fakes import fake_model_info
 
 TOKEN = 96
 """Bytes of one."""
@@ -25,15 +25,15 @@ def request(num_prompt_tokens=1, max_tokens=1000):
         request_id="r",
         prompt_token_ids=(1,) * num_prompt_tokens,
         prompt_text="",
-        sampling=SamplingParams(seed=0, max_tokens=max_tokens),
-        stop=StopConditions(),
-        output=OutputOptions(),
+        options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=max_tokens)),
     )
 
 
 class Holder:
-    def __init__(self, budget, stalled_since=None, **fields):
-        self.stalled_since = stalled_since
+    is_idle = False
+
+    def __init__(self, budget, stalled_since=None, *, delivered_at=None, left_at=None, **fields):
+        self.stalled_since, self.delivered_at, self.left_at = stalled_since, delivered_at, left_at
         self.error = None
         self.account = budget.open(request(**fields), self)
 
@@ -48,7 +48,9 @@ def clock():
 
 
 @pytest.fixture
-def budget(clock):
+def budget(clock, monkeypatch):
+    monkeypatch.setattr(answer_budget, "BYTES_PER_ANSWER", 0)
+    monkeypatch.setattr(answer_budget, "BYTES_PER_SAMPLE", 0)
     return AnswerBudget(100 * TOKEN, clock=lambda: clock[0])
 
 
@@ -94,6 +96,28 @@ def test_who_does_not_read_gives_way_the_longest_first(budget, clock):
     assert lately.error is None
 
 
+def test_delivered_answers_give_way_first_and_abandoned_ones_last(budget, clock):
+    now = clock[0]
+    left = Holder(budget, left_at=now - LEFT_SECONDS, num_prompt_tokens=19)
+    left.is_idle = True
+    stalled = Holder(budget, now - 2 * STALLED_SECONDS, num_prompt_tokens=19)
+    delivered = [Holder(budget, delivered_at=now - age, num_prompt_tokens=19) for age in (1, 5)]
+    running = Holder(budget, left_at=now - LEFT_SECONDS, num_prompt_tokens=19)
+    order = [delivered[1], delivered[0], stalled, left]
+    for num_dropped in range(1, 5):
+        Holder(budget, num_prompt_tokens=17)
+        assert [holder.error is not None for holder in order] == [nth < num_dropped for nth in range(4)]
+    with pytest.raises(CapacityError):
+        Holder(budget, num_prompt_tokens=17)
+    assert running.error is None
+
+
+def test_the_objects_around_an_answer_count():
+    budget = AnswerBudget(1 << 20)
+    Holder(budget)
+    assert budget.reserved_bytes == answer_budget.BYTES_PER_ANSWER + answer_budget.BYTES_PER_SAMPLE + 2 * TOKEN
+
+
 def test_nobody_gives_way_to_an_answer_that_does_not_fit_all_the_same(budget, clock):
     stalled = Holder(budget, clock[0] - 2 * STALLED_SECONDS, num_prompt_tokens=24)
     Holder(budget, num_prompt_tokens=69)
@@ -132,7 +156,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
     await cluster.serve(journal_bytes=65_536)
     sampling = cluster.sampling(max_tokens=400)
-    unread = await cluster.service.desk.open(cluster.request(sampling=sampling), Caller())
+    unread = await cluster.service.requests.open(cluster.request(sampling=sampling), Caller())
 
     async def never_taken(_event):
         await asyncio.Event().wait()

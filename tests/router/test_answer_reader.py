@@ -8,27 +8,28 @@ import time
 import pytest
 
 from outrider.answer import Delta, Finished, Started
-from outrider.request import OutputOptions, Request, SamplingParams, StopConditions
+from outrider.request import OutputOptions, Request, RequestOptions, SamplingParams
 from outrider.session import SampleTokens
 from router.answer import make_answer
-from router.answer_reader import BEHIND_SECONDS, NewsBoard
+from router.answer_reader import BEHIND_SECONDS, DeliveryBatcher
 from tests.router.conftest import PATIENCE_SECONDS
 
 
 class Reading:
     """One reader of an answer to which a test adds tokens."""
 
-    def __init__(self, board=None, render=lambda event: event):
+    def __init__(self, batcher=None, render=lambda event: event):
         request = Request(
             request_id="r",
             prompt_token_ids=(1,),
             prompt_text="",
-            sampling=SamplingParams(seed=0, max_tokens=100),
-            stop=StopConditions(),
+            options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=100)),
             output=OutputOptions(token_ids_only=True),
         )
-        self.answer = make_answer(request, tokenizer=None, stop_token_ids=(), board=board or NewsBoard())
-        self.answer.begin(Started(request_id="r", num_prompt_tokens=1, seed=0, model="m", router="r"))
+        started = Started(request_id="r", num_prompt_tokens=1, seed=0, model="m", router="r")
+        batcher = batcher or DeliveryBatcher()
+        self.answer = make_answer(request, tokenizer=None, started=started, batcher=batcher)
+        self.answer.begin()
         self.reader = self.answer.read(render)
 
     def add(self, position):
@@ -67,33 +68,33 @@ async def test_on_time_each_token_goes_out_by_itself():
         assert await reading.next() == (position,)
 
 
-class CountingBoard(NewsBoard):
+class CountingBatcher(DeliveryBatcher):
     num_turns = 0
 
-    def _tell(self):
+    def _deliver(self):
         self.num_turns += 1
-        super()._tell()
+        super()._deliver()
 
 
 async def test_one_turn_of_the_event_loop_tells_everybody():
-    board = CountingBoard()
-    readings = [Reading(board) for _ in range(16)]
+    batcher = CountingBatcher()
+    readings = [Reading(batcher) for _ in range(16)]
     for position in range(1, 4):
         waiting = [asyncio.ensure_future(reading.next()) for reading in readings]
         await asyncio.sleep(0)
         for reading in readings:
             reading.add(position)
         assert await asyncio.gather(*waiting) == [(position,)] * 16
-    assert board.num_turns == 3
+    assert batcher.num_turns == 3
 
 
 async def test_news_that_comes_while_a_stream_wakes_is_told():
     reading = Reading()
-    started, reading.answer.started = reading.answer.started, None
+    reading.answer.started = None
     waiting = asyncio.ensure_future(reading.reader.next())
     await asyncio.sleep(0)
     reading.answer.abort()  # there is nothing to tell before the answer has begun
-    asyncio.get_running_loop().call_soon(reading.answer.begin, started)
+    asyncio.get_running_loop().call_soon(reading.answer.begin)
     async with asyncio.timeout(PATIENCE_SECONDS):
         told = await waiting
     assert [type(event) for event in told] == [Started, Finished]
@@ -105,8 +106,8 @@ async def test_a_message_that_cannot_be_made_ends_its_own_stream_only():
             raise KeyError("no message")
         return event
 
-    board = NewsBoard()
-    broken, other = Reading(board, refuse), Reading(board)
+    batcher = DeliveryBatcher()
+    broken, other = Reading(batcher, refuse), Reading(batcher)
     await broken.reader.next()
     await other.reader.next()
     waiting = [asyncio.ensure_future(reading.next()) for reading in (broken, other)]
@@ -119,8 +120,8 @@ async def test_a_message_that_cannot_be_made_ends_its_own_stream_only():
 
 
 async def test_a_stream_that_ends_while_its_news_waits_leaves_the_others():
-    board = NewsBoard()
-    leaving, other = Reading(board), Reading(board)
+    batcher = DeliveryBatcher()
+    leaving, other = Reading(batcher), Reading(batcher)
     for reading in (leaving, other):
         await reading.reader.next()
     waiting = [asyncio.ensure_future(reading.next()) for reading in (leaving, other)]

@@ -107,15 +107,15 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
     async with asyncio.timeout(PATIENCE_SECONDS):
         messages = await collect(stub.Resume(resume, metadata=ALICE))
     assert len(told(messages)) == router_pair.num_tokens
-    assert router_pair.first.decode.opened[-1].cache_salt == b"alice"
+    assert router_pair.first.decode.opened[-1].options.cache_salt == b"alice"
 
 
 async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
     await cluster.serve(clients=clients)
     for metadata in (ALICE, BOB):
         await collect(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=PATIENCE_SECONDS))
-    assert [opened.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
-    assert [call.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
+    assert [opened.options.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
+    assert [call.options.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
 
 
 async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(cluster, clients):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from router.detokenizer import ByteDetokenizer, WindowDetokenizer
-from router.fakes import fake_tokenizer_files
 from router.tokenizer import Tokenizer
+from tests.support.router_fakes import fake_tokenizer_files
 
 BYTE_LEVEL = tokenizers.Tokenizer.from_buffer(fake_tokenizer_files()["tokenizer.json"])
 OURS = Tokenizer(fake_tokenizer_files())

@@ -8,12 +8,11 @@ import pytest
 
 from outrider.node import NodeState
 from outrider.request import VerificationMethod
-from outrider.service.liveness import LATE_SECONDS, SILENT_SECONDS
 from outrider.v1 import router_pb2
-from router.fakes import fake_model_info
-from router.fakes.decode_node import letters
 from router.request_flow import HEDGE_RETRY_SECONDS
 from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.router_fakes import fake_model_info
+from tests.support.router_fakes.decode_node import letters
 
 LONG = 300
 FOREVER_SECONDS = 300.0
@@ -97,7 +96,7 @@ async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, k
     assert answer.summary.metrics.attempts >= 2
     assert sum(len(node.opened) for node in pair.decodes) > num_opened + 1
     again = [opened for node in pair.decodes for opened in node.opened][-1]
-    assert again.sampling.seed == undisturbed.started.seed
+    assert again.options.sampling.seed == undisturbed.started.seed
     if how == "freezes":
         busy.thaw()
 
@@ -109,9 +108,7 @@ async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_
     for node in pair.decodes:
         node.script = script
     await pair.serve()
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(n=3, max_tokens=LONG)))
-    await pair.until_streaming()
-    busy, free = pair.busy_and_free()
+    task, busy, free = await pair.begin(LONG, sampling={"n": 3})
     await busy.stop()
     answer = await task
     assert [start.sample for start in free.opened[-1].samples] == [0, 2]
@@ -126,15 +123,13 @@ async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_
 
 async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
-    busy, free = pair.busy_and_free()
+    task, busy, free = await pair.begin(LONG)
     busy.freeze()
     await pair.eventually(lambda: any(group.num_sent[0] > 30 for group in free.groups))
     answer = await task
     assert answer.token_ids() == letters(free.opened[-1], 0)[:LONG]
     assert set(answer.summary.metrics.nodes) >= {"decode-0", "decode-1"}
-    link = next(link for link in pair.service.nodes.decode_nodes if link.name == busy.name)
+    link = pair.link_of(busy)
     assert link.is_late
     busy.thaw()
     await pair.eventually(lambda: not link.is_late)
@@ -143,9 +138,7 @@ async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
 
 async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes_on(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
-    busy, free = pair.busy_and_free()
+    task, busy, free = await pair.begin(LONG)
     for node in pair.prefills:
         node.prefill_seconds = 30.0
     busy.freeze()
@@ -160,8 +153,7 @@ async def test_a_node_that_comes_back_before_the_second_attempt_has_a_token_goes
 
 async def eight_on_one_node(pair):
     """(their tasks, how many the other node has refused); there is room on it now."""
-    for node in pair.decodes:
-        node.step_seconds = 0.02
+    pair.pace(0.02)
     pair.decodes[1].max_running = 0
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     tasks = [
@@ -198,24 +190,10 @@ async def test_the_work_of_a_silent_node_moves_while_the_others_are_on_time(pair
     await pair.is_empty()
 
 
-async def test_a_router_that_was_stalled_does_not_take_a_late_node_for_silent_at_once(pair):
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    link = pair.link_of(pair.decodes[0])
-    link._stop_late_timer()  # as if this process had not run for a minute, and reports lay unread
-    link._progress._late_report_at -= 60.0
-    now = asyncio.get_running_loop().time()
-    link._on_late_timer(now)
-    assert link.is_late
-    assert not link.is_silent
-    assert link._late_timer.when() >= now + SILENT_SECONDS - LATE_SECONDS
-
-
 async def test_what_moved_on_one_suspicion_is_not_counted_in_the_next(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     for _ in range(2):
-        task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-        await pair.until_streaming()
-        busy, free = pair.busy_and_free()
+        task, busy, free = await pair.begin(LONG)
         busy.freeze()
         await pair.eventually(lambda free=free: free.groups)
         busy.thaw()
@@ -226,8 +204,7 @@ async def test_what_moved_on_one_suspicion_is_not_counted_in_the_next(pair):
 
 async def test_nobody_moves_while_every_node_is_late(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
+    task, *_ = await pair.begin(LONG)
     num_opened = sum(len(node.opened) for node in pair.decodes)
     for node in pair.decodes:
         node.freeze()
@@ -241,9 +218,7 @@ async def test_nobody_moves_while_every_node_is_late(pair):
 
 async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
-    busy, free = pair.busy_and_free()
+    task, busy, free = await pair.begin(LONG)
     free.script = lambda opened, sample: [65] * LONG
     for node in pair.prefills:
         node.prefill_seconds = 0.3
@@ -261,9 +236,7 @@ async def test_nodes_that_compute_differently_never_compute_one_answer_at_once(p
     if not numerics.startswith("exact"):
         pair.decode.model = fake_model_info(numerics=numerics)
     await pair.serve(liveness_timeout_seconds=2.0)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
-    busy, free = pair.busy_and_free()
+    task, busy, free = await pair.begin(LONG)
     busy.freeze()
     await pair.eventually(lambda: free.groups)
     assert len(pair.service.nodes.decode_nodes) == 1, "it was declared dead first"
@@ -292,8 +265,7 @@ async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair
 async def test_work_stays_on_a_draining_node_until_another_has_room(pair):
     pair.decodes[1].max_running = 0
     await pair.serve()
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
+    task, *_ = await pair.begin(LONG)
     pair.decode.state = NodeState.DRAINING
     await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
     answer = await task
@@ -307,18 +279,14 @@ async def test_tokens_that_depend_on_drafts_come_from_one_attempt_at_a_time(pair
     for node, letter in zip(pair.decodes, (97, 98), strict=True):
         node.script = lambda opened, _sample, letter=letter: [
             *opened.samples[0].generated_token_ids,
-            *(letter for _ in range(opened.sampling.max_tokens)),
-        ][: opened.sampling.max_tokens]
+            *(letter for _ in range(opened.options.sampling.max_tokens)),
+        ][: opened.options.sampling.max_tokens]
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(
-        pair.generate(
-            sampling=pair.sampling(max_tokens=LONG, temperature=1.0),
-            speculation=router_pb2.SpeculationOptions(method=router_pb2.VERIFICATION_METHOD_REJECTION),
-        )
+    method = router_pb2.VERIFICATION_METHOD_REJECTION
+    task, busy, free = await pair.begin(
+        LONG, sampling={"temperature": 1.0}, speculation=router_pb2.SpeculationOptions(method=method)
     )
-    await pair.until_streaming()
-    busy, free = pair.busy_and_free()
-    assert busy.opened[-1].verification_method is VerificationMethod.REJECTION
+    assert busy.opened[-1].options.verification_method is VerificationMethod.REJECTION
     busy.state = NodeState.DRAINING
     (group,) = busy.groups
     num_sent = group.num_sent[0]

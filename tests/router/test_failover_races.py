@@ -10,9 +10,9 @@ import pytest
 import structlog
 
 from outrider.node import NodeState
-from router.fakes import FakeDecodeNode, fake_model_info
-from router.fakes.decode_node import letters
 from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.router_fakes import FakeDecodeNode, fake_model_info
+from tests.support.router_fakes.decode_node import letters
 
 LONG = 400
 FOREVER_SECONDS = 300.0
@@ -27,18 +27,8 @@ def pair(node_pair):
     return node_pair
 
 
-async def begin(pair):
-    """(the task of a long answer, the node that computes it, the other node)"""
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
-    await pair.until_streaming()
-    return task, *pair.busy_and_free()
-
-
 async def finish(pair, task):
-    pair.pace(0.0)
-    for node in pair.decodes:
-        node.thaw()
-    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
+    answer = await pair.finish(task)
     opened = next(opened for node in pair.decodes for opened in node.opened)
     assert answer.token_ids() == letters(opened, 0)
     return answer
@@ -60,7 +50,7 @@ def reports_running(node, num_running):
 
 async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await begin(pair)
+    task, busy, free = await pair.begin(LONG)
     free.freeze()
     link = await until_late(pair, free)
     busy.freeze()
@@ -73,7 +63,7 @@ async def test_a_late_nodes_work_is_hedged_once_the_other_node_is_on_time_again(
 
 async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await begin(pair)
+    task, busy, free = await pair.begin(LONG)
     free.max_running = 0
     busy.freeze()
     await pair.eventually(lambda: free.opened, what="a hedge to refuse")
@@ -84,7 +74,7 @@ async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
 
 async def test_a_hedge_that_is_lost_beside_the_first_attempt_is_no_move(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await begin(pair)
+    task, busy, free = await pair.begin(LONG)
     for prefill in pair.prefills:
         prefill.prefill_seconds = 30.0  # the second attempt gets no token
     busy.freeze()
@@ -123,7 +113,7 @@ async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_l
 
 async def test_a_draining_nodes_work_moves_once_the_other_node_is_on_time_again(pair):
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await begin(pair)
+    task, busy, free = await pair.begin(LONG)
     free.freeze()
     await until_late(pair, free)
     draining = pair.link_of(busy)
@@ -139,7 +129,7 @@ async def test_a_full_queue_does_not_end_an_answer_that_cannot_leave_its_drainin
     for node in pair.decodes:
         node.model = fake_model_info(numerics=BATCH_DEPENDENT)
     await pair.serve(max_waiting=0)
-    task, busy, free = await begin(pair)
+    task, busy, free = await pair.begin(LONG)
     free.max_running = 0
     draining = pair.link_of(busy)
     busy.state = NodeState.DRAINING
@@ -159,7 +149,7 @@ async def test_a_request_whose_only_large_enough_node_is_gone_holds_up_nobody(pa
     refused = asyncio.ensure_future(pair.fail(text="a long prompt " * 10))
     for node in pair.decodes:
         await pair.eventually(lambda node=node: node.opened, what=f"refused by {node.name}")
-    await pair.eventually(lambda: pair.services.admission.num_waiting == 1)
+    await pair.eventually(lambda: pair.services.queue.num_waiting == 1)
     await large.stop()
     await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
     answer = await asyncio.wait_for(pair.generate(text="hi", sampling=pair.sampling(max_tokens=2)), PATIENCE_SECONDS)

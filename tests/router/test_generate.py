@@ -11,11 +11,7 @@ from outrider.session import SampleStart
 from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS
 
-STOP, LENGTH, ABORTED = (
-    router_pb2.FINISH_REASON_STOP,
-    router_pb2.FINISH_REASON_LENGTH,
-    router_pb2.FINISH_REASON_ABORTED,
-)
+STOP, LENGTH = router_pb2.FINISH_REASON_STOP, router_pb2.FINISH_REASON_LENGTH
 
 
 async def test_an_answer_starts_streams_and_sums_up(cluster):
@@ -79,10 +75,10 @@ async def test_the_prefill_request_carries_the_grant(cluster):
     assert (request.sequence_group_id, request.transfer_id) == (opened.sequence_group_id, opened.transfer_id)
     assert request.kv_address == cluster.decode.address
     assert request.decode_incarnation == cluster.decode.incarnation
-    assert (request.held_prefix_length, request.priority, request.fingerprint) == (2, 5, "f" * 64)
+    assert (request.held_prefix_length, request.options.priority, request.fingerprint) == (2, 5, "f" * 64)
     assert opened.request_id == "r"
-    assert opened.sampling.n == 1
-    assert opened.stop_token_ids == (256,)
+    assert opened.options.sampling.n == 1
+    assert opened.options.stop_token_ids == (256,)
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 7, 40])
@@ -113,43 +109,43 @@ async def test_end_of_text_has_no_text_and_releases_what_was_held(cluster, token
     assert (answer.finished[0].reason, answer.finished[0].stop_token_id) == (STOP, 256)
 
 
-async def test_a_stop_token_beats_a_stop_string_and_a_string_beats_length_on_one_token(cluster):
-    cluster.decode.script = cluster.says("abX")
+STOP_AT_X = {"strings": ["X"]}
+SHOWN = {"skip_special_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("script", "sampling", "stop", "output", "text", "match"),
+    [
+        (b"abX", {"max_tokens": 3}, {**STOP_AT_X, "token_ids": [ord("X")]}, {}, "ab", ("stop_token_id", ord("X"))),
+        (b"abX", {"max_tokens": 3}, STOP_AT_X, {}, "ab", ("stop_string", "X")),
+        ([97, 256, 98, 99], {"max_tokens": 4}, {"ignore_eos": True}, {}, "abc", None),
+        ([97, 256, 98, 99], {"max_tokens": 4}, {"ignore_eos": True}, SHOWN, "a<|endoftext|>bc", None),
+        ("ab🙂".encode(), {"max_tokens": 4}, {}, {}, "ab�", None),
+        (b"XXaXb", {"min_tokens": 2}, STOP_AT_X, {}, "XXa", ("stop_string", "X")),
+    ],
+    ids=[
+        "a stop token beats a stop string",
+        "a stop string beats length",
+        "ignored end of text is like any other token",
+        "and is shown",
+        "length flushes half a character",
+        "min_tokens keeps stop strings from beginning",
+    ],
+)
+async def test_how_an_answer_ends(cluster, script, sampling, stop, output, text, match):
+    cluster.decode.script = lambda *_: [*script, 256]
     await cluster.serve()
-    stop = router_pb2.StopConditions(strings=["X"], token_ids=[ord("X")])
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=3), stop=stop)
-    assert answer.finished[0].stop_token_id == ord("X")
-    assert answer.text() == "ab"
     answer = await cluster.generate(
-        sampling=cluster.sampling(max_tokens=3), stop=router_pb2.StopConditions(strings=["X"])
+        sampling=cluster.sampling(**sampling),
+        stop=router_pb2.StopConditions(**stop),
+        output=router_pb2.OutputOptions(**output),
     )
-    assert (answer.finished[0].reason, answer.finished[0].stop_string) == (STOP, "X")
-
-
-async def test_ignored_end_of_text_is_like_any_other_token(cluster):
-    cluster.decode.script = lambda *_: [97, 256, 98, 99]
-    await cluster.serve()
-    stop = router_pb2.StopConditions(ignore_eos=True)
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=4), stop=stop)
-    assert (answer.text(), answer.token_ids()) == ("abc", [97, 256, 98, 99])
-    shown = router_pb2.OutputOptions(skip_special_tokens=False)
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=4), stop=stop, output=shown)
-    assert answer.text() == "a<|endoftext|>bc"
-
-
-async def test_length_flushes_half_a_character(cluster):
-    cluster.decode.script = cluster.says("ab🙂")
-    await cluster.serve()
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=4))
-    assert (answer.text(), answer.finished[0].reason) == ("ab�", LENGTH)
-
-
-async def test_min_tokens_keeps_stop_strings_from_beginning(cluster):
-    cluster.decode.script = cluster.says("XXaXb")
-    await cluster.serve()
-    stop = router_pb2.StopConditions(strings=["X"])
-    answer = await cluster.generate(sampling=cluster.sampling(min_tokens=2), stop=stop)
-    assert answer.text() == "XXa"
+    finished = answer.finished[0]
+    assert answer.text() == text
+    if match is None:
+        assert (finished.reason, answer.token_ids()) == (LENGTH, list(script)[:4])
+    else:
+        assert (finished.reason, getattr(finished, match[0])) == (STOP, match[1])
 
 
 async def test_samples_are_interleaved_and_each_ends_by_itself(cluster):
@@ -185,7 +181,7 @@ async def test_logprobs_come_with_their_tokens(cluster):
     for delta in answer.deltas[0]:
         assert [entry.token_id for entry in delta.logprobs] == list(delta.token_ids)
         assert all(len(entry.top) == 2 and entry.HasField("logprob") for entry in delta.logprobs)
-    assert cluster.decode.opened[0].logprobs.mode.value == "sampled"
+    assert cluster.decode.opened[0].options.logprobs.mode.value == "sampled"
     plain = await cluster.generate(sampling=cluster.sampling())
     assert not any(delta.logprobs for delta in plain.deltas[0])
 
@@ -229,13 +225,13 @@ async def test_defaults_are_the_contracts(cluster):
     await cluster.serve()
     answer = await cluster.generate()
     (opened,) = cluster.decode.opened
-    sampling = opened.sampling
+    sampling = opened.options.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.n) == (1.0, 1.0, 0, 0.0, 1)
     assert (sampling.repetition_penalty, sampling.min_tokens) == (1.0, 0)
     assert sampling.max_tokens == 512 - 8, "what is left of the window"
     assert sampling.seed == answer.started.seed < 2**53
-    assert opened.logprobs is None
-    assert opened.num_speculative_tokens is None
+    assert opened.options.logprobs is None
+    assert opened.options.num_speculative_tokens is None
     assert len(answer.request_id) == 36, "a UUID"
     other = await cluster.generate()
     assert other.started.seed != answer.started.seed
@@ -258,7 +254,7 @@ async def test_speculation_options_reach_the_decode_node(cluster, speculation, e
     await cluster.generate(
         sampling=cluster.sampling(max_tokens=1), speculation=router_pb2.SpeculationOptions(**speculation)
     )
-    assert cluster.decode.opened[0].num_speculative_tokens == expected
+    assert cluster.decode.opened[0].options.num_speculative_tokens == expected
 
 
 async def test_complete_is_the_same_answer_at_once(cluster):
@@ -361,21 +357,13 @@ async def test_min_tokens_counts_the_tokens_that_were_brought(cluster):
 
 async def test_tokenize_and_detokenize(cluster):
     await cluster.serve()
-    assert list((await cluster.stub.Tokenize(router_pb2.TokenizeRequest(text="hé<|end|>"))).token_ids) == [
-        *"hé".encode(),
-        258,
-    ]
     chat = router_pb2.Chat(messages=[router_pb2.ChatMessage(role="user", content="x")], add_generation_prompt=False)
-    assert list((await cluster.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).token_ids) == [
-        257,
-        *b"user\nx",
-        258,
-    ]
+    for asked, expected in (({"text": "hé<|end|>"}, [*"hé".encode(), 258]), ({"chat": chat}, [257, *b"user\nx", 258])):
+        answer = await cluster.stub.Tokenize(router_pb2.TokenizeRequest(**asked))
+        assert list(answer.token_ids) == expected
     ids = [104, 258, 105, 0xF0]
-    request = router_pb2.DetokenizeRequest(token_ids=ids)
-    assert (await cluster.stub.Detokenize(request)).text == "hi�"
-    request = router_pb2.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)
-    assert (await cluster.stub.Detokenize(request)).text == "h<|end|>i�"
+    for fields, text in (({}, "hi�"), ({"skip_special_tokens": False}, "h<|end|>i�")):
+        assert (await cluster.stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids, **fields))).text == text
 
 
 async def test_get_model(cluster):

@@ -10,22 +10,22 @@ from router.hedge_budget import HedgeBudget
 
 
 class Link:
-    """Late for the first time."""
+    """It is late."""
 
-    num_latenesses = 1
+    num_hedges = 0
 
     def __init__(self, *, is_silent=False):
-        self.is_late, self.is_silent = True, is_silent
+        self.is_silent = is_silent
 
 
 @pytest.fixture
-def others():
-    return SimpleNamespace(are_timely=True)
+def nodes():
+    return SimpleNamespace(late_nodes=[])
 
 
 @pytest.fixture
-def budget(others):
-    return HedgeBudget(lambda: 30, are_others_timely=lambda _late: others.are_timely)
+def budget(nodes):
+    return HedgeBudget(nodes, lambda: 30)
 
 
 def num_moves(budget, late):
@@ -37,23 +37,24 @@ def num_moves(budget, late):
     return 20
 
 
-def test_a_tenth_of_what_runs_moves_and_again_once_the_node_is_on_time(budget):
-    late = Link()
-    assert num_moves(budget, late) == 3
-    late.is_late = False
-    assert num_moves(budget, Link()) == 3
+def test_a_tenth_of_what_runs_moves_over_all_late_nodes(budget, nodes):
+    nodes.late_nodes = [Link(), Link()]
+    assert num_moves(budget, nodes.late_nodes[0]) == 3
+    assert num_moves(budget, nodes.late_nodes[1]) == 0
+    del nodes.late_nodes[0]  # it is on time again
+    assert num_moves(budget, nodes.late_nodes[0]) == 3
 
 
-def test_a_move_that_came_to_nothing_leaves_room_for_another(budget):
-    late = Link()
+def test_a_move_that_came_to_nothing_leaves_room_for_another(budget, nodes):
+    nodes.late_nodes = [late] = [Link()]
     num_moves(budget, late)
     budget.take_back(late)
     assert num_moves(budget, late) == 1
 
 
-def test_all_of_a_silent_nodes_work_moves_only_while_the_others_are_on_time(budget, others):
-    late = Link(is_silent=True)
-    others.are_timely = False
+def test_all_of_a_silent_nodes_work_moves_only_while_the_others_are_on_time(budget, nodes):
+    late, other = Link(is_silent=True), Link()
+    nodes.late_nodes = [late, other]
     assert num_moves(budget, late) == 3
-    others.are_timely = True
+    nodes.late_nodes = [late]
     assert num_moves(budget, late) == 20

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tests.hostile_peers import CLIENTS, HostileClient
 from tests.router.threaded_router import ThreadedRouter
+from tests.support.hostile_peers import CLIENTS, HostileClient
 
 NUM_STREAMS = 8
 NUM_TOKENS = 60

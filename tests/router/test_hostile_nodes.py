@@ -9,7 +9,7 @@ import pytest
 
 from outrider.node import NodeLoad, NodeReport, NodeState
 from outrider.wire.node import report_to_proto
-from router.fakes.node import _FakeNodeServicer
+from tests.support.router_fakes.node import _FakeNodeServicer
 
 NUM_STREAMS = 8
 NUM_TOKENS = 40

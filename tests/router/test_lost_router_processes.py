@@ -1,4 +1,7 @@
-"""A router process is killed or frozen in the middle of a stream: the Python client goes on at the other one."""
+"""A router process is killed or frozen in the middle of a stream: the Python client goes on at the other one.
+
+tests/faults/test_lost_routers.py has the kill with a common store, on real nodes.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import time
 import pytest
 
 from outrider.client import AsyncClient
-from router.fakes import FakeDecodeNode, FakePrefillNode
-from tests.processes import RoleProcess
-from tests.store_server import STORE_PATIENCE
+from tests.support.processes import RoleProcess
+from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode
+from tests.support.store_server import STORE_PATIENCE
 
 SILENCE_SECONDS = 5.0
 """After which a client gives up a router that answers no ping. A connection that is reset tells it at once."""
@@ -37,7 +40,7 @@ class Pair:
         for _ in range(2):
             process = RoleProcess(
                 "router",
-                "router.server.port=0",
+                "server.port=0",
                 f"router.decode_targets={self.decode.address}",
                 f"router.prefill_targets={self.prefill.address}",
                 *settings,
@@ -85,12 +88,6 @@ async def check_goes_on(pair, number, *, most_seconds, **options):
     assert gap_seconds < most_seconds
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.full), 3])
-async def test_a_killed_router_of_a_store_costs_a_moment(pair, store_server, n):
-    await pair.start(f"router.store={store_server.url}", STORE_PATIENCE)
-    await check_goes_on(pair, signal.SIGKILL, n=n, most_seconds=SILENCE_SECONDS)
-
-
 async def test_a_frozen_router_of_a_store_costs_the_time_to_notice(pair, store_server):
     await pair.start(f"router.store={store_server.url}", STORE_PATIENCE)
     await check_goes_on(pair, signal.SIGSTOP, n=2, most_seconds=PATIENCE_SECONDS)
@@ -104,12 +101,3 @@ async def test_a_frozen_router_of_a_store_costs_the_time_to_notice(pair, store_s
 async def test_without_a_common_store_one_sample_goes_on_as_well(pair):
     await pair.start()
     await check_goes_on(pair, signal.SIGKILL, most_seconds=SILENCE_SECONDS)
-
-
-@pytest.mark.full  # tests/faults/test_lost_routers.py has it with real nodes
-async def test_a_store_that_dies_holds_up_nothing_that_runs(pair, store_server):
-    await pair.start(f"router.store={store_server.url}", STORE_PATIENCE)
-    undisturbed, _ = await pair.run(pair.addresses)
-    answer, gap_seconds = await pair.run(pair.addresses, strike=store_server.kill)
-    assert answer == undisturbed
-    assert gap_seconds < SILENCE_SECONDS

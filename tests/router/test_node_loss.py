@@ -10,13 +10,12 @@ import structlog
 
 from outrider.errors import MismatchError
 from outrider.node import NodeRole, NodeState
-from outrider.service.resolver import FakeResolver
 from outrider.v1 import router_pb2
-from router.fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info
-from router.fakes.decode_node import letters
-from router.hand_off import MAX_TRANSFERS
-from router.request_flow import MAX_LOSSES
+from router.losses import MAX_LOSSES, MAX_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.fake_resolver import FakeResolver
+from tests.support.router_fakes import FakeDecodeNode, FakeNode, fake_model_info
+from tests.support.router_fakes.decode_node import letters
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -50,6 +49,8 @@ async def test_without_a_decode_node_a_request_waits_as_long_as_is_configured(cl
     status = await status_of(cluster, "decode-0")
     assert status.state == router_pb2.NODE_STATE_LOST
     assert (status.step, status.num_running, status.kv_blocks_total) == (0, 0, 0)
+    failure = await cluster.fail(sampling=cluster.sampling())
+    assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE"), "a new request is told as well"
 
 
 async def test_the_same_request_goes_on_when_its_only_decode_node_was_restarted(cluster):
@@ -71,17 +72,34 @@ async def test_the_same_request_goes_on_when_its_only_decode_node_was_restarted(
     assert (await status_of(cluster, "decode-0")).state == router_pb2.NODE_STATE_SERVING
 
 
-async def test_a_frozen_decode_node_is_lost_when_its_progress_stops_and_goes_on_when_it_is_back(cluster):
+@pytest.mark.parametrize("how", ["frozen", "session broken", 8, 14, 2, 13])
+async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_up(cluster, how):
+    """Numbers: the status with which the node gives the group up."""
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
     streaming = start_stream(cluster)
-    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
-    cluster.decode.freeze()
-    await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)
-    cluster.decode.thaw()
-    answer = await streaming
+    await cluster.eventually(lambda: any(group.num_sent[0] > 2 for group in cluster.decode.groups))
+    if how == "frozen":
+        cluster.decode.freeze()
+        await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)
+        cluster.decode.thaw()
+    elif how == "session broken":
+        await cluster.decode.break_sessions()
+    else:
+        cluster.decode.fail_groups(code=how, message="cannot go on")
+    answer = await asyncio.wait_for(streaming, PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 400
-    assert answer.summary.metrics.attempts == 2
+    assert answer.summary.metrics.attempts == len(cluster.decode.opened) == 2
+    await cluster.is_empty()
+
+
+async def test_a_group_that_is_invalid_is_not_opened_again(cluster):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve()
+    streaming = asyncio.ensure_future(failure_of_stream(cluster))
+    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
+    cluster.decode.fail_groups(code=3, message="cannot be")
+    assert (await streaming).code is grpc.StatusCode.INVALID_ARGUMENT
     await cluster.is_empty()
 
 
@@ -152,48 +170,16 @@ async def test_a_decode_node_that_does_not_answer_an_open_is_not_waited_for(clus
     await cluster.is_empty()
 
 
-async def test_a_broken_session_is_dialled_again_and_the_request_goes_on(cluster):
-    cluster.decode.step_seconds = 0.002
-    await cluster.serve()
-    streaming = start_stream(cluster)
-    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
-    await cluster.decode.break_sessions()
-    assert len((await asyncio.wait_for(streaming, PATIENCE_SECONDS)).token_ids()) == 400
-    await cluster.is_empty()
-
-
 async def test_a_request_that_kills_its_nodes_is_given_up(cluster):
     cluster.prefill.prefill_seconds = 30.0
     await cluster.serve()
     streaming = asyncio.ensure_future(failure_of_stream(cluster))
-    for num_opened in range(1, MAX_LOSSES + 2):
+    for num_opened in range(1, MAX_LOSSES + 1):
         await cluster.eventually(lambda num=num_opened: len(cluster.decode.opened) == num)
         await cluster.decode.break_sessions()
     failure = await streaming
     assert failure.code is UNAVAILABLE
     assert "without a new token" in failure.message
-
-
-@pytest.mark.parametrize("code", [8, 14, 2, 13])
-async def test_a_group_that_a_node_gives_up_is_opened_again(cluster, code):
-    cluster.decode.step_seconds = 0.002
-    await cluster.serve()
-    streaming = start_stream(cluster)
-    await cluster.eventually(lambda: any(group.num_sent[0] > 2 for group in cluster.decode.groups))
-    cluster.decode.fail_groups(code=code, message="cannot go on")
-    assert len((await streaming).token_ids()) == 400
-    assert len(cluster.decode.opened) == 2
-    await cluster.is_empty()
-
-
-async def test_a_group_that_is_invalid_is_not_opened_again(cluster):
-    cluster.decode.step_seconds = 0.002
-    await cluster.serve()
-    streaming = asyncio.ensure_future(failure_of_stream(cluster))
-    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
-    cluster.decode.fail_groups(code=3, message="cannot be")
-    assert (await streaming).code is grpc.StatusCode.INVALID_ARGUMENT
-    await cluster.is_empty()
 
 
 async def test_tokens_at_a_wrong_position_are_never_passed_on(cluster):
@@ -270,31 +256,17 @@ async def test_the_router_waits_until_nodes_serve(cluster):
     assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
 
 
-async def test_without_nodes_waiting_requests_are_unavailable_after_a_while(cluster):
-    await cluster.serve(no_node_timeout_seconds=0.2)
-    await cluster.prefill.stop()
-    await cluster.eventually(lambda: not cluster.service.nodes.prefill_nodes)
-    failure = await cluster.fail(sampling=cluster.sampling())
-    assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE")
-    assert failure.retry_seconds > 0
-
-
-async def test_a_draining_node_gets_no_new_request_and_its_own_moves(cluster):
-    second = FakeDecodeNode(name="decode-1")
-    cluster.nodes.append(second)
-    cluster.prefill._decode_nodes = (cluster.decode, second)
-    for node in (cluster.decode, second):
-        node.step_seconds = 0.05  # what runs is not at its end before it has moved
-    await cluster.serve()
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
-    running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=100)))
-    await cluster.eventually(lambda: cluster.decode.groups or second.groups)
-    busy, free = (cluster.decode, second) if cluster.decode.groups else (second, cluster.decode)
+async def test_a_draining_node_gets_no_new_request_and_its_own_moves(node_pair):
+    node_pair.pace(0.05)  # what runs is not at its end before it has moved
+    await node_pair.serve()
+    running = start_stream(node_pair, num_tokens=100)
+    await node_pair.until_streaming(num_tokens=0)
+    busy, free = node_pair.busy_and_free()
     busy.state = NodeState.DRAINING
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 1)
+    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 1)
     for _ in range(3):
-        await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    await cluster.eventually(lambda: len(free.opened) == 4, what="three requests, and the one that moves")
+        await node_pair.generate(sampling=node_pair.sampling(max_tokens=2))
+    await node_pair.eventually(lambda: len(free.opened) == 4, what="three requests, and the one that moves")
     assert len(busy.opened) == 1
     free.step_seconds = 0.0
     assert len((await running).token_ids()) == 100
@@ -384,44 +356,20 @@ async def test_one_node_under_two_names_is_one_node(cluster):
     assert cluster.decode.num_sessions == 1
 
 
-async def test_nodes_that_are_equal_take_turns(cluster):
-    decodes = [cluster.decode, FakeDecodeNode(name="decode-1")]
-    cluster.prefill._decode_nodes = tuple(decodes)
-    prefills = [cluster.prefill, FakePrefillNode(decodes, name="prefill-1")]
-    cluster.nodes += [decodes[1], prefills[1]]
-    await cluster.serve()
-    view = cluster.service.nodes
-    await cluster.eventually(lambda: len(view.decode_nodes) == len(view.prefill_nodes) == 2)
+async def test_nodes_that_are_equal_take_turns(node_pair):
+    await node_pair.serve()
     used = []
     for index in range(8):
-        answer = await cluster.generate(text=f"prompt {index}", sampling=cluster.sampling(max_tokens=2))
+        answer = await node_pair.generate(text=f"prompt {index}", sampling=node_pair.sampling(max_tokens=2))
         used += answer.summary.metrics.nodes
-        await cluster.is_empty()
+        await node_pair.is_empty()
     assert sorted(set(used)) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
     assert {used.count(name) for name in set(used)} == {4}
 
 
-async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(cluster):
-    second = FakeDecodeNode(name="decode-1")
-    cluster.nodes.append(second)
-    cluster.prefill._decode_nodes = (cluster.decode, second)
-    await cluster.serve()
-    await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
+async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(node_pair):
+    await node_pair.serve()
     prompt = "a long common beginning " * 10
     for index in range(6):
-        await cluster.generate(text=prompt + str(index), sampling=cluster.sampling(max_tokens=2))
-    assert sorted((len(cluster.decode.opened), len(second.opened))) == [0, 6]
-
-
-async def test_drain_lets_running_requests_end_and_takes_no_new_ones(cluster):
-    cluster.decode.step_seconds = 0.1
-    await cluster.serve()
-    running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=100)))
-    await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
-    draining = asyncio.ensure_future(cluster.service.drain(4 * PATIENCE_SECONDS))
-    await cluster.eventually(lambda: cluster.service.desk.is_draining)
-    assert (await cluster.fail(sampling=cluster.sampling())).code is UNAVAILABLE
-    assert not draining.done()
-    cluster.decode.step_seconds = 0.0
-    assert len((await running).token_ids()) == 100
-    await asyncio.wait_for(draining, PATIENCE_SECONDS)
+        await node_pair.generate(text=prompt + str(index), sampling=node_pair.sampling(max_tokens=2))
+    assert sorted(len(node.opened) for node in node_pair.decodes) == [0, 6]

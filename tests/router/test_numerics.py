@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from outrider.engine.numerics import native_numerics, torch_numerics
-from router.fakes import FakeDecodeNode, fake_model_info
+from tests.support.router_fakes import FakeDecodeNode, fake_model_info
 
 EXACT = fake_model_info(numerics=str(native_numerics("amx")))
 OTHER = fake_model_info(numerics=str(native_numerics("portable")))
@@ -78,7 +78,7 @@ async def test_kv_of_other_numerics_is_not_taken_for_ones_own(cluster, prefill):
     await cluster.serve()
     for _ in range(2):
         await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    first, second = (opened.cache_salt for opened in cluster.decode.opened)
+    first, second = (opened.options.cache_salt for opened in cluster.decode.opened)
     assert first == second
     assert (len(first) == 32) is (prefill is OTHER)
 

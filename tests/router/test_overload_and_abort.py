@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from outrider.v1 import router_pb2
-from tests.router.conftest import PATIENCE_SECONDS
+from tests.router.conftest import PATIENCE_SECONDS, Answer
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 LONG = 400
@@ -24,7 +24,7 @@ async def start_long(cluster, request_id="", **fields):
 
 
 async def wait_for_queue(cluster, num_waiting):
-    await cluster.eventually(lambda: cluster.services.admission.num_waiting == num_waiting, what="queue")
+    await cluster.eventually(lambda: cluster.services.queue.num_waiting == num_waiting, what="queue")
 
 
 @pytest.fixture
@@ -138,9 +138,11 @@ async def test_a_prompt_that_fits_no_decode_node_is_invalid(cluster):
     await cluster.is_empty()
 
 
-async def test_a_prefill_node_is_given_no_more_than_its_share(cluster):
+@pytest.mark.parametrize("says", [True, False], ids=["four of its chunks", "by default"])
+async def test_a_prefill_node_is_given_no_more_than_its_share(cluster, says):
     cluster.prefill.prefill_seconds = 0.02
-    await cluster.serve(prefill_outstanding_tokens=64)
+    cluster.prefill.max_rows_per_step = 16 * says
+    await cluster.serve(prefill_outstanding_tokens=1024 if says else 64)
     answers = [
         cluster.generate(text=chr(97 + index) * 30, sampling=cluster.sampling(max_tokens=2)) for index in range(10)
     ]
@@ -149,6 +151,101 @@ async def test_a_prefill_node_is_given_no_more_than_its_share(cluster):
     big = await cluster.generate(text="y" * 200, sampling=cluster.sampling(max_tokens=2))
     assert big.token_ids(), "a prompt beyond the share goes alone"
     await cluster.is_empty()
+
+
+async def test_prompts_that_an_idle_node_can_take_pass_one_that_waits_for_a_full_node(node_pair):
+    large, small = node_pair.decodes
+    small.num_blocks = 8
+    large.max_running = 1
+    node_pair.pace(0.05)
+    await node_pair.serve()
+    long_prompt = "a prompt that is too large for the small node " * 8
+    running = node_pair.stub.Generate(node_pair.request(text=long_prompt, sampling=node_pair.sampling(max_tokens=140)))
+    await running.read()
+    waiting = asyncio.ensure_future(node_pair.generate(text=long_prompt, sampling=node_pair.sampling(max_tokens=2)))
+    await wait_for_queue(node_pair, 1)
+    for _ in range(3):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await node_pair.generate(text="short", sampling=node_pair.sampling(max_tokens=2))
+    assert not waiting.done()
+    running.cancel()
+    await waiting
+
+
+# ---------------------------------------------------------------- three times the load
+
+CAPACITY = 8
+"""Sequences that the decode node runs at a time."""
+NUM_TOKENS = 40
+NUM_REQUESTS = 48
+
+
+class Load:
+    """Clients that ask again as soon as they have their answer, or as RetryInfo tells them."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+        self._left = NUM_REQUESTS
+        self.num_refused = 0
+
+    async def run(self, num_clients):
+        """Tokens in each step of the node, from the first step to the last."""
+        node = self._cluster.decode
+        first_step = node.step
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(self._ask(f"client {number}") for number in range(num_clients)))
+        return NUM_REQUESTS * NUM_TOKENS / (node.step - first_step)
+
+    async def _ask(self, client):
+        while self._left:
+            self._left -= 1
+            while not await self._is_answered(client):
+                await asyncio.sleep(0.02)
+
+    async def _is_answered(self, client):
+        sampling = self._cluster.sampling(max_tokens=NUM_TOKENS)
+        try:
+            await self._cluster.stub.Complete(
+                self._cluster.request(sampling=sampling), metadata=(("client_id", client),), timeout=50
+            )
+        except grpc.aio.AioRpcError as error:
+            failure = self._cluster.failure_of(error)
+            assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+            assert failure.retry_seconds > 0
+            self.num_refused += 1
+            return False
+        return True
+
+
+@pytest.fixture
+async def busy(cluster):
+    cluster.decode.max_running = CAPACITY
+    cluster.decode.step_seconds = 0.005
+    return await cluster.serve(max_waiting=CAPACITY, prefill_outstanding_tokens=1 << 20)
+
+
+async def test_at_three_times_the_load_the_nodes_do_nine_tenths_of_their_best(busy):
+    best = await Load(busy).run(CAPACITY)
+    over = Load(busy)
+    assert await over.run(3 * CAPACITY) >= 0.9 * best
+    assert over.num_refused
+    await busy.is_empty()
+
+
+async def test_requests_whose_deadline_passes_in_the_queue_cost_the_nodes_nothing(busy):
+    busy.decode.step_seconds = 0.1  # what runs outlasts what waits
+    sampling = busy.sampling(max_tokens=400)
+    running = [busy.stub.Generate(busy.request(sampling=sampling)) for _ in range(CAPACITY)]
+    for call in running:
+        await call.read()
+    late = [busy.stub.Complete(busy.request(request_id=f"late{n}", sampling=sampling), timeout=0.1) for n in range(4)]
+    for error in await asyncio.gather(*late, return_exceptions=True):
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await busy.eventually(lambda: busy.services.queue.num_waiting == 0)
+    for call in running:
+        call.cancel()
+    await busy.is_empty()
+    assert len(busy.prefill.requests) == CAPACITY
 
 
 # ---------------------------------------------------------------- abort
@@ -180,46 +277,11 @@ async def test_abort_of_an_unknown_request_is_false(serving):
     assert not (await serving.stub.Abort(router_pb2.AbortRequest(request_id="nobody"))).aborted
 
 
-async def test_abort_in_the_queue_ends_in_the_same_way(full):
-    await full.serve()
-    running = await start_long(full)
-    task = asyncio.ensure_future(full.generate(request_id="q", sampling=full.sampling(n=2)))
-    await wait_for_queue(full, 1)
-    assert (await full.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
-    answer = await task
-    assert {finished.reason for finished in answer.finished.values()} == {router_pb2.FINISH_REASON_ABORTED}
-    assert answer.summary.usage.num_cached_tokens == 0
-    running.cancel()
-    await full.is_empty()
-
-
-async def test_abort_before_the_decode_node_has_answered(cluster):
-    cluster.decode.answers_opens = False
-    await cluster.serve()
-    task = asyncio.ensure_future(cluster.generate(request_id="q", sampling=cluster.sampling()))
-    await cluster.eventually(lambda: len(cluster.decode.opened) == 1)
-    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
-    assert (await task).finished[0].reason == router_pb2.FINISH_REASON_ABORTED
-    await cluster.is_empty()
-
-
-async def test_abort_during_prefill_cancels_the_prefill(cluster):
-    cluster.prefill.prefill_seconds = 30.0
-    await cluster.serve()
-    task = asyncio.ensure_future(cluster.stub.Complete(cluster.request(request_id="q", sampling=cluster.sampling())))
-    await cluster.eventually(lambda: cluster.prefill.num_active == 1)
-    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
-    response = await task
-    assert response.completions[0].finished.reason == router_pb2.FINISH_REASON_ABORTED
-    assert response.started.num_prompt_tokens == 8
-    await cluster.is_empty()
-
-
-# ---------------------------------------------------------------- cancel and deadline
+# ---------------------------------------------------------------- cancel, deadline and abort, at any time
 
 
 @pytest.mark.parametrize("phase", ["queue", "open", "prefill", "stream"])
-@pytest.mark.parametrize("how", ["cancel", "deadline"])
+@pytest.mark.parametrize("how", ["cancel", "deadline", "abort"])
 async def test_a_client_that_leaves_frees_everything_before_its_answer_would_have_ended(cluster, phase, how):
     cluster.decode.step_seconds = 0.1
     await cluster.serve()
@@ -232,21 +294,27 @@ async def test_a_client_that_leaves_frees_everything_before_its_answer_would_hav
     elif phase == "prefill":
         cluster.prefill.prefill_seconds = 30.0
     timeout = 0.5 if how == "deadline" else None
-    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=LONG)), timeout=timeout)
+    request = cluster.request(request_id="q", sampling=cluster.sampling(n=2, max_tokens=LONG))
+    call = cluster.stub.Generate(request, timeout=timeout)
     reached = {
-        "queue": lambda: cluster.services.admission.num_waiting == 1,
+        "queue": lambda: cluster.services.queue.num_waiting == 1,
         "open": lambda: len(cluster.decode.opened) == 1,
         "prefill": lambda: len(cluster.prefill.requests) == 1,
         "stream": lambda: cluster.decode.step > 0,
     }[phase]
     await cluster.eventually(lambda: reached() or call.done())  # on a busy machine the deadline may come first
-    if how == "cancel":
-        call.cancel()
-    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)) as caught:
-        async for _ in call:
-            pass
-    if how == "deadline":
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    if how == "abort":
+        assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
+        answer = Answer([message async for message in call])
+        assert {finished.reason for finished in answer.finished.values()} == {router_pb2.FINISH_REASON_ABORTED}
+    else:
+        if how == "cancel":
+            call.cancel()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)) as caught:
+            async for _ in call:
+                pass
+        if how == "deadline":
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     if blocker is not None:
         await wait_for_queue(cluster, 0)
         blocker.cancel()

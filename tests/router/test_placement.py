@@ -9,9 +9,12 @@ import pytest
 from outrider.errors import CapacityError, PeerLostError
 from outrider.node import NodeLoad
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
-from router.admission import Admission, Waiting
 from router.fair_order import FairOrder
-from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, Refusal, prefix_hashes
+from router.node_link import Refusal
+from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, prefix_hashes
+from router.request_queue import QueuedRequest, RequestQueue
+
+NODES = frozenset({b"large", b"small"})
 
 
 class FakePlace:
@@ -27,125 +30,144 @@ class FakePlaces:
 
     def __init__(self, num_free=0):
         self.num_free = num_free
-        self.has_nodes = True
+        self.has_nodes = self.has_prefill = True
+        self.full = frozenset()
 
-    def could_serve(self, demand):
-        return self.has_nodes
+    @property
+    def num_decode_nodes(self):
+        return len(NODES) * self.has_nodes
 
-    def place(self, demand):
-        if not self.num_free or not self.has_nodes:
+    def usable_nodes(self, demand):
+        return NODES - demand.excluded if self.has_nodes else frozenset()
+
+    def has_prefill_room(self, demand):
+        return self.has_prefill
+
+    def place(self, demand, *, reserved=frozenset()):
+        if not self.num_free or not self.has_prefill or not self.usable_nodes(demand) - reserved - self.full:
             return None
         self.num_free -= 1
         return FakePlace(self)
 
 
-def waiting(num_tokens=4, priority=0, client=""):
-    return Waiting(Demand((1,) * num_tokens), priority=priority, client=client)
+def waiting(num_tokens=4, priority=0, client="", excluded=frozenset()):
+    return QueuedRequest(Demand((1,) * num_tokens, excluded), priority=priority, client=client)
 
 
-def make_admission(places, **limits):
+def make_queue(places, **limits):
     values = {"max_waiting": 4, "max_waiting_tokens": 100, "no_node_timeout_seconds": 60.0}
-    return Admission(places, **values | limits)
+    return RequestQueue(places, **values | limits)
 
 
-async def queue_up(admission, *entries):
-    tasks = [asyncio.ensure_future(admission.wait_for_place(entry)) for entry in entries]
+async def queue_up(queue, *entries):
+    tasks = [asyncio.ensure_future(queue.wait_for_place(entry)) for entry in entries]
     await asyncio.sleep(0)
     return tasks
 
 
+async def pump(queue):
+    queue.pump()
+    await asyncio.sleep(0)
+
+
+async def give_room(queue, places, num_free=1):
+    places.num_free = num_free
+    await pump(queue)
+
+
+async def leave(queue, *tasks):
+    """They cancel; nothing waits any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert queue.num_waiting == queue.num_waiting_tokens == 0
+
+
 async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     places = FakePlaces(1)
-    admission = make_admission(places, max_waiting=2)
+    queue = make_queue(places, max_waiting=2)
     first = waiting()
-    await admission.wait_for_place(first)
-    others = await queue_up(admission, waiting(), waiting())
-    first.has_waited = True
-    (again,) = await queue_up(admission, first)
-    places.num_free = 1
-    admission.pump()
-    await asyncio.sleep(0)
+    await queue.wait_for_place(first)
+    others = await queue_up(queue, waiting(), waiting())
+    first.was_accepted = True
+    (again,) = await queue_up(queue, first)
+    await give_room(queue, places)
     assert [task.done() for task in (again, *others)] == [True, False, False]
     places.num_free = 2
-    admission.pump()
+    queue.pump()
     await asyncio.gather(*others)
-    assert admission.num_waiting == admission.num_waiting_tokens == 0
+    assert queue.num_waiting == queue.num_waiting_tokens == 0
 
 
 async def test_a_place_given_to_someone_who_has_just_left_is_given_back():
     places = FakePlaces()
-    admission = make_admission(places)
-    (task,) = await queue_up(admission, waiting())
+    queue = make_queue(places)
+    (task,) = await queue_up(queue, waiting())
     places.num_free = 1
-    admission.pump()
+    queue.pump()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert places.num_free == 1
-    assert admission.num_waiting == 0
+    assert queue.num_waiting == 0
 
 
 async def test_those_who_leave_from_the_middle_do_not_pile_up():
     places = FakePlaces()
-    admission = make_admission(places, max_waiting=4)
-    (first,) = await queue_up(admission, waiting())
+    queue = make_queue(places, max_waiting=4)
+    (first,) = await queue_up(queue, waiting())
     for _ in range(200):
-        (task,) = await queue_up(admission, waiting())
+        (task,) = await queue_up(queue, waiting())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert len(admission._heap) < 40
+    assert len(queue._heap) < 40
     first.cancel()
 
 
 async def test_limits_count_requests_and_tokens():
-    admission = make_admission(FakePlaces(), max_waiting=2, max_waiting_tokens=10)
-    tasks = await queue_up(admission, waiting(4))
+    queue = make_queue(FakePlaces(), max_waiting=2, max_waiting_tokens=10)
+    tasks = await queue_up(queue, waiting(4))
     with pytest.raises(CapacityError):
-        await admission.wait_for_place(waiting(7))
-    tasks += await queue_up(admission, waiting(6))
+        await queue.wait_for_place(waiting(7))
+    tasks += await queue_up(queue, waiting(6))
     with pytest.raises(CapacityError):
-        await admission.wait_for_place(waiting(0))
-    for task in tasks:
-        task.cancel()
+        await queue.wait_for_place(waiting(0))
+    await leave(queue, *tasks)
 
 
 async def test_clients_take_turns_however_much_each_asks_for():
     places = FakePlaces()
-    admission = make_admission(places, max_waiting=100, max_waiting_tokens=1000)
+    queue = make_queue(places, max_waiting=100, max_waiting_tokens=1000)
     order = []
 
     async def one(client):
-        await admission.wait_for_place(waiting(client=client))
+        await queue.wait_for_place(waiting(client=client))
         order.append(client)
 
     tasks = [asyncio.ensure_future(one(client)) for client in ["flood"] * 20 + ["b", "c", "b"]]
     await asyncio.sleep(0)
     for _ in range(8):
-        places.num_free = 1
-        admission.pump()
-        await asyncio.sleep(0)
+        await give_room(queue, places)
     assert order == ["flood", "b", "c", "flood", "b", "flood", "flood", "flood"]
     places.num_free = 100
-    admission.pump()
+    queue.pump()
     await asyncio.gather(*tasks)
 
 
 async def test_of_one_client_priority_and_arrival_count_as_ever():
     places = FakePlaces()
-    admission = make_admission(places, max_waiting=100)
+    queue = make_queue(places, max_waiting=100)
     entries = [waiting(9), waiting(1), waiting(1, priority=-1), waiting(9, priority=1)]
     order = []
 
     async def one(index, entry):
-        await admission.wait_for_place(entry)
+        await queue.wait_for_place(entry)
         order.append(index)
 
     tasks = [asyncio.ensure_future(one(index, entry)) for index, entry in enumerate(entries)]
     await asyncio.sleep(0)
     for _ in entries:
-        places.num_free = 1
-        admission.pump()
-        await asyncio.sleep(0)
+        await give_room(queue, places)
     assert order == [3, 0, 1, 2]
     await asyncio.gather(*tasks)
 
@@ -168,13 +190,13 @@ def test_clients_that_are_seen_once_are_not_remembered_for_ever():
 
 
 async def test_in_a_full_queue_the_busiest_clients_last_request_gives_way():
-    admission = make_admission(FakePlaces(), max_waiting=4)
-    flood = await queue_up(admission, *(waiting(client="flood") for _ in range(4)))
+    queue = make_queue(FakePlaces(), max_waiting=4)
+    flood = await queue_up(queue, *(waiting(client="flood") for _ in range(4)))
     with pytest.raises(CapacityError):
-        await admission.wait_for_place(waiting(client="flood"))
-    others = await queue_up(admission, waiting(client="b"), waiting(client="c"))
-    (again,) = await queue_up(admission, waiting(client="b"))
-    assert admission.num_waiting == 4
+        await queue.wait_for_place(waiting(client="flood"))
+    others = await queue_up(queue, waiting(client="b"), waiting(client="c"))
+    (again,) = await queue_up(queue, waiting(client="b"))
+    assert queue.num_waiting == 4
     with pytest.raises(CapacityError):
         await again
     for task in flood[2:]:
@@ -182,84 +204,73 @@ async def test_in_a_full_queue_the_busiest_clients_last_request_gives_way():
             await task
         assert displaced.value.retry_after_seconds > 0
     assert [task.done() for task in (*flood[:2], *others)] == [False] * 4
-    for task in (*flood[:2], *others):
-        task.cancel()
-    await asyncio.gather(*flood, *others, return_exceptions=True)
-    assert admission.num_waiting == admission.num_waiting_tokens == 0
+    await leave(queue, *flood[:2], *others)
 
 
 async def test_nobody_gives_way_to_a_request_that_does_not_fit_all_the_same():
-    admission = make_admission(FakePlaces(), max_waiting=100, max_waiting_tokens=100)
-    others = await queue_up(admission, *(waiting(20, client="a") for _ in range(5)))
+    queue = make_queue(FakePlaces(), max_waiting=100, max_waiting_tokens=100)
+    others = await queue_up(queue, *(waiting(20, client="a") for _ in range(5)))
     with pytest.raises(CapacityError):
-        await admission.wait_for_place(waiting(90, client="b"))
+        await queue.wait_for_place(waiting(90, client="b"))
     await asyncio.sleep(0)
     assert not any(task.done() for task in others)
-    (fits,) = await queue_up(admission, waiting(50, client="b"))
+    (fits,) = await queue_up(queue, waiting(50, client="b"))
     await asyncio.sleep(0)
     assert [task.done() for task in (*others, fits)] == [False, False, True, True, True, False]
-    for task in (*others, fits):
-        task.cancel()
-    await asyncio.gather(*others, fits, return_exceptions=True)
-    assert admission.num_waiting == admission.num_waiting_tokens == 0
+    await leave(queue, *others, fits)
 
 
 async def test_a_client_does_not_pay_for_requests_that_gave_way():
     places = FakePlaces()
-    admission = make_admission(places, max_waiting=4)
+    queue = make_queue(places, max_waiting=4)
     served = []
 
     async def serve(entry):
-        place = await admission.wait_for_place(entry)
+        place = await queue.wait_for_place(entry)
         served.append(entry.client)
         return place
 
     for _ in range(20):  # over and over it fills the queue, and another client asks for a part of it
-        flood = await queue_up(admission, *(waiting(client="flood") for _ in range(4)))
-        others = await queue_up(admission, waiting(client="b"), waiting(client="b"))
+        flood = await queue_up(queue, *(waiting(client="flood") for _ in range(4)))
+        others = await queue_up(queue, waiting(client="b"), waiting(client="b"))
         await asyncio.sleep(0)
         assert [task.done() for task in flood] == [False, False, True, True]
-        for task in (*flood, *others):
-            task.cancel()
-        await asyncio.gather(*flood, *others, return_exceptions=True)
+        await leave(queue, *flood, *others)
     tasks = [asyncio.ensure_future(serve(waiting(client=client))) for client in ("flood", "flood", "b", "b")]
     await asyncio.sleep(0)
     for _ in tasks:
-        places.num_free = 1
-        admission.pump()
-        await asyncio.sleep(0)
+        await give_room(queue, places)
     await asyncio.gather(*tasks)
     assert served == ["flood", "b", "flood", "b"]
 
 
 async def test_what_has_begun_is_displaced_by_nobody():
     places = FakePlaces(3)
-    admission = make_admission(places, max_waiting=3)
+    queue = make_queue(places, max_waiting=3)
     begun = [waiting(client="flood") for _ in range(3)]
     for entry in begun:
-        await admission.wait_for_place(entry)
-        entry.has_waited = True
-    tasks = await queue_up(admission, *begun)  # their node was lost
+        await queue.wait_for_place(entry)
+        entry.was_accepted = True
+    tasks = await queue_up(queue, *begun)  # their node was lost
     with pytest.raises(CapacityError):
-        await admission.wait_for_place(waiting(client="b"))
+        await queue.wait_for_place(waiting(client="b"))
     assert not any(task.done() for task in tasks)
-    for task in tasks:
-        task.cancel()
+    await leave(queue, *tasks)
 
 
 async def test_without_nodes_everyone_who_waits_is_told():
     places = FakePlaces()
     places.has_nodes = False
     now = [0.0]
-    admission = make_admission(places, no_node_timeout_seconds=5.0)
-    admission._clock = lambda: now[0]
-    tasks = await queue_up(admission, waiting(), waiting())
-    admission.pump()
+    queue = make_queue(places, no_node_timeout_seconds=5.0)
+    queue._clock = lambda: now[0]
+    tasks = await queue_up(queue, waiting(), waiting())
+    queue.pump()
     now[0] = 4.9
-    admission.pump()
+    queue.pump()
     assert not any(task.done() for task in tasks)
     now[0] = 5.1
-    admission.pump()
+    queue.pump()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(result, PeerLostError) for result in results)
 
@@ -302,39 +313,59 @@ def test_prefixes_are_known_by_whole_chunks_and_by_node():
 async def test_an_earlier_outage_does_not_count_in_a_later_one():
     places = FakePlaces()
     now = [0.0]
-    admission = make_admission(places, no_node_timeout_seconds=5.0)
-    admission._clock = lambda: now[0]
-    (task,) = await queue_up(admission, waiting())
+    queue = make_queue(places, no_node_timeout_seconds=5.0)
+    queue._clock = lambda: now[0]
+    (task,) = await queue_up(queue, waiting())
     places.has_nodes = False
-    admission.pump()
+    queue.pump()
     now[0] = 4.0
     places.has_nodes = True  # full, but there
-    admission.pump()
+    queue.pump()
     places.has_nodes = False
     now[0] = 100.0
-    admission.pump()
+    queue.pump()
     now[0] = 104.0
-    admission.pump()
-    await asyncio.sleep(0)
+    await pump(queue)
     assert not task.done()
     now[0] = 105.0
-    admission.pump()
+    queue.pump()
     with pytest.raises(PeerLostError):
         await task
 
 
 async def test_a_head_that_no_serving_node_can_take_holds_up_nobody():
     places = FakePlaces()
-    too_large, small = waiting(), waiting()
-    places.could_serve = lambda demand: demand is not too_large.demand
-    admission = make_admission(places)
-    head, behind = await queue_up(admission, too_large, small)
-    places.num_free = 1
-    admission.pump()
-    await asyncio.sleep(0)
+    queue = make_queue(places)
+    too_large = waiting(excluded=NODES)
+    head, behind = await queue_up(queue, too_large, waiting())
+    await give_room(queue, places)
     assert (head.done(), behind.done()) == (False, True)
-    places.could_serve = lambda _demand: True  # another node has come
-    places.num_free = 1
-    admission.pump()
-    await asyncio.sleep(0)
+    too_large.demand = Demand((1,))  # another node has come
+    await give_room(queue, places)
     assert head.done()
+
+
+async def test_a_head_that_waits_for_a_full_node_does_not_hold_up_those_whom_others_can_take():
+    places = FakePlaces(10)
+    places.full = frozenset({b"large"})
+    queue = make_queue(places)
+    head, *behind = await queue_up(queue, waiting(excluded=frozenset({b"small"})), waiting(), waiting())
+    await asyncio.sleep(0)
+    assert [task.done() for task in (head, *behind)] == [False, True, True]
+    places.full = NODES
+    (later,) = await queue_up(queue, waiting())
+    places.full = frozenset({b"small"})
+    await give_room(queue, places)
+    assert (head.done(), later.done()) == (True, False), "what it waits for is not given to others"
+    later.cancel()
+
+
+async def test_nobody_passes_where_prefill_nodes_are_short_of_room():
+    places = FakePlaces(10)
+    places.has_prefill = False
+    places.full = frozenset({b"large"})
+    queue = make_queue(places)
+    tasks = await queue_up(queue, waiting(excluded=frozenset({b"small"})), waiting())
+    await pump(queue)
+    assert not any(task.done() for task in tasks)
+    await leave(queue, *tasks)

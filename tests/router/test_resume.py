@@ -9,9 +9,11 @@ import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
 
+from outrider.client import AsyncClient, RetryPolicy
 from outrider.v1 import router_pb2
-from router.fakes.decode_node import letters
+from router import answer_reader
 from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.router_fakes.decode_node import letters
 
 NUM_TOKENS = 120
 
@@ -166,6 +168,16 @@ async def test_the_end_of_the_window_frees_the_name_and_the_memory_of_an_answer_
     await slow.is_empty()
 
 
+async def test_answers_that_were_read_give_way_to_new_ones(cluster):
+    await cluster.serve(journal_bytes=65_536)
+    for index in range(20):
+        answer = await cluster.generate(
+            request_id=f"r{index}", resume_window=window(30.0), sampling=cluster.sampling(max_tokens=20)
+        )
+        assert len(answer.token_ids()) == 20
+        assert cluster.services.answers.reserved_bytes <= 65_536
+
+
 async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
     await cluster.serve(journal_bytes=65_536)
 
@@ -202,6 +214,40 @@ async def test_an_answer_that_failed_fails_for_who_comes_back_too(cluster):
     assert again.code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_resumable_request_that_was_refused_leaves_its_name(cluster):
+    """A client asks again under the same name, as the Python client does."""
+    cluster.decode.max_running = 1
+    cluster.decode.step_seconds = 0.05
+    await cluster.serve(max_waiting=0)
+    running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=400)))
+    await cluster.eventually(lambda: cluster.decode.groups)
+    assert (await cluster.fail(request(cluster))).reason == "QUEUE_FULL"
+    assert len(cluster.service.requests) == 1
+    retry = RetryPolicy(max_attempts=100, initial_backoff_seconds=0.05)
+    async with AsyncClient(cluster.address, retry=retry) as client:
+        options = {"seed": 1, "max_tokens": 4, "request_id": "r", "resume_window_seconds": 30.0}
+        async with client.generate("a prompt", **options) as stream:
+            first = asyncio.ensure_future(anext(aiter(stream)))
+            await cluster.eventually(lambda: len(cluster.service.requests) == 2)
+            await cluster.eventually(lambda: len(cluster.service.requests) == 1)
+            cluster.decode.step_seconds = 0.0
+            await first
+            async for _ in stream:
+                pass
+            assert len(stream.token_ids()) == 4
+    await running
+
+
+async def test_a_long_answer_is_told_again_in_bounded_messages(slow, monkeypatch):
+    monkeypatch.setattr(answer_reader, "MAX_ENTRIES", 64)
+    slow.decode.step_seconds = 0.0
+    await slow.stub.Complete(request(slow))
+    messages = await resume(slow)
+    deltas = [message.delta for message in messages if message.HasField("delta")]
+    assert max(len(delta.token_ids) for delta in deltas) == 64
+    assert told(messages)[0] == letters(slow.decode.opened[0], 0)
+
+
 async def test_an_abort_ends_an_answer_whose_client_is_gone(slow):
     call = slow.stub.Generate(request(slow))
     await read_some(call, 2)
@@ -221,6 +267,6 @@ async def test_a_complete_call_that_was_cut_can_be_resumed(slow):
 
 
 async def test_a_draining_router_sends_who_comes_back_elsewhere(slow):
-    slow.service.desk.is_draining = True
+    slow.service.requests.is_draining = True
     failure = await refusal(slow)
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")

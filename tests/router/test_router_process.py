@@ -10,9 +10,10 @@ import grpc.aio
 import pytest
 
 from outrider.rpc.channels import channel_options, open_channel
+from outrider.service.health import LIVENESS
 from outrider.v1 import router_pb2, router_pb2_grpc
-from router.fakes import FakeDecodeNode, FakePrefillNode
-from tests.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health
+from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health
+from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode
 
 PATIENCE_OPTIONS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 NUM_CLIENTS = 16
@@ -41,7 +42,7 @@ async def router(nodes):
     async def start(*settings: str):
         process = RoleProcess(
             "router",
-            "router.server.port=0",
+            "server.port=0",
             f"router.decode_targets={decode.address}",
             f"router.prefill_targets={prefill.address}",
             *settings,
@@ -93,13 +94,19 @@ async def read_all(call) -> None:
 
 async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
     nodes[0].step_seconds = 0.2  # of 30 s
-    process, stub = await router("router.server.drain_seconds=60")
+    process, stub = await router("server.drain_seconds=60")
     stream = Stream(stub, max_tokens=150)
     await stream.has_begun.wait()
     process.process.send_signal(signal.SIGTERM)
     await asyncio.to_thread(process.wait_for_log, "draining")
+    assert len((await stub.Complete(request(1))).completions) == 1, "load balancers have not noticed yet"
+
+    async def ask_until_refused():
+        while True:
+            await stub.Complete(request(1))
+
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.Complete(request(1))
+        await ask_until_refused()
     assert refused.value.code() is UNAVAILABLE
     assert not stream.has_summary
     nodes[0].step_seconds = 0.0
@@ -112,7 +119,7 @@ async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
 async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router, cluster):
     nodes[0].step_seconds = 0.2  # of 80 s
     nodes[0].max_running = 1
-    process, stub = await router("router.server.drain_seconds=0.3")
+    process, stub = await router("server.drain_seconds=0.3")
     running = Stream(stub, max_tokens=400)
     await running.has_begun.wait()
     waiting = [Stream(stub, max_tokens=400) for _ in range(3)]
@@ -139,7 +146,7 @@ async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_rout
 ):
     nodes[0].step_seconds = 0.2
     nodes[0].max_running = NUM_CLIENTS
-    process, stub = await router("router.server.drain_seconds=0.3")
+    process, stub = await router("server.drain_seconds=0.3")
     endings = [[] for _ in range(NUM_CLIENTS)]
 
     async def ask(ends):
@@ -184,7 +191,7 @@ async def test_clients_of_a_frozen_router_are_told(nodes, router, is_full):
 async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
     with RoleProcess(
         "router",
-        "router.server.port=0",
+        "server.port=0",
         "router.decode_targets=decode.invalid:1",
         "router.prefill_targets=127.0.0.1:1",
     ) as process:
@@ -197,6 +204,7 @@ async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
         assert [line["target"] for line in unknown] == ["decode.invalid:1"]
         with grpc.insecure_channel(address) as channel:
             assert await asyncio.to_thread(check_health, channel) == NOT_SERVING
+            assert await asyncio.to_thread(check_health, channel, LIVENESS) == SERVING
         async with open_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await router_pb2_grpc.RouterServiceStub(channel).Complete(request(1))
@@ -215,5 +223,6 @@ async def test_health_is_serving_between_start_and_sigterm_while_nodes_serve(nod
             while await asyncio.to_thread(check_health, channel) == SERVING:
                 await asyncio.sleep(0.02)
         assert await asyncio.to_thread(check_health, channel, ROUTER_SERVICE) == NOT_SERVING
+        assert await asyncio.to_thread(check_health, channel, LIVENESS) == SERVING
     status, _ = await asyncio.to_thread(process.end)
     assert status == 0

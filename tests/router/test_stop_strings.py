@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fakes import fake_tokenizer_files
 from router.stop_strings import StopStringMatcher
 from router.text import AnswerText
 from router.tokenizer import Tokenizer
+from tests.support.router_fakes import fake_tokenizer_files
 
 TOKENIZER = Tokenizer(fake_tokenizer_files())
 

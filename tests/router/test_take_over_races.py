@@ -9,12 +9,12 @@ import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
 
-from outrider.errors import AlreadyRunningError, StoreError
+from outrider.errors import AlreadyRunningError, PeerLostError, StoreError
 from outrider.v1 import router_pb2
-from router.fakes import fake_model_info
-from router.fakes.decode_node import letters
-from router.store.memory import MemoryAnswerStore, MemoryRecords
 from tests.router.conftest import PATIENCE_SECONDS, told
+from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
+from tests.support.router_fakes import fake_model_info
+from tests.support.router_fakes.decode_node import letters
 
 BATCH_DEPENDENT = "batch-dependent (torch bfloat16)"
 
@@ -95,7 +95,7 @@ async def run_ahead_of_the_store(pair, num_deltas=30, **fields):
     """The position behind the tokens that the client has; the store has fewer, and the first router is gone."""
     call, _, deltas = await pair.begin(num_deltas=3, **fields)
     await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
-    pair.first.service.desk.keeper._work.cancel()
+    pair.first.service.requests.keeper._work.cancel()
     deltas += [(await call.read()).delta for _ in range(num_deltas)]
     await pair.kill_first()
     position = deltas[-1].start_position + len(deltas[-1].token_ids)
@@ -126,7 +126,7 @@ async def test_the_window_runs_for_a_request_whose_resume_was_cancelled_while_it
     await pair.serve()
     await pair.begin()
     await pair.kill_first()
-    keeper, running = pair.second.service.desk.keeper, pair.second.service.desk.running
+    keeper, running = pair.second.service.requests.keeper, pair.second.service.requests
     gate, resume = gated(pair.stores[1], "claim"), watched(keeper, "resume")
     resumed = pair.resume_call()
     read = asyncio.ensure_future(resumed.read())
@@ -135,7 +135,7 @@ async def test_the_window_runs_for_a_request_whose_resume_was_cancelled_while_it
     await resume.until_left()
     gate.open()
     await pair.second.eventually(lambda: len(running) == 1 and not keeper._claims)
-    (taken,) = running._by_id.values()
+    (taken,) = running._by_key.values()
     await pair.second.eventually(lambda: taken._expiry is not None, what="a resume window")
     await asyncio.wait((read,), timeout=PATIENCE_SECONDS)
 
@@ -147,7 +147,7 @@ async def test_a_second_resume_waits_while_the_first_one_restores(pair):
     gate = gated(pair.second.service.nodes.served.tokenizer, "decode")
     first = asyncio.ensure_future(pair.resume_call().read())
     await gate.until_entered()
-    find = watched(pair.second.service.desk, "find")
+    find = watched(pair.second.service.requests, "find")
     second = pair.resume_call()
     started = asyncio.ensure_future(second.read())
     await find.until_entered()
@@ -198,12 +198,29 @@ async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_h
         fields = {"sampling": {"temperature": 1.0}, "speculation": router_pb2.SpeculationOptions(method=method)}
     await pair.serve()
     position = await run_ahead_of_the_store(pair, **fields)
-    pair.first.decode.script = lambda opened, _sample: [65] * opened.sampling.max_tokens
+    pair.first.decode.script = lambda opened, _sample: [65] * opened.options.sampling.max_tokens
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await pair.resume(sample_0=position)
     failure = pair.second.failure_of(caught.value)
     assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_REPRODUCIBLE")
-    await pair.second.eventually(lambda: len(pair.second.service.desk.running) == 0)
+    await pair.second.eventually(lambda: len(pair.second.service.requests) == 0)
+
+
+async def test_a_client_that_goes_to_another_router_and_back_keeps_its_stream(pair):
+    await pair.serve()
+    pair.first.decode.step_seconds = 0.05
+    await pair.begin(num_deltas=2)
+    renewal = gated(pair.stores[0], "renew")  # by which the first router would hear of the second
+    await renewal.until_entered()
+    resumed = pair.resume_call()
+    assert (await resumed.read()).HasField("started")
+    assert "r" in pair.first.service.requests
+    back = pair.first.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=PATIENCE_SECONDS)
+    assert (await back.read()).HasField("started")
+    renewal.open()
+    await pair.second.eventually(lambda: "r" not in pair.second.service.requests, what="the second router has heard")
+    pair.first.decode.step_seconds = 0.0
+    assert told(await read_on(back)) == letters(pair.first.decode.opened[0], 0)
 
 
 async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_that_has_it(pair):
@@ -214,7 +231,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
     await renewal.until_entered()
     resumed = pair.resume_call()
     assert (await resumed.read()).HasField("started")
-    assert pair.first.service.desk.running.has("r"), "it has not heard of the take-over"
+    assert "r" in pair.first.service.requests, "it has not heard of the take-over"
     assert (await pair.first.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
     (finished,) = [message.finished for message in await read_on(resumed) if message.HasField("finished")]
     assert finished.reason == router_pb2.FINISH_REASON_ABORTED
@@ -265,9 +282,9 @@ async def test_leases_are_renewed_while_the_store_takes_no_tokens(cluster):
     store, records = await serve(cluster, FullStore, lease_seconds=0.3, store_lease_seconds=0.3)
     call = cluster.stub.Generate(request(cluster, 100))
     await call.read()
-    lease_until = records.get("r").lease_until
+    expires_at = records.get("r").expires_at
     await cluster.eventually(lambda: store.num_renewals >= 3, what="renewals")
-    assert records.get("r").lease_until > lease_until
+    assert records.get("r").expires_at > expires_at
     call.cancel()
 
 
@@ -276,7 +293,7 @@ async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(clus
     gate = gated(store, "delete")
     await cluster.generate(request(cluster, 4, seconds=0))
     await gate.until_entered()
-    keeper = cluster.service.desk.keeper
+    keeper = cluster.service.requests.keeper
     keep = watched(keeper, "keep")
     call = cluster.stub.Generate(request(cluster, 60))
     await keep.until_entered()
@@ -285,3 +302,95 @@ async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(clus
     assert "r" in keeper._kept
     await cluster.eventually(lambda: len(records.get("r").tokens.token_ids().get(0, ())) > 5)
     call.cancel()
+
+
+class SlowStore(MemoryAnswerStore):
+    """Takes its time for each request that it creates."""
+
+    num_creating = most_creating = 0
+
+    async def create(self, stored):
+        self.num_creating += 1
+        self.most_creating = max(self.most_creating, self.num_creating)
+        await asyncio.sleep(0.2)
+        self.num_creating -= 1
+        await super().create(stored)
+
+
+async def test_a_slow_store_delays_each_request_for_itself(cluster):
+    store, _ = await serve(cluster, SlowStore)
+
+    def one(number):
+        other = request(cluster, 2)
+        other.request_id = f"r{number}"
+        return cluster.generate(other)
+
+    await asyncio.gather(*(one(number) for number in range(20)))
+    assert store.most_creating > 10
+
+
+async def test_a_claim_of_a_name_that_is_being_deleted_waits_and_is_kept(cluster):
+    store, records = await serve(cluster)
+    gate = gated(store, "delete")
+    await cluster.generate(request(cluster, 4, seconds=0))
+    await gate.until_entered()
+    claim = watched(store, "claim")
+    resumed = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=PATIENCE_SECONDS)
+    reading = asyncio.ensure_future(resumed.read())
+    await cluster.eventually(lambda: cluster.service.requests.keeper.is_claiming("r"))
+    assert not claim._entered.is_set()
+    gate.open()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reading
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert records.get("r") is None
+
+
+async def test_a_planned_drain_stores_the_last_tokens(pair):
+    await pair.serve(store_append_seconds=0.3)
+    call, _, deltas = await pair.begin(num_deltas=30)
+    pair.first.service.requests.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
+    num_known = sum(len(delta.token_ids) for delta in deltas)
+    await pair.first.eventually(lambda: not pair.first.service.requests.keeper._kept, what="forgotten here")
+    stored = await pair.stores[1].read("r")
+    assert len(stored.token_ids[0]) >= num_known
+    call.cancel()
+
+
+class LateStore(MemoryAnswerStore):
+    """Takes tokens, and is always too late to say so."""
+
+    def __init__(self, **fields):
+        super().__init__(**fields)
+        self.num_tokens = []
+
+    async def append(self, spans):
+        spans = list(spans)
+        self.num_tokens.append(sum(len(span.token_ids) for span in spans))
+        await super().append(spans)
+        raise StoreError("too late")
+
+
+async def test_tokens_that_are_sent_again_are_a_bounded_number(cluster, monkeypatch):
+    monkeypatch.setattr("router.answer_keeper.MAX_SPAN_TOKENS", 10)
+    store, _ = await serve(cluster, LateStore)
+    cluster.decode.step_seconds = 0.001
+    await cluster.generate(request(cluster, 200))
+    await cluster.eventually(lambda: len(store.num_tokens) > 5)
+    assert max(store.num_tokens) == 10
+
+
+async def test_a_request_that_the_queue_refuses_leaves_its_name_free(pair):
+    await pair.serve(max_waiting=0, store_append_seconds=30.0)
+    pair.first.services.placement.place = lambda *_args, **_fields: None
+    create = pair.stores[0].create
+
+    async def create_by_wire(stored):
+        await create(stored)
+        await asyncio.sleep(0.05)
+
+    pair.stores[0].create = create_by_wire
+    failure = await pair.first.fail(pair.request())
+    assert failure.reason == "QUEUE_FULL"
+    answer = await pair.second.generate(pair.request(sampling={"max_tokens": 5}))
+    assert len(answer.token_ids()) == 5

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import pytest
 
 from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
-from router.caller import Caller, split_key
-from router.clients import Anybody, TokenFile
+from router.clients import CHECK_SECONDS, AnonymousClients, Caller, TokenFile, split_key
 
 
 def line(name, token, *limits):
@@ -17,6 +17,11 @@ def line(name, token, *limits):
 
 def shown(token):
     return (("user-agent", "test"), ("authorization", f"Bearer {token}"))
+
+
+def identify(clients, metadata):
+    clients.authenticate(metadata)
+    return clients.identify(metadata)
 
 
 @pytest.fixture
@@ -34,9 +39,9 @@ def test_a_token_says_who_calls_and_what_it_may(write):
     clients = TokenFile(
         write("# clients", "", line("alice", "a-secret", "priority=5", "rate=60"), line("bob", "b-secret") + " # old")
     )
-    alice, bob = clients.identify(shown("a-secret")), clients.identify(shown("b-secret"))
-    assert (alice.name, alice.share, alice.most_priority) == ("alice", "alice", 5)
-    assert (bob.name, bob.most_priority) == ("bob", 0)
+    alice, bob = identify(clients, shown("a-secret")), identify(clients, shown("b-secret"))
+    assert (alice.name, alice.share, alice.max_priority) == ("alice", "alice", 5)
+    assert (bob.name, bob.max_priority) == ("bob", 0)
     alice.check_priority(5)
     for caller, priority in ((alice, 6), (bob, 1)):
         with pytest.raises(NotAllowedError, match="priority"):
@@ -57,30 +62,30 @@ def test_a_token_says_who_calls_and_what_it_may(write):
 )
 def test_without_a_known_token_nobody_is_served(write, metadata):
     with pytest.raises(UnauthenticatedError):
-        TokenFile(write(line("alice", "a-secret"))).identify(metadata)
+        identify(TokenFile(write(line("alice", "a-secret"))), metadata)
 
 
 def test_tenants_have_salts_of_their_own_and_a_single_one_has_none(write):
     path = write(line("alice", "a-secret"), line("alice", "a-new-secret"))
-    clients = TokenFile(path)
-    assert clients.identify(shown("a-secret")) == clients.identify(shown("a-new-secret"))
-    assert clients.identify(shown("a-secret")).cache_salt == b""
+    clients = TokenFile(path, clock=itertools.count(step=CHECK_SECONDS).__next__)
+    assert identify(clients, shown("a-secret")) == identify(clients, shown("a-new-secret"))
+    assert identify(clients, shown("a-secret")).cache_salt == b""
     write(line("alice", "a-secret"), line("bob", "b-secret"))
-    assert clients.identify(shown("a-secret")).cache_salt == b"alice"
-    assert clients.identify(shown("b-secret")).cache_salt == b"bob"
+    assert identify(clients, shown("a-secret")).cache_salt == b"alice"
+    assert identify(clients, shown("b-secret")).cache_salt == b"bob"
     assert clients.named("bob").cache_salt == b"bob"  # of a request that another router has begun
 
 
 def test_a_changed_file_is_taken_and_a_broken_one_is_not(write):
     path = write(line("alice", "a-secret"))
-    clients = TokenFile(path)
+    clients = TokenFile(path, clock=itertools.count(step=CHECK_SECONDS).__next__)
     write(line("bob", "b-secret"))
     with pytest.raises(UnauthenticatedError):
-        clients.identify(shown("a-secret"))
+        identify(clients, shown("a-secret"))
     write("bob sha256:123")
-    assert clients.identify(shown("b-secret")).name == "bob"
+    assert identify(clients, shown("b-secret")).name == "bob"
     path.unlink()
-    assert clients.identify(shown("b-secret")).name == "bob"
+    assert identify(clients, shown("b-secret")).name == "bob"
 
 
 def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
@@ -88,9 +93,9 @@ def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
     clients = TokenFile(
         write(line("alice", "a", "rate=3"), line("alice", "b", "rate=3"), line("bob", "c")), clock=lambda: now
     )
-    alice, bob = clients.identify(shown("a")), clients.identify(shown("c"))
+    alice, bob = identify(clients, shown("a")), identify(clients, shown("c"))
     for token in "aba":
-        clients.charge(clients.identify(shown(token)))
+        clients.charge(identify(clients, shown(token)))
     with pytest.raises(CapacityError, match="alice may make 3 calls a minute") as refused:
         clients.charge(alice)
     assert refused.value.retry_after_seconds == pytest.approx(20.0)
@@ -135,5 +140,5 @@ def test_requests_of_two_clients_have_two_keys():
 
 
 def test_where_nobody_is_asked_clients_name_their_share():
-    assert Anybody().identify((("client_id", "x" * 200),)) == Caller(share="x" * 128)
-    assert Anybody().identify(None) == Caller()
+    assert AnonymousClients().identify((("client_id", "x" * 200),)) == Caller(share="x" * 128)
+    assert AnonymousClients().identify(None) == Caller()

@@ -66,7 +66,7 @@ async def test_an_answer_says_if_its_tokens_depend_on_drafts(cluster, call, meth
     trailers, _, _ = await finish(call(sampling=cluster.sampling(temperature=temperature), speculation=speculation))
     assert trailers.get("outrider-verification") == said
     in_force = VerificationMethod[method] if said else VerificationMethod.COUPLED
-    assert cluster.decode.opened[-1].verification_method is in_force
+    assert cluster.decode.opened[-1].options.verification_method is in_force
 
 
 async def test_the_routers_method_is_that_of_requests_that_name_none(cluster, call):
@@ -83,7 +83,7 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
     running = asyncio.ensure_future(finish(call(request_id="doomed", sampling=cluster.sampling(max_tokens=400))))
     await cluster.eventually(lambda: any(group.is_ready for group in cluster.decode.groups))
     await cluster.eventually(lambda: any(n > 2 for group in cluster.decode.groups for n in group.num_sent.values()))
-    cluster.service.desk.running.abort("doomed")
+    assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="doomed"))).aborted
     trailers, messages, error = await running
     assert error is None
     assert int(trailers[TOKENS]) == messages[-1].summary.usage.num_generated_tokens > 0

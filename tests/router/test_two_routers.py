@@ -10,8 +10,9 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.v1 import router_pb2
-from router.fakes.decode_node import letters
 from tests.router.conftest import PATIENCE_SECONDS, RouterPair, told
+from tests.support.router_fakes import fake_model_info
+from tests.support.router_fakes.decode_node import letters
 
 NUM_TOKENS = RouterPair.num_tokens
 
@@ -54,7 +55,7 @@ async def test_a_resume_elsewhere_ends_the_stream_of_the_owner(pair):
     failure = pair.first.failure_of(caught.value)
     assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
     assert told(await messages) == letters(pair.first.decode.opened[0], 0)
-    await pair.first.eventually(lambda: not pair.first.service.desk.running.has("r"))
+    await pair.first.eventually(lambda: "r" not in pair.first.service.requests)
 
 
 async def test_an_abort_reaches_the_owner_from_any_router(pair):
@@ -71,7 +72,22 @@ async def test_an_id_that_another_router_has_is_taken(pair):
     await pair.serve()
     await pair.begin()
     assert (await pair.second.fail(pair.request())).code is grpc.StatusCode.ALREADY_EXISTS
-    await pair.second.eventually(lambda: len(pair.second.service.desk.running) == 0)
+    await pair.second.eventually(lambda: len(pair.second.service.requests) == 0)
+
+
+async def test_a_request_that_cannot_go_on_elsewhere_stays_with_its_owner(pair):
+    for node in (pair.first.decode, pair.first.prefill):
+        node.model = fake_model_info(numerics="batch-dependent (torch bfloat16)")
+    await pair.serve(store_append_seconds=30.0)
+    pair.first.decode.step_seconds = 0.05
+    call, _, deltas = await pair.begin(num_deltas=5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await pair.resume(sample_0=deltas[-1].start_position)
+    assert pair.second.failure_of(caught.value).reason == "NOT_REPRODUCIBLE"
+    pair.first.decode.step_seconds = 0.0
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (await call.read()).HasField("summary"):
+            pass
 
 
 async def test_a_finished_answer_can_be_read_at_another_router(pair):

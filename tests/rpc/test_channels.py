@@ -17,11 +17,11 @@ from outrider.service.server import bind
 WAIT_SECONDS = 60.0
 
 
-async def serve(config: ServerConfig, security: PeerSecurity = PLAINTEXT) -> tuple[grpc.aio.Server, str]:
-    server = grpc.aio.server(options=server_options(max_message_bytes=config.max_message_bytes))
+async def serve(client_tls: TlsConfig | None = None, security: PeerSecurity = PLAINTEXT) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server(options=server_options())
     health = Health(())
     await health.add_to(server)
-    address = bind(server, config, security, role="router")
+    address = bind(server, ServerConfig(port=0), security, role="router", client_tls=client_tls)
     await server.start()
     await health.set_serving(is_serving=True)
     return server, address
@@ -41,7 +41,7 @@ async def refusal(channel: grpc.aio.Channel) -> grpc.StatusCode:
 async def test_a_proxy_variable_captures_no_channel(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
-    server, address = await serve(ServerConfig())
+    server, address = await serve()
     async with open_channel(address) as channel:
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
     await server.stop(0)
@@ -50,7 +50,7 @@ async def test_a_proxy_variable_captures_no_channel(monkeypatch):
 async def test_a_router_asks_its_clients_for_certificates_where_it_has_an_authority(tls_folder, certificate):
     trusting = TlsConfig(authority=tls_folder / "ca.pem")
     client = replace(trusting, certificate=tls_folder / "client.pem", private_key=tls_folder / "client-key.pem")
-    server, address = await serve(ServerConfig(tls=replace(certificate, authority=trusting.authority)))
+    server, address = await serve(replace(certificate, authority=trusting.authority))
     async with open_channel(address, credentials=client_credentials(client, None)) as channel:
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
     for stranger in (None, trusting):
@@ -61,7 +61,7 @@ async def test_a_router_asks_its_clients_for_certificates_where_it_has_an_author
 
 async def test_a_router_may_show_its_clients_another_certificate_than_its_nodes(tls_folder, certificate):
     security = PeerSecurity(SecurityConfig(tls=replace(certificate, authority=tls_folder / "ca.pem")))
-    server, address = await serve(ServerConfig(tls=certificate), security)
+    server, address = await serve(certificate, security)
     credentials = client_credentials(TlsConfig(authority=tls_folder / "ca.pem"), None)
     async with open_channel(address, credentials=credentials) as channel:  # which is not asked for one
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
@@ -69,7 +69,7 @@ async def test_a_router_may_show_its_clients_another_certificate_than_its_nodes(
 
 
 async def test_another_name_than_the_address_can_be_asked_for(tls_folder, certificate):
-    server, address = await serve(ServerConfig(tls=certificate))
+    server, address = await serve(certificate)
     credentials = client_credentials(TlsConfig(authority=tls_folder / "ca.pem"), None)
     async with open_channel(address, credentials=credentials, server_name="outrider-node") as channel:
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
@@ -80,12 +80,7 @@ async def test_another_name_than_the_address_can_be_asked_for(tls_folder, certif
 
 async def test_an_authority_without_a_certificate_is_an_error_and_no_plaintext(tls_folder):
     with pytest.raises(ConfigError, match="a server needs a certificate and its private key"):
-        await serve(ServerConfig(tls=TlsConfig(authority=tls_folder / "ca.pem")))
-
-
-async def test_a_node_has_no_tls_for_clients(certificate):
-    with pytest.raises(ConfigError, match=r"decode_node\.server\.tls .* set security\.tls"):
-        bind(grpc.aio.server(), ServerConfig(tls=certificate), role="decode_node")
+        await serve(TlsConfig(authority=tls_folder / "ca.pem"))
 
 
 def test_bulk_channels_have_connections_of_their_own():

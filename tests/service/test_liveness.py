@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import time
+
 from outrider.node import NodeReport, NodeState
 from outrider.service.liveness import (
     REPORT_SECONDS,
     REPORT_TOLERANCE,
     SILENT_SECONDS,
+    STALL_SECONDS,
     STEP_TOLERANCE,
     ProgressDeadline,
+    Standing,
+    watch_progress,
 )
 
 
@@ -34,10 +40,8 @@ def test_silence_past_the_grace_is_a_loss():
     deadline.feed(report(1))
     clock.now += 1.9
     assert not deadline.is_lost()
-    assert deadline.remaining_seconds() < 0.11
     clock.now += 0.2
     assert deadline.is_lost()
-    assert deadline.remaining_seconds() == 0.0
 
 
 def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
@@ -45,13 +49,23 @@ def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
     for age in range(10):
         deadline.feed(report(1, expected=0.1, age=0.5 * age))
         clock.now += 0.1
-        assert deadline.seconds_until_silent() > 0.0
     assert deadline.is_late()
+    assert deadline.standing is Standing.LATE
     clock.now += REPORT_SECONDS + SILENT_SECONDS + 0.09
-    assert deadline.seconds_until_silent() > 0.0
+    assert not deadline.advance()
     clock.now += 0.02
-    assert deadline.seconds_until_silent() == 0.0
+    assert deadline.advance()
+    assert deadline.standing is Standing.SILENT
     assert not deadline.is_lost()
+
+
+def test_after_a_stall_of_this_process_a_late_node_is_not_silent_at_once():
+    deadline, clock = make_deadline()
+    deadline.feed(report(1))
+    clock.now += 1.9  # late and silent long since; reports may lie unread
+    assert deadline.advance()
+    assert deadline.standing is Standing.LATE
+    assert not deadline.advance()
 
 
 def test_an_idle_node_lives_as_long_as_it_reports():
@@ -97,3 +111,45 @@ def test_the_grace_is_at_least_a_second():
     deadline = ProgressDeadline(grace_seconds=0.0, clock=clock)
     clock.now += 0.9
     assert not deadline.is_lost()
+
+
+async def test_a_loop_that_always_lags_declares_losses_all_the_same():
+    async def lag():
+        while True:
+            time.sleep(1.5 * STALL_SECONDS)  # noqa: ASYNC251 the lag
+            await asyncio.sleep(0)
+
+    deadline, clock = make_deadline()
+    clock.now += 10.0
+    lagging = asyncio.create_task(lag())
+    async with asyncio.timeout(30.0):
+        await watch_progress(deadline, lambda: None)
+    lagging.cancel()
+    assert deadline.standing is Standing.LOST
+
+
+async def test_the_watch_tells_of_each_change_until_the_loss():
+    deadline, clock = make_deadline()
+    deadline.feed(report(1, expected=0.5))
+    told = []
+
+    def tell():
+        told.append(deadline.standing)
+        clock.now += deadline.next_change()[1]
+
+    clock.now += deadline.next_change()[1]
+    async with asyncio.timeout(30.0):
+        await watch_progress(deadline, tell)
+    assert told == [Standing.LATE, Standing.SILENT]
+
+
+async def test_a_report_that_brings_the_deadline_nearer_is_heeded_at_once():
+    deadline = ProgressDeadline(grace_seconds=3600.0)
+    late = asyncio.Event()
+    watching = asyncio.create_task(watch_progress(deadline, late.set))
+    await asyncio.sleep(0)
+    deadline.feed(report(1, expected=0.001))
+    async with asyncio.timeout(30.0):
+        await late.wait()
+    assert deadline.standing is Standing.LATE
+    watching.cancel()

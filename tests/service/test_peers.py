@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from outrider.service.peers import PeerSet
-from outrider.service.resolver import FakeResolver
+from tests.support.fake_resolver import FakeResolver
 
 PATIENCE_SECONDS = 30.0
 NAME = "decode.test:1"

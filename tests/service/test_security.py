@@ -72,7 +72,7 @@ async def test_a_node_takes_renewed_certificates_without_a_restart(security, tmp
 
 async def test_a_router_that_connects_again_shows_renewed_certificates(security, tmp_path):
     async with node(security) as address:
-        transport = GrpcTransport(security, address=address, grace_seconds=2.0)
+        transport = GrpcTransport(security, address=address)
         assert (await transport.identify(timeout_seconds=5)).name == "node"
     issue(tmp_path)
     async with node(security, port=int(address.rpartition(":")[2])):

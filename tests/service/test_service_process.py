@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, json_format, messag
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from tests.processes import WAIT_SECONDS, RoleProcess, check_health
+from tests.support.processes import WAIT_SECONDS, RoleProcess, check_health
 
 ROLE_PROCESS = Path(__file__).parents[1] / "cluster" / "role_process.py"
 ROUTER_SERVICE = "outrider.v1.RouterService"
@@ -29,7 +29,7 @@ def service_process(*settings: str, **environ: str) -> RoleProcess:
 
 @pytest.fixture(scope="module")
 def served():
-    service = service_process("router.server.port=0")
+    service = service_process("server.port=0")
     announced = service.announcement("serving")
     yield announced["address"]
     status, _ = service.end()
@@ -175,9 +175,9 @@ def test_noise_on_the_port_disturbs_nobody(served, noise):
 def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_with_0(tmp_path):
     may_start = tmp_path / "may start"
     service = service_process(
-        "router.server.port=0",
-        "router.server.metrics_port=0",
-        "router.server.drain_seconds=600",  # which nothing needs: it ends at once
+        "server.port=0",
+        "server.metrics_port=0",
+        "server.drain_seconds=600",  # which nothing needs: it ends at once
         START_WHEN=str(may_start),
     )
     bound = service.announcement("address")
@@ -200,7 +200,7 @@ def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_wi
 
 
 def test_sigterm_while_loading_ends_with_0(tmp_path):
-    service = service_process("router.server.port=0", "router.server.host=0.0.0.0", START_WHEN=str(tmp_path / "never"))
+    service = service_process("server.port=0", "server.host=0.0.0.0", START_WHEN=str(tmp_path / "never"))
     service.announcement("progress")
     status, log = service.end()
     assert status == 0
@@ -209,7 +209,7 @@ def test_sigterm_while_loading_ends_with_0(tmp_path):
 
 
 def test_a_start_that_fails_is_one_clear_line_and_status_1():
-    status, log = service_process("router.server.port=0", ROLE_FAILS="router").wait()
+    status, log = service_process("server.port=0", ROLE_FAILS="router").wait()
     assert status == 1
     (failure,) = (line for line in log if line["level"] == "error")
     assert failure["event"] == "cannot start"
@@ -220,17 +220,16 @@ def test_a_start_that_fails_is_one_clear_line_and_status_1():
 def test_a_taken_port_is_named_with_the_way_out():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, log = service_process(f"router.server.port={port}").wait()
+        status, log = service_process(f"server.port={port}").wait()
     assert status == 1
     (failure,) = log
     assert failure["error"] == (
-        f"port {port} on 127.0.0.1 is taken; choose another with --set router.server.port=N "
-        "or OUTRIDER_ROUTER__SERVER__PORT"
+        f"port {port} on 127.0.0.1 is taken; choose another with --set server.port=N or OUTRIDER_SERVER__PORT"
     )
 
 
 def test_two_services_never_share_a_port(served):
     port = served.rpartition(":")[2]
-    status, log = service_process(f"router.server.port={port}").wait()
+    status, log = service_process(f"server.port={port}").wait()
     assert status == 1
     assert "is taken" in log[0]["error"]

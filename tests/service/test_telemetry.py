@@ -151,7 +151,7 @@ def test_router_metrics_have_the_names_of_vllm():
 def test_names_keep_their_colons_whatever_format_is_asked_for(accept):
     registry = CollectorRegistry()
     Counter("outrider:things", "Some things.", registry=registry).inc()
-    endpoint = MetricsEndpoint.open(ServerConfig(metrics_port=0), role="router", registry=registry)
+    endpoint = MetricsEndpoint.open(ServerConfig(metrics_port=0), registry=registry)
     try:
         asked = urllib.request.Request(f"http://{endpoint.address}/metrics", headers={"Accept": accept})
         with urllib.request.urlopen(asked, timeout=30) as answer:

@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.engine.scheduler import DraftRoom
-from outrider.speculation.draft_controller import DraftController, StepForecast
-from outrider.speculation.draft_tree import DraftSource, DraftTree
+from outrider.engine.scheduler import StepRoom
+from outrider.speculation.draft_controller import DraftController
+from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.step_cost import StepCostModel
 
-MOST_DRAFT_TOKENS = 8
+MAX_DRAFT_TOKENS = 8
 BUCKETS = [1 << power for power in range(10)]
 
 # Two states of a text: acceptance, and how many tokens it lasts on average.
@@ -76,7 +76,7 @@ class SimulatedBatch:
 
     def _begin(self, position=0):
         sequence_id = next(self._ids)
-        self._texts[sequence_id] = [position, right_tokens(self.kind, sequence_id, self.length + MOST_DRAFT_TOKENS)]
+        self._texts[sequence_id] = [position, right_tokens(self.kind, sequence_id, self.length + MAX_DRAFT_TOKENS)]
 
     @property
     def sequence_ids(self):
@@ -121,21 +121,20 @@ class ControlledBatch:
 
     batch: SimulatedBatch
     controller: DraftController
-    source: DraftSource = DraftSource.DRAFT_NODE
+    source: str = DRAFT_NODE
     max_rows: int = 4096
     num_waiting: int = 0
-    on_forecast: Callable[[StepForecast], None] = lambda _: None
 
     def step(self):
         controller, batch = self.controller, self.batch
         drafts = [
-            (sequence_id, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source))
+            (sequence_id, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source), num_wanted)
             for sequence_id in batch.sequence_ids
-            if (num_wanted := controller.num_wanted(sequence_id, MOST_DRAFT_TOKENS, self.source))
+            if (num_wanted := controller.num_wanted(sequence_id, MAX_DRAFT_TOKENS, self.source))
         ]
-        room = DraftRoom(batch.sequence_ids, self.max_rows, batch.num_sequences, 0)
-        chosen = controller.choose(drafts, room, num_waiting=self.num_waiting)
-        self.on_forecast(controller.forecast)
+        room = StepRoom(batch.sequence_ids, max_draft_rows=self.max_rows, num_rows=batch.num_sequences)
+        choice = controller.choose(drafts, room, num_waiting=self.num_waiting)
+        chosen = {sequence_id: tree.cut(num_tokens) for sequence_id, (tree, num_tokens) in choice.items()}
         tokens, seconds = batch.step(
             {sequence_id: len(draft) for sequence_id, draft in chosen.items()},
             lambda sequence_id, num: controller.observe_verdict(sequence_id, chosen[sequence_id], range(num)),
@@ -152,5 +151,5 @@ class ControlledBatch:
 
 
 def controlled(batch: SimulatedBatch, **options) -> ControlledBatch:
-    controller = DraftController(MOST_DRAFT_TOKENS, cost=cost_model(batch.curve))
+    controller = DraftController(MAX_DRAFT_TOKENS, cost=cost_model(batch.curve))
     return ControlledBatch(batch, controller, **options)

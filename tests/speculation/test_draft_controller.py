@@ -6,19 +6,18 @@ import itertools
 
 import pytest
 
-from outrider.engine.scheduler import DraftRoom
+from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.draft_controller import PROBE_STEPS, DraftController
-from outrider.speculation.draft_tree import ROOT, DraftSource, DraftTree
+from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.step_cost import StepCostModel
 from tests.speculation.simulated_batch import (
     CURVES,
     KINDS,
-    MOST_DRAFT_TOKENS,
+    MAX_DRAFT_TOKENS,
     SimulatedBatch,
     controlled,
     fixed_rate,
-    right_tokens,
 )
 
 ALL = list(itertools.product(KINDS, CURVES, (1, 4, 16, 32)))
@@ -37,7 +36,7 @@ def share_of_plain_and_best(kind, curve, num_sequences, **disturbance):
     own.rate(WARM_UP_STEPS)
     rates = [
         fixed_rate(SimulatedBatch(kind, curve, num_sequences), num_draft, num_steps=num_steps)
-        for num_draft in range(MOST_DRAFT_TOKENS + 1)
+        for num_draft in range(MAX_DRAFT_TOKENS + 1)
     ]
     rate = own.rate(num_steps)
     return rate / rates[0], rate / max(rates)
@@ -81,17 +80,23 @@ def test_negative_control_a_cost_of_the_wrong_sign_misses_the_bounds(monkeypatch
     assert share_of_plain_and_best("hopeless", "linear", 16)[0] < 0.98
 
 
-def draft_of(num_tokens, source=DraftSource.DRAFT_NODE):
+def draft_of(num_tokens, source=DRAFT_NODE):
     return DraftTree(0, token_ids=(1,) * num_tokens, source=source)
 
 
 def room_for(num_sequences, *, max_rows=100, num_prompts=0):
-    return DraftRoom(range(num_sequences), max_rows, num_sequences, num_prompts)
+    return StepRoom(range(num_sequences), range(num_prompts), max_draft_rows=max_rows, num_rows=num_sequences)
+
+
+def choose(controller, drafts, room):
+    """What is verified of each draft."""
+    chosen = controller.choose([(sequence_id, draft, 99) for sequence_id, draft in drafts], room)
+    return {sequence_id: tree.cut(num_tokens) for sequence_id, (tree, num_tokens) in chosen.items()}
 
 
 def step_of(controller, drafts, num_accepted, *, row_seconds=0.1):
     """One step of these sequences, whose drafts are accepted to there."""
-    chosen = controller.choose(drafts, room_for(len(drafts)))
+    chosen = choose(controller, drafts, room_for(len(drafts)))
     num_rows = len(drafts)
     for sequence_id, draft in chosen.items():
         controller.observe_verdict(sequence_id, draft, range(min(num_accepted, len(draft))))
@@ -104,10 +109,10 @@ def step_of(controller, drafts, num_accepted, *, row_seconds=0.1):
 
 def test_a_new_sequence_begins_with_long_drafts():
     controller = DraftController(5)
-    assert controller.num_wanted(1, 8, DraftSource.DRAFT_NODE) == 5
-    assert controller.num_wanted(1, 2, DraftSource.DRAFT_NODE) == 2
-    assert DraftController(0).num_wanted(1, 8, DraftSource.DRAFT_NODE) == 0
-    assert DraftController(0).choose([(1, draft_of(3))], room_for(1)) == {}
+    assert controller.num_wanted(1, 8, DRAFT_NODE) == 5
+    assert controller.num_wanted(1, 2, DRAFT_NODE) == 2
+    assert DraftController(0).num_wanted(1, 8, DRAFT_NODE) == 0
+    assert choose(DraftController(0), [(1, draft_of(3))], room_for(1)) == {}
 
 
 def test_drafts_that_are_always_wrong_stop_and_are_tried_again_with_one_token():
@@ -124,10 +129,10 @@ def test_drafts_that_are_always_wrong_stop_and_are_tried_again_with_one_token():
 def test_all_drafts_are_verified_at_any_price_where_that_is_asked_for():
     controller = DraftController(4, verifies_all=True)
     for _ in range(50):
-        assert all(controller.num_wanted(sequence_id, 8, DraftSource.DRAFT_NODE) == 4 for sequence_id in (1, 2))
+        assert all(controller.num_wanted(sequence_id, 8, DRAFT_NODE) == 4 for sequence_id in (1, 2))
         verified = step_of(controller, [(1, draft_of(4)), (2, draft_of(2))], 0, row_seconds=10.0)
         assert verified == {1: 4, 2: 2}
-    assert controller.num_wanted(3, 0, DraftSource.DRAFT_NODE) == 0
+    assert controller.num_wanted(3, 0, DRAFT_NODE) == 0
 
 
 def test_drafts_that_begin_to_be_right_are_verified_again():
@@ -142,12 +147,12 @@ def test_drafts_that_begin_to_be_right_are_verified_again():
 def test_rows_go_to_the_sequences_whose_drafts_are_accepted():
     controller = DraftController(4)
     for _ in range(40):
-        chosen = controller.choose([(1, draft_of(4)), (2, draft_of(4))], room_for(2))
+        chosen = choose(controller, [(1, draft_of(4)), (2, draft_of(4))], room_for(2))
         for sequence_id, draft in chosen.items():
             controller.observe_verdict(sequence_id, draft, range(len(draft) if sequence_id == 2 else 0))
         num_rows = 2 + sum(map(len, chosen.values()))
         controller.observe_step(1.0 + 0.2 * num_rows, num_rows=num_rows, num_sequences=2, num_prompt_rows=0)
-    chosen = controller.choose([(1, draft_of(4)), (2, draft_of(4))], room_for(2, max_rows=3))
+    chosen = choose(controller, [(1, draft_of(4)), (2, draft_of(4))], room_for(2, max_rows=3))
     assert {key: len(draft) for key, draft in chosen.items()} == {2: 3}, "the younger one, and what there is room for"
 
 
@@ -177,21 +182,21 @@ def test_prompts_in_the_same_step_count_as_waiting():
     drafts = [(1, draft_of(4))]
     for _ in range(30):
         step_of(controller, drafts, 4, row_seconds=0.5)
-    alone = controller.choose(drafts, room_for(1))
-    beside = controller.choose(drafts, room_for(1, num_prompts=8))
+    alone = choose(controller, drafts, room_for(1))
+    beside = choose(controller, drafts, room_for(1, num_prompts=8))
     assert len(alone[1]) == 4
     assert 1 not in beside
 
 
 def test_a_bad_proposer_does_not_stop_a_good_one():
     controller = DraftController(4)
-    bad, good = draft_of(4, DraftSource.FALLBACK), draft_of(4)
+    bad, good = draft_of(4, "ngram"), draft_of(4)
     for step in range(120):
         is_good = step % 3 == 0
         step_of(controller, [(1, good if is_good else bad)], 4 if is_good else 0, row_seconds=0.5)
-    assert controller.num_wanted(1, 4, DraftSource.DRAFT_NODE) == 4
-    assert controller.num_wanted(1, 4, DraftSource.FALLBACK) <= 1
-    assert len(controller.choose([(1, good)], room_for(1))[1]) == 4
+    assert controller.num_wanted(1, 4, DRAFT_NODE) == 4
+    assert controller.num_wanted(1, 4, "ngram") <= 1
+    assert len(choose(controller, [(1, good)], room_for(1))[1]) == 4
 
 
 def test_what_is_known_of_a_proposer_helps_new_sequences():
@@ -201,7 +206,7 @@ def test_what_is_known_of_a_proposer_helps_new_sequences():
             step_of(controller, [(sequence_id, draft_of(4))], 0, row_seconds=0.5)
         controller.forget(sequence_id)
     assert sum(step_of(controller, [(99, draft_of(4))], 0, row_seconds=0.5).values()) <= 1
-    assert 99 in controller._records[DraftSource.DRAFT_NODE]
+    assert 99 in controller._records[DRAFT_NODE]
     controller.forget(99)
     controller.forget(99)
     assert not any(controller._records.values())
@@ -212,12 +217,19 @@ def test_a_tree_is_cut_to_its_likeliest_tokens():
     for num_rows in (1, 2, 3, 4) * 5:  # rows cost next to nothing
         controller.observe_step(1.0 + 0.01 * num_rows, num_rows=num_rows, num_sequences=1, num_prompt_rows=0)
     tree = DraftTree(0, token_ids=(10, 11, 12, 13, 14), parents=(ROOT, ROOT, 0, 0, 2))
-    chosen = controller.choose([(1, tree)], room_for(1, max_rows=3))[1]
+    chosen = choose(controller, [(1, tree)], room_for(1, max_rows=3))[1]
     assert chosen.token_ids == (10, 12, 14)
     controller.observe_verdict(1, chosen, (0, 1))
     for _ in range(20):
         controller.observe_verdict(1, tree, (1,))  # the sibling was right
-    assert set(controller.choose([(1, tree)], room_for(1, max_rows=2))[1].token_ids) == {10, 11}
+    assert set(choose(controller, [(1, tree)], room_for(1, max_rows=2))[1].token_ids) == {10, 11}
+
+
+def test_no_more_is_verified_than_a_request_allows():
+    controller = DraftController(4, verifies_all=True)
+    drafts = [(1, draft_of(4), 2), (2, draft_of(4), -1), (3, draft_of(9), 9)]
+    chosen = controller.choose(drafts, room_for(3))
+    assert {sequence_id: draft.num_tokens for sequence_id, draft in chosen.items()} == {1: 2, 3: 4}
 
 
 def test_steps_that_compute_prompts_say_nothing_about_drafts():
@@ -227,28 +239,3 @@ def test_steps_that_compute_prompts_say_nothing_about_drafts():
     before = controller.cost.seconds(1, 1, num_more=4)
     controller.observe_step(60.0, num_rows=512, num_sequences=1, num_prompt_rows=511)
     assert controller.cost.seconds(1, 1, num_more=4) == pytest.approx(before)
-
-
-def test_what_is_expected_of_steps_is_what_comes():
-    own = controlled(SimulatedBatch("code", "linear", 4))
-    own.rate(100)
-    forecasts = []
-    own.on_forecast = forecasts.append
-    steps = [own.step() for _ in range(300)]
-    assert sum(each.num_tokens for each in forecasts) == pytest.approx(sum(tokens for tokens, _ in steps), rel=0.05)
-    assert sum(each.seconds for each in forecasts) == pytest.approx(sum(seconds for _, seconds in steps), rel=0.05)
-    assert forecasts[-1].plain_seconds == pytest.approx(CURVES["linear"](4), rel=0.15)
-
-
-def test_nothing_is_expected_of_the_first_step_whose_time_nobody_knows():
-    controller = DraftController(4)
-    for is_known in (False, True):
-        controller.choose([(1, draft_of(4))], room_for(1))
-        forecast = controller.observe_step(0.03, num_rows=5, num_sequences=1, num_prompt_rows=0)
-        assert (forecast is not None) == is_known
-    assert forecast.plain_seconds < 0.04
-
-
-def test_the_simulation_scripts_what_it_says():
-    right = right_tokens("even", 1, 20_000)
-    assert sum(right) / len(right) == pytest.approx(0.8, abs=0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.model_hub.tiny import make_tiny_model
-from outrider.request import SamplingParams, VerificationMethod
+from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.token_distribution import TokenDistribution
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.tiny_model import make_tiny_model
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
@@ -38,12 +37,12 @@ def model(tmp_path_factory):
     return load_model(ModelConfig(id=str(make_tiny_model(tmp_path_factory.mktemp("draft")))))
 
 
-def proposer_of(model, *, num_blocks=400, catch_up_tokens_per_step=512) -> DraftModelProposer:
+def proposer_of(model, *, num_blocks=400, max_catch_up_rows=512) -> DraftModelProposer:
     return DraftModelProposer(
         ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=num_blocks)),
         model_name="tiny",
         vocabulary_fingerprint="",
-        catch_up_tokens_per_step=catch_up_tokens_per_step,
+        max_catch_up_rows=max_catch_up_rows,
     )
 
 
@@ -60,8 +59,9 @@ def drafts_of(proposer, *requests) -> list[Proposal]:
     raise AssertionError("never done")
 
 
-def start_of(params: SamplingParams, *, stop_token_ids=(), sample=0) -> SequenceStart:
-    return SequenceStart(params=params, sample=sample, prompt_length=len(PROMPT), stop_token_ids=stop_token_ids)
+def start_of(params: SamplingParams, *, sample=0, takes_trees=False, **options) -> SequenceStart:
+    options = RequestOptions(sampling=params, **options)
+    return SequenceStart(options=options, sample=sample, prompt_length=len(PROMPT), takes_trees=takes_trees)
 
 
 class Reference:
@@ -98,22 +98,18 @@ class Reference:
 
 
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_a_draft_is_what_the_draft_model_itself_would_generate(model, params):
-    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start_of(params)))
-    assert proposal.tree.token_ids == Reference(model).continuation(PROMPT, params, 6)
-
-
-@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_a_draft_for_a_target_that_takes_trees_has_the_same_tokens_and_siblings(model, params):
-    start = replace(start_of(params), takes_trees=True)
+@pytest.mark.parametrize("takes_trees", [False, True])
+def test_a_draft_is_what_the_draft_model_itself_would_generate_and_siblings(model, params, takes_trees):
+    start = start_of(params, takes_trees=takes_trees)
     (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
     assert proposal.tree.is_well_formed
+    assert bool(proposal.tree.parents) is takes_trees
     assert likeliest_path(proposal.tree).token_ids == Reference(model).continuation(PROMPT, params, 6)
-    assert len(proposal.tree) == 6 + MAX_SIBLINGS
+    assert len(proposal.tree) == 6 + (MAX_SIBLINGS if takes_trees else 0)
 
 
 def test_a_draft_that_is_verified_by_rejection_sampling_has_no_siblings(model):
-    start = replace(start_of(HOT), takes_trees=True, verification_method=VerificationMethod.REJECTION)
+    start = start_of(HOT, takes_trees=True, verification_method=VerificationMethod.REJECTION)
     (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
     assert not proposal.tree.parents
     assert len(proposal.tree.distributions) == 3
@@ -131,7 +127,7 @@ def test_after_a_partly_accepted_draft_it_goes_on_as_from_a_fresh_prefix(model, 
 
 def test_a_prompt_of_one_tenant_is_not_cached_for_another(model):
     proposer, prompt = proposer_of(model), PROMPT * 4
-    drafts_of(proposer, ProposalRequest(1, prompt, 2, replace(start_of(GREEDY), cache_salt=b"alice")))
+    drafts_of(proposer, ProposalRequest(1, prompt, 2, start_of(GREEDY, cache_salt=b"alice")))
     pool = proposer._forward.pool
     found = {
         salt: len(pool.match_prefix(prompt, max_tokens=len(prompt), hashes=pool.new_hashes(salt)))
@@ -155,7 +151,7 @@ def test_a_draft_ends_with_a_stop_token(model):
 
 
 def test_catching_up_takes_the_shortest_first_within_its_budget(model):
-    proposer = proposer_of(model, catch_up_tokens_per_step=40)
+    proposer = proposer_of(model, max_catch_up_rows=40)
     long = [(7 * i) % 300 for i in range(100)]
     requests = [ProposalRequest(1, long, 2, start_of(GREEDY)), ProposalRequest(2, PROMPT, 2, start_of(GREEDY))]
     outcomes = [[proposal.progress for proposal in proposer.propose(requests)] for _ in range(2)]
@@ -175,7 +171,7 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
 
 
 def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounted_for(model):
-    proposer = proposer_of(model, num_blocks=256, catch_up_tokens_per_step=100_000)
+    proposer = proposer_of(model, num_blocks=256, max_catch_up_rows=100_000)
     text = [(7 * i) % 300 for i in range(1000)]
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]
     proposals = drafts_of(proposer, *requests)
@@ -199,7 +195,7 @@ def test_what_the_model_cannot_serve_gets_no_proposal(model):
 
 
 def test_a_second_sequence_with_the_same_prompt_finds_its_blocks(model):
-    proposer = proposer_of(model, catch_up_tokens_per_step=128)
+    proposer = proposer_of(model, max_catch_up_rows=128)
     text = [(7 * i) % 300 for i in range(200)]
     request = ProposalRequest(1, text, 1, start_of(GREEDY))
     drafts_of(proposer, request)
@@ -211,7 +207,7 @@ def test_the_sampling_state_of_a_prompt_in_pieces_is_that_of_the_whole_prompt(mo
     proposer = proposer_of(model)
     drafts_of(proposer, ProposalRequest(1, PROMPT[:5], 0, start_of(HOT)))
     drafts_of(proposer, ProposalRequest(1, [*PROMPT, 3], 0, start_of(HOT)))
-    counts = proposer._sequences[1].sampling.penalties.counts
+    counts = proposer._trees[1].sampling.penalties.counts
     assert counts is not None
     ids, num_generated = counts.with_assumed(())
     assert {token_id: count for token_id, count in zip(ids, num_generated, strict=True) if count} == {3: 1.0}
@@ -227,12 +223,12 @@ def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_pre
     for _ in range(20):
         (ahead,) = proposer.propose([text])
         branches += ahead.ahead
-        if not ahead.may_go_on:
+        if not ahead.has_more:
             break
     assert {len(branch.assumed_token_ids) for branch in branches} == {0, 1, 2, 3}
     for branch in branches:
         assumed = [*PROMPT, *branch.assumed_token_ids]
-        assert branch.token_ids == reference.continuation(assumed, params, len(branch.token_ids))
+        assert branch.tree.token_ids == reference.continuation(assumed, params, len(branch.tree.token_ids))
     proposer.check_integrity()
 
 
@@ -268,20 +264,19 @@ def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
         except RuntimeError:
             continue  # as for IsolatedProposer, which asks again for those that are not to blame
         branches += ahead.ahead
-        if not ahead.may_go_on:
+        if not ahead.has_more:
             break
     assert forward.num_failures > 1
     assert branches
     for branch in branches:
         assumed = [*PROMPT, *branch.assumed_token_ids]
-        assert branch.token_ids == reference.continuation(assumed, GREEDY, len(branch.token_ids))
+        assert branch.tree.token_ids == reference.continuation(assumed, GREEDY, len(branch.tree.token_ids))
     proposer.check_integrity()
 
 
 @pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])
 def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
-    reference, start = Reference(model), start_of(params)
-    start = dataclasses.replace(start, verification_method=VerificationMethod.REJECTION)
+    reference, start = Reference(model), start_of(params, verification_method=VerificationMethod.REJECTION)
     proposer = proposer_of(model)
     request = ProposalRequest(1, PROMPT, 5, start)
     (proposal,) = drafts_of(proposer, request)
@@ -298,16 +293,16 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
         assert distribution.probabilities == pytest.approx(probs[list(distribution.token_ids)].tolist(), abs=1e-6)
     request = dataclasses.replace(request, max_alternatives=2, looks_ahead=True)
     (ahead,) = proposer.propose([request])
-    while ahead.may_go_on and not ahead.ahead:
+    while ahead.has_more and not ahead.ahead:
         (ahead,) = proposer.propose([request])
     for branch in ahead.ahead:
-        assert all(map(TokenDistribution.can_have_drawn, branch.distributions, branch.token_ids))
-        assert len(branch.distributions) == len(branch.token_ids)
+        assert all(map(TokenDistribution.can_have_drawn, branch.tree.distributions, branch.tree.token_ids))
+        assert len(branch.tree.distributions) == len(branch.tree.token_ids)
 
 
 def test_other_methods_and_greedy_drafts_send_no_distributions(model):
     for params, method in ((HOT, VerificationMethod.COUPLED), (GREEDY, VerificationMethod.REJECTION)):
-        start = dataclasses.replace(start_of(params), verification_method=method)
+        start = start_of(params, verification_method=method)
         (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
         assert proposal.tree.distributions == ()
 
@@ -315,6 +310,6 @@ def test_other_methods_and_greedy_drafts_send_no_distributions(model):
 def test_a_runner_up_is_the_winner_of_the_race_without_the_winner(model):
     proposer = proposer_of(model)
     drafts_of(proposer, ProposalRequest(1, PROMPT, 3, start_of(GREEDY), max_alternatives=1))
-    main = proposer._sequences[1].tree.main
+    main = proposer._trees[1].main
     logits = Reference(model).logits(PROMPT)[0]
     assert [main.token_ids[0], *main.runners_up[0]] == logits.argsort(descending=True)[:4].tolist()

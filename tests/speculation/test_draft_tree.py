@@ -32,10 +32,6 @@ def test_a_chain_has_no_parents_to_look_up() -> None:
     assert chain.child(2, 9) is None
 
 
-def test_the_likeliest_path_is_the_first_child_of_each_token() -> None:
-    assert likeliest_path(FORKED) == DraftTree(2, 7, (1, 2, 4))
-
-
 def test_depth_first_order_keeps_paths_together() -> None:
     assert FORKED.depth_first() == DraftTree(2, 7, (1, 2, 4, 3, 5), parents=(-1, 0, 1, -1, 3))
 

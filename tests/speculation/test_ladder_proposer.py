@@ -8,7 +8,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.factory import make_ladder
 from outrider.speculation.proposers.ladder import LadderProposer
-from outrider.speculation.proposers.scripted import ScriptedProposer
+from tests.support.scripted_proposer import ScriptedProposer
 
 
 def drafts(proposer, *requests):
@@ -38,7 +38,7 @@ def test_what_still_works_or_only_keeps_up_or_looks_ahead_is_not_passed_down():
 
 
 def test_names_say_who_is_asked():
-    assert make_ladder("suffix", "ngram").name == "suffix > ngram"
-    assert make_ladder("suffix", "none").name == make_ladder("suffix", "suffix").name == "suffix"
+    assert make_ladder("suffix", "ngram").info.name == "suffix > ngram"
+    assert make_ladder("suffix", "none").info.name == make_ladder("suffix", "suffix").info.name == "suffix"
     with pytest.raises(ConfigError):
         make_ladder("ngram", "psychic")

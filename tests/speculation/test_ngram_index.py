@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
-from outrider.speculation.proposers.ngram import NgramIndex, NgramProposer
+from outrider.speculation.proposers.ngram import NgramIndex, NgramProposer, NgramSegment
+from tests.support.memory import traced
 
 
 def brute_force(text: list[int], num_tokens: int, *, max_ngram: int, min_ngram: int) -> tuple[int, ...]:
@@ -21,59 +26,86 @@ def brute_force(text: list[int], num_tokens: int, *, max_ngram: int, min_ngram: 
 
 
 @given(
-    pieces=st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=8),
+    prompt_length=st.integers(0, 20),
+    pieces=st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=30),
     sizes=st.tuples(st.integers(1, 4), st.integers(0, 3)),
     num_tokens=st.integers(1, 8),
 )
-def test_the_index_finds_what_a_search_of_the_whole_text_finds(pieces, sizes, num_tokens):
+def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pieces, sizes, num_tokens):
     min_ngram, more = sizes
-    index = NgramIndex(max_ngram=min_ngram + more, min_ngram=min_ngram)
+    sizes = range(min_ngram + more, min_ngram - 1, -1)
+    index = NgramIndex(NgramSegment(0, prompt_length, num_sizes=len(sizes)), sizes=sizes)
     text: list[int] = []
-    for piece in pieces:
-        index.extend(piece)
+    for piece in filter(None, pieces):
         text += piece
+        index.extend(text, len(text))
         expected = brute_force(text, num_tokens, max_ngram=min_ngram + more, min_ngram=min_ngram)
-        assert index.continuation(num_tokens) == expected
+        assert index.continuation(text, num_tokens) == expected
+
+
+def request_of(text, num_wanted=4, *, key=1, prompt_length=None) -> ProposalRequest:
+    length = len(text) if prompt_length is None else prompt_length
+    start = SequenceStart(
+        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99)), sample=0, prompt_length=length
+    )
+    return ProposalRequest(key, text, num_wanted, start)
 
 
 def test_a_long_prompt_is_indexed_in_several_calls_and_while_no_draft_is_wanted():
     text = [place % 997 for place in range(2 * MAX_INDEXED_TOKENS)]
     proposer = NgramProposer()
-    (first,) = proposer.propose([ProposalRequest(1, text, 0)])
-    assert (first.progress, first.num_computed) == (Progress.CATCHING_UP, MAX_INDEXED_TOKENS)
-    (second,) = proposer.propose([ProposalRequest(1, text, 4)])
-    assert (second.progress, len(second.tree)) == (Progress.DONE, 4)
+    (first,) = proposer.propose([request_of(text, 0)])
+    (second,) = proposer.propose([request_of(text)])
+    assert (first.progress, second.progress, len(second.tree)) == (Progress.CATCHING_UP, Progress.DONE, 4)
 
 
-def test_nothing_is_proposed_where_no_ngram_of_the_least_length_repeats():
-    index = NgramIndex(max_ngram=3, min_ngram=2)
-    index.extend([1, 2, 3, 4, 1])
-    assert index.continuation(4) == ()
+def test_a_short_prompt_does_not_wait_for_the_long_ones_of_others():
+    proposer = NgramProposer()
+    long = [request_of(list(range(key, 5 * MAX_INDEXED_TOKENS)), key=key) for key in range(5)]
+    *_, short = proposer.propose([*long, request_of([1, 2, 3, 1, 2], key=9)])
+    assert short.tree.token_ids == (3, 1, 2, 3)
 
 
-def test_the_latest_occurrence_wins():
-    index = NgramIndex(max_ngram=2, min_ngram=2)
-    index.extend([1, 2, 8, 1, 2, 9, 1, 2])
-    assert index.continuation(1) == (9,)
+def test_samples_of_a_prompt_share_its_index():
+    prompt = list(range(900))
+    proposer = NgramProposer()
+    for key in range(16):
+        proposer.propose([request_of([*prompt, 5000 + key, 0, 1], key=key, prompt_length=900)])
+    one = NgramSegment.bytes_of(900, num_sizes=3)
+    assert one < proposer.num_bytes < 16 * one
+    for key in range(16):
+        (proposal,) = proposer.propose([request_of([*prompt, 5000 + key, 0, 1], key=key, prompt_length=900)])
+        assert proposal.tree.token_ids == (2, 3, 4, 5)
+        proposer.forget(key)
+    assert proposer.num_bytes == 0
 
 
-def test_a_text_that_has_begun_to_repeat_goes_on_repeating():
-    index = NgramIndex(max_ngram=2, min_ngram=2)
-    index.extend([5, 6, 7, 5, 6])
-    assert index.continuation(7) == (7, 5, 6, 7, 5, 6, 7)
+def test_memory_is_counted_small_and_bounded():
+    """A tenth of the 391 bytes a token that dictionaries of tuples took."""
+    chance = random.Random(1)
+    text = [chance.randrange(50_000) for _ in range(20_000)]
+    proposer = NgramProposer(max_bytes=40 * len(text))
+    with traced() as size:
+        while proposer.propose([request_of(text)])[0].progress is not Progress.DONE:
+            pass
+        assert size() < 1.1 * proposer.num_bytes + 5000 < 30 * len(text)
+        (refused,) = proposer.propose([request_of(text[1:], key=2)])
+        assert (refused.progress, refused.tree.token_ids) == (Progress.DONE, ())
+        assert size() < 1.1 * proposer.num_bytes + 5000
+    proposer.forget(1)
+    (served,) = proposer.propose([request_of(text[1:], key=2)])
+    assert served.progress is Progress.CATCHING_UP
 
 
 def test_a_sequence_whose_tokens_were_replaced_is_learnt_anew():
-    proposer = NgramProposer(max_ngram=2, min_ngram=2)
-    proposer.propose([ProposalRequest(1, [1, 2, 3, 1, 2], 1)])
-    (proposal,) = proposer.propose([ProposalRequest(1, [4, 5, 6, 4, 5], 1)])
+    proposer = NgramProposer()
+    proposer.propose([request_of([1, 2, 3, 1, 2], 1)])
+    (proposal,) = proposer.propose([request_of([4, 5, 6, 4, 5], 1)])
     assert proposal.tree.token_ids == (6,)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5])
-def test_a_step_costs_the_same_however_long_the_text_is(num_tokens):
-    index = NgramIndex(max_ngram=4, min_ngram=2)
-    index.extend(range(50_000))
-    before = len(index._last_end)
-    index.extend(range(num_tokens))
-    assert len(index._last_end) - before <= 3 * num_tokens
+@pytest.mark.parametrize("prompt_length", [0, 7, 90])
+def test_a_text_may_begin_before_or_behind_the_end_of_its_prompt(prompt_length):
+    text = [1, 2, 3, 4, 5, 6, 1, 2]
+    (proposal,) = NgramProposer().propose([request_of(text, 2, prompt_length=prompt_length)])
+    assert proposal.tree.token_ids == ((3, 4) if prompt_length <= len(text) else ())

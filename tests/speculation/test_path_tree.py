@@ -6,7 +6,8 @@ import pytest
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.draft_stream import MAX_SIBLINGS
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
@@ -19,9 +20,11 @@ STOP = 99
 class Sequence:
     """A tree whose tokens the test decides: each token's runners-up are 100 and 200 above it."""
 
-    def __init__(self, *, num_blocks=64) -> None:
+    def __init__(self, *, num_blocks=64, max_tokens=900) -> None:
         self.pool = BlockPool(num_blocks=num_blocks, block_size=4, hash_seed=b"")
-        self.tree = PathTree(SequenceKV(self.pool), PROMPT, stop_token_ids=(STOP,))
+        options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=max_tokens), stop_token_ids=(STOP,))
+        start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
+        self.tree = PathTree(SequenceKV(self.pool), PROMPT, start, max_model_len=1000)
 
     def draft(self, path: DraftPath, *token_ids: int) -> DraftPath:
         for token_id in token_ids:
@@ -132,7 +135,7 @@ def test_it_learns_from_what_was_committed(sequence):
 
 
 def rows(sequence, **changes) -> list[AheadRow]:
-    values = {"owner": 0, "num_wanted": 2, "max_alternatives": 7, "max_length": 1000, **changes}
+    values = {"owner": 0, "num_wanted": 2, "max_alternatives": 7, **changes}
     return rows_of(sequence.tree, **values)
 
 
@@ -156,7 +159,9 @@ def test_no_more_alternatives_than_allowed_and_none_of_what_ends_the_text(sequen
     assert [isinstance(row.path, Opening) for row in rows(sequence)] == [True] * 4
     sequence.open()
     assert [isinstance(row.path, Opening) for row in rows(sequence, max_alternatives=1)] == [False]
-    assert rows(sequence, max_length=len(PROMPT) + 1) == []
+    ending = Sequence(max_tokens=1)
+    ending.draft(ending.tree.main, 10)
+    assert rows(ending) == []
 
 
 def test_what_lost_its_kv_to_others_is_left_alone(sequence):

@@ -17,34 +17,29 @@ def branch_after(token_ids, *proposed, probability=1.0):
     return DraftTree(len(token_ids), prefix_hash(token_ids), tuple(proposed), probability=probability)
 
 
-def taken(table, committed, num_wanted):
-    kept = table.take(committed, num_wanted)
+def taken(table, committed, num_tokens):
+    """The first tokens of what is proposed."""
+    kept = table.take(committed)
     if kept is None:
         return ()
-    tree = kept.tree
-    assert tree.length == len(committed)
-    return tree.token_ids
-
-
-def test_a_branch_of_exactly_this_prefix_is_found():
-    table = ProposalTable()
-    table.add(branch_after([5, 6], 7, 8, 9), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5, 6]), 2) == (7, 8)
+    assert kept.tree.length == len(committed)
+    return kept.tree.token_ids[:num_tokens]
 
 
 def test_an_older_branch_serves_if_its_first_tokens_were_committed_since():
     table = ProposalTable()
     table.add(branch_after([5, 6], 7, 8, 9), EMPTY, now=0.0)
+    assert taken(table, HashedTokens([5, 6]), 2) == (7, 8)
     assert taken(table, HashedTokens([5, 6, 7]), 4) == (8, 9)
     assert taken(table, HashedTokens([5, 6, 7, 8]), 4) == (9,)
 
 
-def test_what_tokens_were_drawn_from_is_cut_with_them():
+def test_what_tokens_were_drawn_from_stays_with_them():
     drawn_from = tuple(TokenDistribution((token_id, 1), (0.5, 0.5)) for token_id in (7, 8, 9))
     table = ProposalTable()
     table.add(replace(branch_after([5, 6], 7, 8, 9), distributions=drawn_from), EMPTY, now=0.0)
-    assert table.take(HashedTokens([5, 6]), 2).tree.distributions == drawn_from[:2]
-    assert table.take(HashedTokens([5, 6, 7]), 4).tree.distributions == drawn_from[1:]
+    assert table.take(HashedTokens([5, 6])).tree.distributions == drawn_from
+    assert table.take(HashedTokens([5, 6, 7])).tree.distributions == drawn_from[1:]
 
 
 def test_a_branch_that_was_wrong_or_is_spent_is_not_used_and_gives_way_first():
@@ -55,12 +50,6 @@ def test_a_branch_that_was_wrong_or_is_spent_is_not_used_and_gives_way_first():
         for last in (1, 2):
             table.add(branch_after([*text, last], 3, probability=0.1), HashedTokens(text), now=0.0)
         assert [taken(table, HashedTokens([*text, last]), 1) for last in (1, 2)] == [(3,), (3,)]
-
-
-def test_a_branch_of_another_text_of_the_same_length_is_not_used():
-    table = ProposalTable()
-    table.add(branch_after([5, 1], 7, 8), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5, 6]), 2) == ()
 
 
 def test_a_branch_ahead_of_what_is_committed_waits_for_its_turn():
@@ -98,7 +87,7 @@ def test_it_knows_how_long_a_draft_has_been_here():
     table = ProposalTable()
     for now, proposed in ((1.0, (7, 8)), (2.0, (7, 8)), (3.0, (7, 8, 9))):
         table.add(branch_after([5], *proposed), EMPTY, now=now)
-        kept = table.take(HashedTokens([5]), 8)
+        kept = table.take(HashedTokens([5]))
         assert kept is not None
         assert kept.arrived_at == (3.0 if now == 3.0 else 1.0)
 
@@ -120,12 +109,8 @@ def test_what_is_taken_always_continues_some_branch_that_agrees_with_the_text(te
     assert found == () or found in fitting
 
 
-def test_of_a_tree_more_tokens_may_be_taken_than_are_wanted_on_a_path():
+def test_what_is_left_of_a_tree_is_the_subtree_that_was_committed():
     table = ProposalTable()
     table.add(replace(branch_after([5], 7, 8, 9, 1), parents=(-1, -1, 0, 1)), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5]), 2) == (7, 8)
-    (kept, rest) = (table.take(HashedTokens(text), 1, most_in_tree=3) for text in ([5], [5, 8]))
-    assert (kept.tree.token_ids, kept.tree.parents) == ((7, 8, 9), (-1, -1, 0))
-    assert (rest.tree.token_ids, rest.tree.length) == ((1,), 2)
-    table.add(branch_after([5], 7, 8), EMPTY, now=0.0)
-    assert table.take(HashedTokens([5]), 1, most_in_tree=3).tree.token_ids == (7,)
+    assert taken(table, HashedTokens([5]), 9) == (7, 8, 9, 1)
+    assert taken(table, HashedTokens([5, 8]), 9) == (1,)

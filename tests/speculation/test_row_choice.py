@@ -39,11 +39,6 @@ def test_no_other_choice_has_a_higher_rate(drafts, increments, max_rows):
             assert rate(drafts, counts, step_seconds, len(drafts)) <= found * (1 + 1e-9)
 
 
-def test_rows_go_to_the_likeliest_tokens_whoever_is_older():
-    choice = choose_rows([[0.3, 0.1], [0.9, 0.8, 0.7]], linear(9), max_rows=3, num_tokens=2)
-    assert choice.num_rows == [0, 3]
-
-
 def test_of_equals_the_parents_come_first():
     drafts = [[1.0, 1.0, 1.0], [1.0, 1.0]]
     assert choose_rows(drafts, linear(9), max_rows=4, num_tokens=2).num_rows == [3, 1]
@@ -62,14 +57,6 @@ def test_everything_is_verified_where_rows_are_free():
     assert choice.row_price == 0.0
 
 
-def test_a_cliff_is_not_gone_over_and_a_cheap_row_behind_a_dear_one_is_found():
-    cliff = [1.0, 1.0, 1.0, 3.0, 3.0]
-    assert choose_rows([[0.9, 0.8, 0.7, 0.6]], cliff, max_rows=4, num_tokens=1).num_rows == [2]
-    bucket = [1.0, 1.6, 1.6, 1.6, 1.6]  # as of a graph for five rows
-    assert choose_rows([[0.9, 0.8, 0.7, 0.6]], bucket, max_rows=4, num_tokens=1).num_rows == [4]
-    assert choose_rows([[0.5]], bucket, max_rows=4, num_tokens=1).num_rows == [0]
-
-
 def test_prompts_that_wait_make_rows_dearer():
     drafts = [[0.9, 0.81, 0.73, 0.66]] * 2
     counts = [
@@ -81,11 +68,6 @@ def test_prompts_that_wait_make_rows_dearer():
     assert counts[-1] == 0
     free = linear(9, slope=0.0)
     assert choose_rows(drafts, free, max_rows=9, num_tokens=2, num_waiting=16).num_rows == [4, 4]
-
-
-def test_a_tree_is_chosen_from_by_the_same_numbers():
-    """Root children a, b; a has the child c: .6, (1 - .6) * .5, .6 * .3."""
-    assert choose_rows([[0.6, 0.2, 0.18]], linear(9, slope=0.13), max_rows=9, num_tokens=1).num_rows == [2]
 
 
 def test_drafts_may_be_empty():

@@ -7,14 +7,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.request import SamplingParams
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
-from outrider.speculation.proposers.suffix import PastOutputs, SuffixProposer
+from outrider.speculation.proposers.suffix import BYTES_PER_TOKEN, PastOutputs, SuffixProposer
 from outrider.speculation.suffix_index import SuffixIndex
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.memory import traced
 
-START = SequenceStart(params=SamplingParams(seed=1, max_tokens=500), sample=0, prompt_length=3)
+START = SequenceStart(
+    options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=500)), sample=0, prompt_length=3
+)
 
 
 def draft(proposer, token_ids, num_wanted=4, *, sequence_id=1, start=START):
@@ -37,12 +40,10 @@ def test_a_prediction_is_the_most_frequent_follower_of_the_longest_known_ending(
                     followers.setdefault(tuple(text[place - size : place]), Counter())[token_id] += 1
     endings = [tuple(ending[-size:]) for size in (3, 1) if size <= len(ending)]
     known = next((followers[each] for each in endings if each in followers), None)
-    found = index.predict(ending)
-    if known is None:
-        assert found is None
-    else:
-        assert known[found.token_id] == max(known.values())
-        assert found.share == known[found.token_id] / known.total()
+    found = index.followers(ending, most=2)
+    counts = [] if known is None else sorted(known.values(), reverse=True)[:2]
+    assert [known[each.token_id] for each in found] == counts
+    assert [each.share for each in found] == [count / known.total() for count in counts]
 
 
 @given(texts=texts)
@@ -79,7 +80,7 @@ def test_other_requests_learn_from_an_output_only_where_that_is_configured():
 
 def test_outputs_of_one_tenant_are_not_drafted_for_another():
     proposer = SuffixProposer(remembered_tokens=100)
-    mine, other = replace(START, cache_salt=b"a"), replace(START, cache_salt=b"b")
+    mine, other = (replace(START, options=replace(START.options, cache_salt=salt)) for salt in (b"a", b"b"))
     draft(proposer, [1, 2, 3, 4, 5, 6, 7], start=mine)
     proposer.forget(1)
     assert draft(proposer, [9, 9, 9, 4, 5], sequence_id=2, start=other) == ()
@@ -88,7 +89,11 @@ def test_outputs_of_one_tenant_are_not_drafted_for_another():
 
 def test_prompts_are_not_remembered():
     proposer = SuffixProposer(remembered_tokens=100)
-    draft(proposer, [1, 2, 3, 4], start=SequenceStart(params=START.params, sample=0, prompt_length=4))
+    draft(
+        proposer,
+        [1, 2, 3, 4],
+        start=SequenceStart(options=RequestOptions(sampling=START.options.sampling), sample=0, prompt_length=4),
+    )
     proposer.forget(1)
     assert draft(proposer, [8, 1, 2], sequence_id=2) == ()
 
@@ -107,8 +112,26 @@ def test_a_long_prompt_is_indexed_in_several_calls():
     request, proposer = ProposalRequest(1, text, 4), SuffixProposer()
     progress = [proposer.propose([request])[0] for _ in range(3)]
     assert [each.progress for each in progress] == [Progress.CATCHING_UP, Progress.CATCHING_UP, Progress.DONE]
-    assert progress[0].num_computed == MAX_INDEXED_TOKENS
     assert len(progress[-1].tree) == 4
+
+
+def test_texts_beyond_the_memory_get_no_drafts_until_there_is_room():
+    proposer = SuffixProposer(max_bytes=10 * BYTES_PER_TOKEN)
+    text = [1, 2, 8, 1, 2]
+    assert draft(proposer, text, 1) == draft(proposer, text, 1, sequence_id=2) == (8,)
+    assert draft(proposer, text, 1, sequence_id=3) == ()
+    proposer.forget(1)
+    assert draft(proposer, text, 1, sequence_id=3) == (8,)
+
+
+def test_memory_is_what_the_node_counts():
+    chance = random.Random(1)
+    text = [chance.randrange(50_000) for _ in range(5000)]
+    proposer = SuffixProposer(max_bytes=1 << 30)
+    with traced() as size:
+        while proposer.propose([ProposalRequest(1, text, 4)])[0].progress is Progress.CATCHING_UP:
+            pass
+        assert 0.5 * BYTES_PER_TOKEN < size() / len(text) <= BYTES_PER_TOKEN
 
 
 def test_a_target_that_takes_trees_gets_what_followed_less_often_as_well():

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.sampler import Sampler, SampleRows, arrivals, order, race
-from outrider.engine.sampler import draw as draw_of_rows
+from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler.arrivals import RaceKeys
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.request import SamplingParams
 from tests.statistical.chi_square import (
     PASS,
-    SMALL,
     Floats,
     chi_square_z,
     large_logits,
@@ -27,13 +26,7 @@ from tests.statistical.chi_square import (
     small_logits,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def draw(
@@ -91,38 +84,20 @@ def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
 
 def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
     """Negative control: a counter without the position makes neighbours alike."""
-    waits = arrivals.waits_behind_winner
+    draw_words = RaceKeys.draw
 
-    def of_position_zero(keys, blocks):
+    def of_position_zero(keys, counters, purpose):
         words = keys.words.clone()
-        words[0] = 0
-        return waits(arrivals.RaceKeys(words), blocks)
+        words[0] *= purpose == 0
+        return draw_words(RaceKeys(words), counters, purpose)
 
-    monkeypatch.setattr(race, "waits_behind_winner", of_position_zero)
+    monkeypatch.setattr(RaceKeys, "draw", of_position_zero)
     assert chi_square_z(draw(small_logits(), 6_400), probabilities(small_logits())) > PASS
 
 
-@pytest.mark.parametrize("logits", [small_logits(), large_logits()], ids=["small", "large"])
-def test_a_race_that_gives_up_too_early_is_noticed(monkeypatch, logits):
-    """Negative control: without going on to every block that could win, likely tokens lose."""
-    monkeypatch.setattr(draw_of_rows, "_USUAL_CANDIDATES", 1)
-    monkeypatch.setattr(race, "_with_slack", lambda scores: scores + 100.0)
-    num_draws = 6_400 if len(logits) == SMALL else 1_920
-    assert chi_square_z(draw(logits, num_draws), probabilities(logits)) > PASS
-
-
-def test_a_filter_without_renormalising_is_noticed(monkeypatch):
+def test_a_filter_without_renormalising_is_noticed():
     """Negative control: taking the largest instead of racing again after top_p rejects a token."""
-    settings = {"top_p": 0.6}
-    probs = probabilities(small_logits(), **settings)
-    assert chi_square_z(draw(small_logits(), 6_400, **settings), probs) < PASS
-    largest = int(small_logits().argmax())
-    unmasked = race.run_race
-
-    def largest_where_limited(blocks, keys, times, *, num_candidates, limits=None):
-        winners, is_open = unmasked(blocks, keys, times, num_candidates=num_candidates, limits=limits)
-        is_limited = (limits > order.LOWEST_KEY).squeeze(1)
-        return torch.where(is_limited, largest, winners), is_open
-
-    monkeypatch.setattr(race, "run_race", largest_where_limited)
-    assert chi_square_z(draw(small_logits(), 6_400, **settings), probs) > PASS
+    probs = probabilities(small_logits(), top_p=0.6)
+    assert chi_square_z(draw(small_logits(), 6_400, top_p=0.6), probs) < PASS
+    drawn = draw(small_logits(), 6_400)
+    assert chi_square_z(np.where(probs[drawn] > 0.0, drawn, small_logits().argmax()), probs) > PASS

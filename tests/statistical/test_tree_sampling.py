@@ -19,15 +19,9 @@ from outrider.speculation.verify.by_request import RequestVerifier
 from tests.speculation.draft_trees import SHAPES
 from tests.statistical.chi_square import PASS, chi_square_z, pairs_z, probabilities, small_logits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_STREAMS = 64
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def generate(logits, *, num_tokens=60, kernels=None, **settings):

@@ -6,6 +6,7 @@ Seeds are fixed: a passing test passes always.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -14,25 +15,22 @@ import torch
 
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.arrivals import RaceKey
-from outrider.request import SamplingParams, VerificationMethod
+from outrider.request import RequestOptions, SamplingParams, VerificationMethod
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import ProposalRequest
+from outrider.speculation.proposers.suffix import SuffixProposer
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 from outrider.speculation.verify import rejection
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.statistical.chi_square import PASS, chi_square_z, large_logits, pairs_z, probabilities, small_logits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MAX_DRAFT = 4
 NUM_STREAMS = 64
 SETTINGS = [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 20, "min_p": 0.02}]
 EXACT = [VerificationMethod.COUPLED, VerificationMethod.REJECTION]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class ModelDrafter:
@@ -148,7 +146,50 @@ def test_rejection_accepts_more_than_coupled_sampling():
     assert acceptance[VerificationMethod.REJECTION] > acceptance[VerificationMethod.COUPLED]
 
 
+def replayed_z(*, num_replays=3, num_streams=1500):
+    """Of the first token after the prompt, when requests are sent again with their seeds behind a lookup that
+    remembers outputs."""
+    logits = np.full(100, -30.0)
+    probs = np.asarray([0.6, 0.3, 0.1])  # of tokens 0 to 2
+    logits[:3] = np.log(probs)
+    sampler, ids = sampler_of(logits), itertools.count()
+    proposer = SuffixProposer(remembered_tokens=num_streams)  # a token each: those of the last time
+    starts = [
+        SequenceStart(
+            options=RequestOptions(sampling=params_of({}), verification_method=VerificationMethod.REJECTION),
+            sample=i,
+            prompt_length=2,
+        )
+        for i in range(num_streams)
+    ]
+    for _ in range(num_replays):
+        drafts, texts = [], []
+        for start in starts:
+            prompt = [10 + start.sample // 80, 10 + start.sample % 80]
+            request = ProposalRequest(next(ids), prompt, 1, start)
+            (proposal,) = proposer.propose([request])
+            state = sampler.start(start.options.sampling, sample=start.sample, prompt_token_ids=prompt)
+            drafts.append(DraftRows(SampleRows(state, 2, proposal.tree.token_ids), (), VerificationMethod.REJECTION))
+            texts.append(request)
+        rows = torch.from_numpy(logits.astype(np.float32)).expand(sum(draft.rows.num_rows for draft in drafts), -1)
+        tokens = [outcome.token_ids[0] for outcome in RequestVerifier(sampler).verify(rows, drafts)]
+        for request, token_id in zip(texts, tokens, strict=True):
+            proposer.propose([replace(request, token_ids=[*request.token_ids, token_id], num_wanted=0)])
+            proposer.forget(request.sequence_id)
+    return chi_square_z(np.asarray(tokens), probs)
+
+
+def test_a_lookup_that_remembers_outputs_does_not_bias_requests_that_are_sent_again():
+    assert replayed_z() < PASS
+
+
 # Negative controls
+
+
+def test_a_memory_of_what_the_same_luck_decided_is_noticed(monkeypatch):
+    """Mistake: a lookup repeats what rejection sampling decided for the same request."""
+    monkeypatch.setattr(SequenceStart, "wants_distributions", False)
+    assert replayed_z() > PASS
 
 
 def test_typical_acceptance_is_lossy_and_accepts_more():

@@ -22,8 +22,8 @@ from outrider.answer import (
 from outrider.request import FinishReason, TokenLogprobs
 from outrider.v1 import router_pb2
 from outrider.wire.answer import (
+    CompleteResponseBuilder,
     complete_from_proto,
-    complete_to_proto,
     event_from_proto,
     event_to_proto,
     logprobs_from_proto,
@@ -85,7 +85,11 @@ def test_an_answer_at_once_is_its_events_put_together():
         Delta(0, 4, (4,), "b", LOGPROBS[1:]),
     ]
     events += [ENDS[0], ENDS[1], SUMMARY]
-    data = complete_to_proto(events, num_samples=2).SerializeToString()
+    builder = CompleteResponseBuilder(2)
+    for event in events:
+        builder.add(event)
+    data = builder.build().SerializeToString()
+    assert len(data) <= builder.num_bytes <= len(data) + 256
     assert complete_from_proto(router_pb2.CompleteResponse.FromString(data)) == CompleteResult(
         request_id="r",
         started=STARTED,

@@ -8,7 +8,8 @@ from outrider.node import ClusterStatus, Model, NodeLoad, NodeRole, NodeState, N
 from outrider.request import FinishReason, LogprobsMode, VerificationMethod
 from outrider.v1 import router_pb2
 from outrider.wire import enums
-from outrider.wire.cluster import cluster_from_proto, cluster_to_proto, model_from_proto, model_to_proto
+from outrider.wire.cluster import CLUSTER
+from outrider.wire.cluster import MODEL as MODEL_FIELDS
 
 MODEL = Model(
     name="m",
@@ -34,8 +35,8 @@ LOAD = NodeLoad(
 
 
 def test_the_model_survives_the_wire():
-    data = model_to_proto(MODEL).SerializeToString()
-    assert model_from_proto(router_pb2.GetModelResponse.FromString(data)) == MODEL
+    data = MODEL_FIELDS.to_proto(MODEL).SerializeToString()
+    assert MODEL_FIELDS.from_proto(router_pb2.GetModelResponse.FromString(data)) == MODEL
 
 
 @pytest.mark.parametrize("state", NodeState)
@@ -46,17 +47,17 @@ def test_the_cluster_survives_the_wire(role, state):
         NodeStatus(name="b", role=role, state=NodeState.LOST, target="h:2"),
     )
     status = ClusterStatus(nodes=nodes, num_requests_running=3, num_requests_waiting=4)
-    data = cluster_to_proto(status).SerializeToString()
-    assert cluster_from_proto(router_pb2.WatchClusterResponse.FromString(data)) == status
+    data = CLUSTER.to_proto(status).SerializeToString()
+    assert CLUSTER.from_proto(router_pb2.WatchClusterResponse.FromString(data)) == status
 
 
 def test_what_a_later_router_may_say_is_none():
     nodes = [router_pb2.NodeStatus(name="a", role=99, state=98)]
-    status = cluster_from_proto(router_pb2.WatchClusterResponse(nodes=nodes))
+    status = CLUSTER.from_proto(router_pb2.WatchClusterResponse(nodes=nodes))
     assert (status.nodes[0].role, status.nodes[0].state) == (None, None)
     later = router_pb2.GetModelResponse(verification_method=97)
-    assert model_from_proto(later).verification_method is None
-    assert model_to_proto(replace(MODEL, verification_method=None)).verification_method == 0
+    assert MODEL_FIELDS.from_proto(later).verification_method is None
+    assert MODEL_FIELDS.to_proto(replace(MODEL, verification_method=None)).verification_method == 0
 
 
 @pytest.mark.parametrize(

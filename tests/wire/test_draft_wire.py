@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from outrider.request import SamplingParams, VerificationMethod
+from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.token_distribution import TokenDistribution
@@ -21,20 +21,22 @@ from outrider.wire.draft import (
 )
 
 START = SequenceStart(
-    cache_salt=b"alice",
-    params=SamplingParams(
-        seed=2**64 - 1,
-        max_tokens=7,
-        temperature=0.5,
-        top_p=0.25,
-        top_k=3,
-        logit_bias=((1, -1.5), (9, 2.0)),
-        min_tokens=2,
+    options=RequestOptions(
+        cache_salt=b"alice",
+        sampling=SamplingParams(
+            seed=2**64 - 1,
+            max_tokens=7,
+            temperature=0.5,
+            top_p=0.25,
+            top_k=3,
+            logit_bias=((1, -1.5), (9, 2.0)),
+            min_tokens=2,
+        ),
+        stop_token_ids=(0, 5),
+        verification_method=VerificationMethod.REJECTION,
     ),
     sample=3,
     prompt_length=2,
-    stop_token_ids=(0, 5),
-    verification_method=VerificationMethod.REJECTION,
     takes_trees=True,
 )
 
@@ -75,7 +77,7 @@ def test_an_update_survives_the_wire(update):
                 DraftTree(8, 0, (3,), distributions=(TokenDistribution((3, 2**32 - 1), (0.75, 0.25)),)),
             ),
         ),
-        SequenceProposals(sequence_id=1, status=DraftStatus.CATCHING_UP, acked_length=9, num_computed=4),
+        SequenceProposals(sequence_id=1, status=DraftStatus.CATCHING_UP, acked_length=9),
         SequenceProposals(sequence_id=1, status=DraftStatus.UNKNOWN_PREFIX),
     ],
     ids=["branches", "catching_up", "unknown_prefix"],

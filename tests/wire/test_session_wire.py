@@ -6,7 +6,15 @@ import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.request import FinishReason, LogprobsMode, LogprobsRequest, SamplingParams, TokenLogprobs
+from outrider.request import (
+    FinishReason,
+    LogprobsMode,
+    LogprobsRequest,
+    RequestOptions,
+    SamplingParams,
+    TokenLogprobs,
+    VerificationMethod,
+)
 from outrider.session import (
     CancelSequenceGroup,
     Granted,
@@ -44,7 +52,7 @@ ID = bytes(range(16))
             request_id="request",
             prompt_token_ids=(1, 2, 3),
             samples=(SampleStart(0),),
-            sampling=SamplingParams(seed=2**64 - 1, max_tokens=1),
+            options=RequestOptions(sampling=SamplingParams(seed=2**64 - 1, max_tokens=1)),
         ),
         OpenSequenceGroup(
             sequence_group_id=ID,
@@ -52,28 +60,31 @@ ID = bytes(range(16))
             request_id="request",
             prompt_token_ids=(1, 2, 3),
             samples=(SampleStart(0, (4, 5)), SampleStart(2), SampleStart(3, (6,))),
-            sampling=SamplingParams(
-                seed=7,
-                max_tokens=9,
-                temperature=0.5,
-                top_p=0.75,
-                top_k=40,
-                min_p=0.125,
-                presence_penalty=-0.5,
-                frequency_penalty=0.25,
-                repetition_penalty=1.25,
-                logit_bias=((3, -1.5), (900, 2.0)),
-                n=4,
-                min_tokens=2,
+            options=RequestOptions(
+                sampling=SamplingParams(
+                    seed=7,
+                    max_tokens=9,
+                    temperature=0.5,
+                    top_p=0.75,
+                    top_k=40,
+                    min_p=0.125,
+                    presence_penalty=-0.5,
+                    frequency_penalty=0.25,
+                    repetition_penalty=1.25,
+                    logit_bias=((3, -1.5), (900, 2.0)),
+                    n=4,
+                    min_tokens=2,
+                ),
+                stop_token_ids=(2, 0),
+                logprobs=LogprobsRequest(num_top=0, mode=LogprobsMode.SAMPLED),
+                num_speculative_tokens=0,
+                priority=-3,
+                cache_salt=b"alice",
+                verification_method=VerificationMethod.TYPICAL,
             ),
-            stop_token_ids=(2, 0),
-            logprobs=LogprobsRequest(num_top=0, mode=LogprobsMode.SAMPLED),
-            num_speculative_tokens=0,
-            priority=-3,
-            cache_salt=b"alice",
         ),
         RetargetSequenceGroup(sequence_group_id=ID, transfer_id=ID[::-1]),
-        RetargetSequenceGroup(sequence_group_id=ID, transfer_id=b""),
+        RetargetSequenceGroup(sequence_group_id=ID, transfer_id=b"", keeps_received=True),
         CancelSequenceGroup(sequence_group_id=ID),
         CancelSequenceGroup(sequence_group_id=ID, samples=(0, 3)),
     ],
@@ -182,7 +193,7 @@ def test_kv_is_wanted_of_what_all_samples_begin_with(starts, shared):
         request_id="request",
         prompt_token_ids=(1, 2, 3),
         samples=tuple(SampleStart(sample, tokens) for sample, tokens in enumerate(starts)),
-        sampling=SamplingParams(seed=1, max_tokens=9, n=len(starts)),
+        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, n=len(starts))),
     )
     assert group.shared_token_ids() == shared
 

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from outrider.engine.input_batch import InputBatch
 
-DEFAULT_BLOCK_SIZE = 16
-"""Tokens in a block where a backend reads any: little is wasted at a sequence's end, and short prefixes are shared."""
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
@@ -23,7 +20,7 @@ class AttentionOptions:
 
 
 class AttentionBackend(Protocol):
-    """Paged, ragged, causal attention with grouped query heads.
+    """Paged, ragged, causal attention with grouped query heads, over blocks of any size.
 
     A row at position p of a sequence sees that sequence's keys at positions 0 … p (or
     the last `sliding_window` of them), wherever their blocks lie. A row in a tree of drafts
@@ -36,8 +33,9 @@ class AttentionBackend(Protocol):
     def name(self) -> str:
         """As in settings, such as "torch_sdpa"."""
 
-    def block_size(self, wanted: int | None) -> int:
-        """Tokens in a block of the KV cache: `wanted`, or what suits where that is None. Raises ConfigError."""
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether what it launches for a padded batch follows from the batch's bucket alone (see `step_graphs`)."""
 
     def prepare(self, batch: InputBatch) -> Any:
         """What all layers of one forward share (indices, masks); passed to `attend` as `plan`."""

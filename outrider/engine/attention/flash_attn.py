@@ -1,69 +1,64 @@
-"""Paged attention with the flash-attn package: CUDA, float16 and bfloat16 (Dao 2023, arXiv 2307.08691)."""
+"""Prompts by the flash-attn package: CUDA, float16 and bfloat16 (Dao 2023, arXiv 2307.08691)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from flash_attn import flash_attn_varlen_func
 from torch import Tensor
-from torch.nn.functional import pad
 
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
-from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
-from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch
-from outrider.errors import ConfigError
+from outrider.engine.transfer import upload
 
-BLOCK_SIZE = 256
-"""flash-attn 2 follows a block table only where blocks are a multiple of this; a longer one only wastes memory."""
+LEAST_ROWS = 256
+"""Of a sequence, on average. Copying a key takes about as long as attending to it with 80 rows, so with 256 or more
+the copy is the smaller part."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The batch's metadata on the GPU."""
+    """A batch of prompts, and where all of their keys are."""
 
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    key_start_loc: Tensor  # [num_seqs + 1] int32, of the tokens
+    key_start_loc: Tensor  # [num_seqs + 1] int32, of the gathered keys
+    slots: Tensor  # [num_keys] int64
     max_num_rows: int
     max_seq_len: int
-    block_tables: Tensor  # [num_seqs, max_blocks] int32
 
 
 class FlashAttention:
-    """One kernel for all rows of all sequences, whatever their lengths; keys and values are read where they lie."""
+    """Prompt chunks by flash-attn over gathered keys; everything else, draft trees too, by another backend.
+
+    flash-attn follows block tables only where a block has a multiple of 256 tokens. So that blocks may have any size,
+    keys are laid side by side first, for each layer: some percent of the time of a long chunk.
+    """
 
     name = "flash_attn"
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._device = torch.device(device)
-        self._of_trees = _attention_of_trees(self._device)
-
-    def block_size(self, wanted: int | None) -> int:
-        """Raises ConfigError where the kernel cannot follow blocks of the wanted size."""
-        if wanted not in (None, BLOCK_SIZE):
-            raise ConfigError(
-                f"kv_cache.block_size {wanted}: flash-attn reads blocks of {BLOCK_SIZE} tokens; leave it unset, or set "
-                "model.attention to torch_sdpa"
-            )
-        return BLOCK_SIZE
+    def __init__(self, device: torch.device, steps: AttentionBackend) -> None:
+        """`steps`: computes all that are no prompt chunks."""
+        self._device = device
+        self._steps = steps
+        self.can_be_captured = steps.can_be_captured
 
     def prepare(self, batch: InputBatch) -> Any:
-        """What the kernel reads on the GPU, and what it is launched with.
-
-        The kernel reads keys by block table only: a batch with trees of drafts is left to our own kernel, or torch.
-        """
-        if batch.has_trees:
-            return self._of_trees.prepare(batch)
-        arrays, on_device = batch.arrays, batch.on(self._device)
+        """A plan of the backend that computes the batch."""
+        if batch.has_trees or batch.num_rows < LEAST_ROWS * batch.num_seqs:
+            return self._steps.prepare(batch)
+        arrays = batch.arrays
+        slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
+        ends = np.fromiter(accumulate(arrays.seq_lens, initial=0), dtype=np.int32)
         return _Plan(
-            query_start_loc=on_device.query_start_loc,
-            key_start_loc=pad(on_device.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            query_start_loc=batch.on(self._device).query_start_loc,
+            key_start_loc=upload(ends, self._device),
+            slots=upload(np.concatenate(slots), self._device),
             max_num_rows=max(end - start for start, end in pairwise(arrays.query_start_loc)),
             max_seq_len=max(arrays.seq_lens),
-            block_tables=on_device.block_tables,
         )
 
     def attend(
@@ -76,29 +71,19 @@ class FlashAttention:
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
         if not isinstance(plan, _Plan):
-            return self._of_trees.attend(plan, query, key_cache, value_cache, options)
-        window = (-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0)
+            return self._steps.attend(plan, query, key_cache, value_cache, options)
+        keys, values = (cache.flatten(0, 1).index_select(0, plan.slots) for cache in (key_cache, value_cache))
         output: Tensor = flash_attn_varlen_func(
             query.contiguous(),
-            key_cache,
-            value_cache,
+            keys,  # [num_keys, num_kv_heads, head_dim]
+            values,
             cu_seqlens_q=plan.query_start_loc,
             cu_seqlens_k=plan.key_start_loc,
             max_seqlen_q=plan.max_num_rows,
             max_seqlen_k=plan.max_seq_len,
             softmax_scale=options.scaling,
             causal=True,  # aligned to the last key, which is what rows at the end of a sequence need
-            window_size=window,
+            window_size=(-1, -1) if options.sliding_window is None else (options.sliding_window - 1, 0),
             softcap=options.softcap or 0.0,
-            block_table=plan.block_tables,
         )
         return output
-
-
-def _attention_of_trees(device: torch.device) -> AttentionBackend:
-    """Over the same blocks."""
-    if why_no_triton(device):
-        return TorchSdpaAttention(device)
-    from outrider.engine.attention.triton_paged import TritonAttention
-
-    return TritonAttention(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from outrider.engine.attention.base import DEFAULT_BLOCK_SIZE, AttentionOptions
+from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import BatchStruct, Workspace
@@ -25,14 +25,12 @@ class NativeAttention:
     """Keys and values are read where they lie, once for all rows of a sequence and the heads that share them."""
 
     name = "native"
+    can_be_captured = False
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._team = kernels.team
         self._operators = register_operators(kernels.library)
         self._workspace = Workspace(kernels.library)
-
-    def block_size(self, wanted: int | None) -> int:
-        return wanted or DEFAULT_BLOCK_SIZE
 
     def prepare(self, batch: InputBatch) -> _Plan:
         return _Plan(batch)

@@ -1,10 +1,8 @@
-"""The door through which transformers' decoder layers reach our attention.
+"""Registers our attention with transformers.
 
-transformers asks its AttentionInterface for the function named in a model's
-configuration. We register one function under ATTENTION_NAME, which does nothing but
-pass queries, keys and values on to the object that came with this forward's keyword
-arguments; so nothing about a forward lives outside of it. No mask function is
-registered under the name, therefore transformers builds no masks.
+transformers looks up the attention function that a model's configuration names. Ours, ATTENTION_NAME, passes queries,
+keys and values to the object in the forward's keyword arguments, so no state outlives a forward. No mask function is
+registered under the name, so transformers builds no masks.
 """
 
 from __future__ import annotations

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.engine.attention.base import DEFAULT_BLOCK_SIZE, AttentionOptions
+from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.gpu_kernels.attention import Tile, attend, merge_splits
-from outrider.engine.input_batch import InputBatch
-
-if TYPE_CHECKING:
-    from outrider.engine.device_batch import DeviceBatch
+from outrider.engine.input_batch import BatchFields, InputBatch
 
 _MOST_SPLIT_ROWS = 256
 """With more rows there are tiles enough to fill a GPU, and splits would only cost memory."""
@@ -25,7 +21,7 @@ MOST_BLOCK_BYTES = 16 << 10
 class _Plan:
     """One forward's batch, and what its kernels are launched with."""
 
-    batch: InputBatch | DeviceBatch
+    batch: BatchFields[Tensor]
     num_rows: int
     num_seqs: int
     max_blocks: int
@@ -38,13 +34,11 @@ class TritonAttention:
     """One launch for all rows of all sequences, and one that merges splits where rows are few."""
 
     name = "triton"
+    can_be_captured = True
 
     def __init__(self, device: torch.device | str = "cuda", tile: Tile | None = None) -> None:
         self._device = torch.device(device)
         self._tile = tile or Tile()
-
-    def block_size(self, wanted: int | None) -> int:
-        return wanted or DEFAULT_BLOCK_SIZE
 
     def prepare(self, batch: InputBatch) -> _Plan:
         return _Plan(
@@ -78,8 +72,11 @@ class TritonAttention:
         partials = (plan.num_rows, num_heads, max_splits) if is_split else (0, 0, 0)
         values = torch.empty((*partials, padded_dim), dtype=torch.float32, device=query.device)
         largest, totals = torch.empty((2, *partials), dtype=torch.float32, device=query.device).unbind(0)
-        rows_per_tile = tile.lines // (num_heads // num_kv_heads)
-        grid = (plan.num_rows // rows_per_tile + plan.num_seqs, num_kv_heads, max_splits if is_split else 1)
+        heads_per_kv = num_heads // num_kv_heads
+        heads_per_tile = min(heads_per_kv, tile.lines)
+        num_tiles = plan.num_rows // (tile.lines // heads_per_tile) + plan.num_seqs
+        head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)
+        grid = (num_tiles, head_groups, max_splits if is_split else 1)
         window = options.sliding_window or 0
         with torch.cuda.device_of(query):  # where triton launches
             attend[grid](
@@ -87,8 +84,9 @@ class TritonAttention:
                 batch.query_start_loc, batch.positions, batch.block_tables,
                 batch.path_starts, batch.path_slots, plan.num_seqs, plan.max_blocks, max_splits,
                 options.scaling, options.softcap or 0.0, window,
-                HEADS_PER_KV=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD=head_dim, HEAD_DIM=padded_dim,
-                BLOCK_SIZE=plan.block_size, LINES=tile.lines, KEYS=keys_per_block, SPLIT_KEYS=tile.split_keys,
+                HEADS_PER_KV=heads_per_kv, HEADS_PER_TILE=heads_per_tile, NUM_KV_HEADS=num_kv_heads,
+                HEAD=head_dim, HEAD_DIM=padded_dim, BLOCK_SIZE=plan.block_size, LINES=tile.lines,
+                KEYS=keys_per_block, SPLIT_KEYS=tile.split_keys,
                 HAS_WINDOW=window > 0, HAS_SOFTCAP=options.softcap is not None, HAS_PATHS=plan.has_trees,
                 IS_SPLIT=is_split, num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=False,
             )  # fmt: skip

@@ -44,7 +44,6 @@ WARNING_FLAGS = ("-Wall", "-Wextra")  # warnings are kept with the library: erro
 GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-subobject-linkage")
 LONG_SOURCES = ("decoder.cpp", "linear.cpp", "paged_attention.cpp")
 """They take about as long to compile as all others: the sources are compiled as two units, these and the others."""
-SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 
 NO_COMPILER = "there is no C++ compiler"
 PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); }\n"  # what needs C++20 of the library

@@ -122,9 +122,6 @@ class NativePhases:
         self._workspace.take_times()
         self._workspace.measure(is_on=True)
 
-    def exclude(self, nanoseconds: int) -> None:
-        return
-
     def take(self) -> dict[str, int]:
         return self._workspace.take_times()
 

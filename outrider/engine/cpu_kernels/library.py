@@ -18,7 +18,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 6
+API_VERSION = 7
 
 
 class ElementType(IntEnum):
@@ -178,7 +178,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "outrider_logarithms": (_Status, (c_void_p, c_int64, c_void_p)),
     "outrider_masses": (_Status, (c_void_p, c_int64, c_float, c_void_p)),
     "outrider_turns_size": (c_int64, ()),
-    "outrider_turns_seats": (c_int32, ()),
+    "outrider_turns_slots": (c_int32, ()),
     "outrider_turns_take": (c_int32, (c_void_p, c_int32, c_int64, c_int64)),
     "outrider_turns_keep": (c_int32, (c_void_p, c_int32, c_int64)),
     "outrider_turns_is_wanted": (c_int32, (c_void_p, c_int32)),
@@ -207,7 +207,7 @@ class KernelLibrary:
         self.functions = ctypes.CDLL(str(file))
         version = self.functions.outrider_api_version()  # first: another version may lack other functions
         if version != API_VERSION:
-            raise InternalError(f"{file} has interface {version}, this version needs {API_VERSION}: run make setup")
+            raise InternalError(f"{file} has interface {version}, this version needs {API_VERSION}")
         handle = self.functions._handle  # noqa: SLF001 documented: only its name keeps clear of functions'
         self.functions_holding_lock = ctypes.PyDLL(str(file), handle=handle)
         """The same without giving up Python's lock, for calls that are over in no time."""

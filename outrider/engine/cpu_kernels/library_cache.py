@@ -1,6 +1,6 @@
 """Compiled libraries in the user's cache, by a hash of everything that they are made of. Standard library only.
 
-Each is a folder, complete or absent: the library, its SHA-256 and what the compiler warned of.
+Each is a folder, complete or absent: the library, its SHA-256 and the compiler's warnings.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from outrider.engine.cpu_kernels.compiler import (
     source_units,
 )
 
+LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
+"""Names the folder of compiled libraries, in place of `kernels` in the user's cache."""
+
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
 KEPT_SECONDS = 30 * 24 * 3600
 """How long a library that nobody asks for stays in the cache."""
@@ -54,29 +57,62 @@ class CachedLibrary:
     warnings: str
 
 
-def cached_library(path: str, progress: Progress = no_progress) -> Path:
-    """The library of a path in the user's cache, compiled by the first process that wants it; the others wait.
+def libraries_directory() -> Path:
+    """Where compiled libraries are kept."""
+    chosen = os.environ.get(LIBRARIES_VARIABLE)
+    return (Path(chosen).expanduser() if chosen else user_cache_directory() / "kernels").resolve()
 
-    Raises CompileError without a compiler, and when it does not know the path or refuses a
-    source; OSError when the cache cannot be written.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise CompileError(no_compiler())
-    with locked_cache(progress) as cache:
-        libraries, left_out = obtain(cache, compiler, {path: path_flags()[path]}, (), (), progress)
+
+def compiled_library(path: str, progress: Progress = no_progress) -> Path:
+    """The library of one instruction path. Raises as `compiled_libraries`, and CompileError for an unknown path."""
+    libraries, left_out = compiled_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
         raise CompileError(left_out[path])
     return libraries[path].file
 
 
-@contextlib.contextmanager
-def locked_cache(progress: Progress = no_progress) -> Iterator[Path]:
-    """The cache's folder, for this process alone. The system releases the lock of a process that dies.
+def compiled_libraries(
+    paths: Mapping[str, tuple[str, ...]], *, inputs: Sequence[Path] = (), progress: Progress = no_progress
+) -> tuple[dict[str, CachedLibrary], dict[str, str]]:
+    """The libraries of `paths`, and by path why others are left out. Compiles what the cache lacks.
 
-    Raises OSError when it cannot be written, CompileError when another process holds it for an hour.
+    The first process that needs a library compiles it; the others wait. What is in the cache needs neither a compiler
+    nor permission to write.
+
+    Args:
+        paths: by name the flags that each adds.
+        inputs: files that those flags name, such as headers.
+        progress: of compiling.
+
+    Raises:
+        CompileError: where there is no compiler, or it refuses a source.
+        OSError: where the cache cannot be written.
     """
-    folder = (user_cache_directory() / "kernels").resolve()
+    folder = libraries_directory()
+    entries = {path: folder / f"{path}-{_key(flags, inputs)}" for path, flags in paths.items()}
+    found = {path: library for path, entry in entries.items() if (library := _read_entry(entry)) is not None}
+    left_out: dict[str, str] = {}
+    if len(found) < len(paths):
+        compiler = find_compiler()
+        if compiler is None:
+            raise CompileError(no_compiler())
+        with _locked(folder, progress):
+            missing = [path for path in paths if path not in found and _read_entry(entries[path]) is None]
+            left_out = {path: reason for path in missing if (reason := compiler.knows(paths[path]))}
+            _remove_unused(folder)
+            _compile(compiler, {path: paths[path] for path in missing if path not in left_out}, entries, progress)
+    for path in paths:
+        if path not in found and path not in left_out:
+            library = _read_entry(entries[path])
+            if library is None:
+                raise CompileError(f"{entries[path]} was compiled and cannot be read")
+            found[path] = library
+    return {path: found[path] for path in paths if path in found}, left_out
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, progress: Progress) -> Iterator[None]:
+    """The folder for this process alone. The system releases the lock of a process that dies."""
     deadline = time.monotonic() + LOCK_SECONDS
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as lock:
@@ -85,7 +121,7 @@ def locked_cache(progress: Progress = no_progress) -> Iterator[Path]:
                 raise CompileError(f"another process has been compiling kernels into {folder} for an hour")
             progress(0, 0)
             time.sleep(LOCK_POLL_SECONDS)
-        yield folder
+        yield
 
 
 def _try_lock(file: BinaryIO) -> bool:
@@ -98,36 +134,9 @@ def _try_lock(file: BinaryIO) -> bool:
     return True
 
 
-def obtain(
-    cache: Path,
-    compiler: Compiler,
-    paths: Mapping[str, tuple[str, ...]],
-    extra_flags: Sequence[str],
-    inputs: Sequence[Path],
-    progress: Progress,
-) -> tuple[dict[str, CachedLibrary], dict[str, str]]:
-    """The libraries of `paths` in a locked cache, compiled where it lacks them; and why others are left out."""
-    all_flags = {path: [*COMPILE_FLAGS, *flags, *extra_flags] for path, flags in paths.items()}
-    entries = {path: cache / library_key(compiler, flags, inputs) for path, flags in all_flags.items()}
-    found = {path: library for path, entry in entries.items() if (library := _read_entry(entry)) is not None}
-    left_out = {path: compiler.knows(paths[path]) for path in paths if path not in found}
-    missing = {path: all_flags[path] for path, reason in left_out.items() if not reason}
-    if missing:
-        _remove_unused(cache)
-        _compile(compiler, missing, extra_flags, entries, progress)
-    for path in missing:
-        if (library := _read_entry(entries[path])) is None:
-            raise CompileError(f"{entries[path]} was compiled and cannot be read")
-        found[path] = library
-    return (
-        {path: found[path] for path in paths if path in found},
-        {path: reason for path, reason in left_out.items() if reason},
-    )
-
-
-def library_key(compiler: Compiler, flags: Sequence[str], inputs: Sequence[Path] = ()) -> str:
-    """What a library is known by in the cache: a hash of sources, flags, compiler and kind of machine."""
-    parts = (source_hash(), compiler.command, compiler.version, list(flags), platform.machine(), platform.libc_ver())
+def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
+    """A hash of sources, flags and kind of machine. Another compiler makes the same library of them."""
+    parts = (source_hash(), flags, platform.machine(), platform.libc_ver())
     digest = hashlib.sha256(repr(parts).encode())
     add_files(digest, inputs)
     return digest.hexdigest()[:32]
@@ -135,14 +144,15 @@ def library_key(compiler: Compiler, flags: Sequence[str], inputs: Sequence[Path]
 
 def _compile(
     compiler: Compiler,
-    wanted: Mapping[str, list[str]],
-    link_flags: Sequence[str],
+    wanted: Mapping[str, tuple[str, ...]],
     entries: Mapping[str, Path],
     progress: Progress,
 ) -> None:
     """Compiles `wanted`, by path its flags, into its folders of `entries`, each complete or absent."""
+    if not wanted:
+        return
     units = source_units()
-    link_flags = (*LINK_FLAGS, *(LINUX_LINK_FLAGS if sys.platform == "linux" else ()), *link_flags)
+    link_flags = (*LINK_FLAGS, *(LINUX_LINK_FLAGS if sys.platform == "linux" else ()))
     with (
         tempfile.TemporaryDirectory(dir=entries[next(iter(wanted))].parent, prefix="objects-") as name,
         ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -150,7 +160,7 @@ def _compile(
         objects = {path: [f"{name}/{path}-{index}.o" for index in range(len(units))] for path in wanted}
         jobs = {
             path: [
-                pool.submit(compiler.compile, unit, [*flags, *compiler.warning_flags, "-o", file])
+                pool.submit(compiler.compile, unit, [*COMPILE_FLAGS, *flags, *compiler.warning_flags, "-o", file])
                 for unit, file in zip(units, objects[path], strict=True)
             ]
             for path, flags in wanted.items()
@@ -186,7 +196,8 @@ def _read_entry(folder: Path) -> CachedLibrary | None:
         library = CachedLibrary(folder / CACHED_LIBRARY, entry["warnings"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    folder.touch()  # somebody wants it
+    with contextlib.suppress(OSError):
+        folder.touch()  # somebody wants it
     return library
 
 

@@ -1,4 +1,4 @@
-"""Which of the built libraries a process loads: the best path that its processor has. Torch-free.
+"""Which instruction path a process computes with: the best that its processor has. Torch-free.
 
 Chosen once, at start, and never by the size of a product: the bits of two paths differ,
 and equal rows must come out equal.
@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.cpu_kernels.build import LIBRARIES, Manifest, library_path, read_manifest
-from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags, source_hash
-from outrider.engine.cpu_kernels.library_cache import Progress, cached_library, no_progress
+from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags
+from outrider.engine.cpu_kernels.library_cache import Progress, compiled_library, no_progress
 from outrider.errors import ConfigError
-
-LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
-"""Names a folder of libraries to use in place of the package's own, such as sanitized ones."""
 
 AUTO = "auto"
 TORCH = "torch"
-BUILD_AGAIN = "run `make setup`, or `python -m outrider.engine.cpu_kernels.build`"
 
 _X86_64_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_64_V4 = (*_X86_64_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -34,7 +28,7 @@ REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx512_bf16": _AVX512_BF16,
     "amx": (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"),
 }
-"""Of an x86-64 processor, as /proc/cpuinfo spells them: what build.py lets the compiler use."""
+"""Of an x86-64 processor, as /proc/cpuinfo spells them: what the flags of the path let the compiler use."""
 
 PREFERENCE = ("amx", "avx512_bf16", "portable")
 
@@ -56,41 +50,29 @@ class KernelChoice:
 
 
 def choose_kernels(
-    wanted: str = "auto",
-    *,
-    folder: Path | None = None,
-    cpu_flags: frozenset[str] | None = None,
-    progress: Progress = no_progress,
+    wanted: str = "auto", *, cpu_flags: frozenset[str] | None = None, progress: Progress = no_progress
 ) -> KernelChoice:
     """The best path that this processor has and whose library can be had, or the one that is `wanted`.
 
-    Libraries lie in a folder, where they were built ahead of time. Where the package has no
-    such folder, they come from the user's cache, and the first process that wants one
-    compiles it. Switches on for this process what the path needs (AMX tiles).
+    The first process that needs a library compiles it. Switches on for this process what the path needs (AMX tiles).
 
     Args:
         wanted: "auto", "torch", or one of PREFERENCE.
-        folder: of the libraries; by default that of $OUTRIDER_KERNEL_LIBRARIES, else the package's.
         cpu_flags: of the processor; by default this one's.
         progress: of compiling.
 
     Raises:
-        ConfigError: for a wanted path that cannot be had, and for libraries that are not
-            made of the sources beside them.
+        ConfigError: for a wanted path that cannot be had.
     """
     if wanted == TORCH:
         return KernelChoice(path=TORCH, library=None, reason="model.kernels is torch")
-    folder = folder or Path(os.environ.get(LIBRARIES_VARIABLE) or LIBRARIES)
     cpu_flags = processor_flags() if cpu_flags is None else cpu_flags
-    manifest = read_manifest(folder)
-    if manifest is not None and manifest.built and manifest.source_hash != source_hash():
-        raise ConfigError(f"the native kernels in {folder} are not made of the sources here: {BUILD_AGAIN}")
     reasons: list[str] = []
     for path in PREFERENCE if wanted == AUTO else (wanted,):
         lacks = _what_processor_lacks(path, cpu_flags)
         if lacks and wanted == AUTO and path != PREFERENCE[-1]:
             continue  # no news: most processors have no AMX
-        library, reason = (None, lacks) if lacks else _find_library(path, folder, manifest, progress)
+        library, reason = (None, lacks) if lacks else _find_library(path, progress)
         if library is not None and not (reason := _why_not_ready(library)):
             return KernelChoice(path=path, library=library, reason="; ".join(reasons))
         reasons.append(f"{path}: {reason}")
@@ -118,21 +100,14 @@ def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
     return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not say what processor it is"
 
 
-def _find_library(path: str, folder: Path, manifest: Manifest | None, progress: Progress) -> tuple[Path | None, str]:
+def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
     """The file of a path's library, or None and the reason."""
-    if manifest is None and folder == LIBRARIES:
-        try:
-            return cached_library(path, progress), ""
-        except CompileError as error:
-            return None, first_error(str(error))
-        except OSError as error:
-            return None, f"none was built ahead of time, and compiled ones cannot be kept: {error}"
-    if manifest is None:
-        return None, f"{folder} has none: {BUILD_AGAIN}"
-    if path in manifest.left_out:
-        return None, manifest.left_out[path]
-    library = library_path(folder, path)
-    return (library, "") if library.is_file() else (None, f"{library} is missing: {BUILD_AGAIN}")
+    try:
+        return compiled_library(path, progress), ""
+    except CompileError as error:
+        return None, first_error(str(error))
+    except OSError as error:
+        return None, f"compiled kernels cannot be kept: {error}"
 
 
 def _why_not_ready(library: Path) -> str:

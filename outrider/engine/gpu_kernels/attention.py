@@ -1,11 +1,10 @@
 """Paged attention of ragged rows: each row against the keys of its own path, read where they lie.
 
-A tile is BLOCK_LINES lines of one sequence and one KV head; a line is a row with one of the query
-heads that share the KV head. Keys are taken in blocks of BLOCK_KEYS and splits of SPLIT_KEYS positions, both
-counted from position 0, so a row meets the same blocks in the same order whatever else is in its tile
-or its batch. What a row does not see adds 0 to it. Splits are merged in order, by one program
-(`IS_SPLIT` false) or by `merge_splits`, with the same operations. `TILE` therefore says how a row is rounded, and
-nothing else does.
+A tile is LINES lines of one sequence and one KV head; a line is a row with one of the query heads that share the KV
+head. Where more share it than a tile has lines, they are in several tiles. Keys are taken in blocks of KEYS and splits
+of SPLIT_KEYS positions, both counted from position 0, so a row meets the same blocks in the same order whatever else is
+in its tile or its batch. What a row does not see adds 0 to it. Splits are merged in order, by one program (`IS_SPLIT`
+false) or by `merge_splits`, with the same operations. So `Tile` says how a row is rounded, and nothing else does.
 
 Source of the online softmax: Dao et al. 2022 (arXiv 2205.14135); of splits over keys: flash-decoding.
 """
@@ -95,7 +94,7 @@ def _load(key_cache, value_cache, slots, is_key, dims, is_dim, kv_head, NUM_KV_H
     return keys, values
 
 
-# Numbers that change from step to step are not to be compiled in: each kind of them would be another kernel.
+# Not specialised: these change from step to step, and each class of values would be a recompilation.
 @triton.jit(do_not_specialize=["num_seqs", "max_blocks", "max_splits"])
 def attend(
     query,  # [num_rows, num_heads, head_dim]
@@ -117,6 +116,7 @@ def attend(
     softcap,
     window,  # 0: none
     HEADS_PER_KV: tl.constexpr,
+    HEADS_PER_TILE: tl.constexpr,  # as many of them as a tile has lines, at most
     NUM_KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,  # head_dim
     HEAD_DIM: tl.constexpr,  # the power of two from head_dim on, at least 16
@@ -129,10 +129,12 @@ def attend(
     HAS_PATHS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Grid: tiles (at most num_rows // rows_per_tile + num_seqs), KV heads, splits or 1."""
-    ROWS: tl.constexpr = LINES // HEADS_PER_KV
+    """Grid: tiles (at most num_rows // rows_per_tile + num_seqs), KV heads times their groups of heads, splits or 1."""
+    ROWS: tl.constexpr = LINES // HEADS_PER_TILE
+    GROUPS: tl.constexpr = (HEADS_PER_KV + HEADS_PER_TILE - 1) // HEADS_PER_TILE
     tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // GROUPS
+    first_head = tl.program_id(1) % GROUPS * HEADS_PER_TILE  # among those that share the KV head
 
     # The sequence: the last whose first tile is not after this one. Tiles are padded by one for each sequence.
     low = 0
@@ -152,9 +154,10 @@ def attend(
         return
 
     lines = tl.arange(0, LINES)
-    rows = first_row + lines // HEADS_PER_KV
-    heads = kv_head * HEADS_PER_KV + lines % HEADS_PER_KV
-    is_line = (lines < ROWS * HEADS_PER_KV) & (rows < end_row)
+    rows = first_row + lines // HEADS_PER_TILE
+    own_heads = first_head + lines % HEADS_PER_TILE
+    heads = kv_head * HEADS_PER_KV + own_heads
+    is_line = (lines < ROWS * HEADS_PER_TILE) & (rows < end_row) & (own_heads < HEADS_PER_KV)
     dims = tl.arange(0, HEAD_DIM)
     is_dim = dims < HEAD
     row_positions = tl.load(positions + rows, mask=is_line, other=-1).to(tl.int32)

@@ -1,4 +1,4 @@
-"""What nodes need of a KV cache, wherever its heads are."""
+"""The interface of a KV cache, in one process or shared among ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class KVCache(Protocol):
 
     @property
     def head_ranges(self) -> tuple[range, ...]:
-        """Of every plane, in order, as they are held: frames are cut at them."""
+        """The ranges of heads that are held together, in order; frames are cut at them."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def fence(self) -> Any:
-        """Marks what has been written by now, for `read`, where writes go on behind the caller's back."""
+        """Marks the work that is queued by now, where a device does it later: for `read` and `write`."""
 
     def read(
         self, plane: str, layers: range, slots: Tensor, after: Any = None, *, heads: range | None = None
@@ -46,6 +46,7 @@ class KVCache(Protocol):
         layers: range,
         slots: Tensor,
         payload: bytes | bytearray | memoryview,
+        after: Any = None,
         *,
         heads: range | None = None,
     ) -> None: ...

@@ -15,7 +15,7 @@ class BlockHashes:
     Two equal names mean equal tokens from position 0 on: SHA-256, because a collision
     would serve another user's KV. The seed (the model fingerprint, of one length) keeps models
     apart, the salt tenants.
-    Grows block by block, so that following a sequence costs nothing that grows with it.
+    Grows block by block: the cost of a step does not grow with its sequence.
     """
 
     __slots__ = ("_block_size", "_hashes", "_layout", "_root")
@@ -33,7 +33,7 @@ class BlockHashes:
         return self._hashes[index]
 
     def append(self, token_ids: Sequence[int]) -> bytes:
-        """Names the next block; `token_ids` is the whole sequence from position 0, of which only that block is read."""
+        """The next block's name. `token_ids` is the whole sequence from position 0; only that block of it is read."""
         start = len(self._hashes) * self._block_size
         parent = self._hashes[-1] if self._hashes else self._root
         packed = self._layout.pack(*token_ids[start : start + self._block_size])
@@ -42,7 +42,7 @@ class BlockHashes:
         return block_hash
 
     def truncate(self, num_blocks: int) -> None:
-        """Forgets everything past the first `num_blocks` blocks."""
+        """Keeps the first `num_blocks` names."""
         if num_blocks < len(self._hashes):
             del self._hashes[num_blocks:]
 

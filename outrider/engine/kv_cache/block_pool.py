@@ -1,4 +1,4 @@
-"""Which KV block belongs to whom: reference counts, the prefix cache, eviction. Torch-free."""
+"""Allocation of KV blocks: reference counts, the prefix cache, eviction. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.errors import CapacityError, InternalError
 
 
 class NoFreeBlocksError(CapacityError):
-    """Fewer blocks can be had than were asked for; nothing has changed."""
+    """Too few free blocks for an allocation, which has changed nothing."""
 
     reason = "NO_FREE_BLOCKS"
 
@@ -23,8 +23,8 @@ class BlockPool:
       takes it when nothing is free, least recently released first.
     - *free*: count 0, unpublished.
 
-    A block enters the prefix cache only through `register` or `publish`, that is when its
-    tokens are committed and its KV is complete. Not thread-safe: the engine thread owns it.
+    A block enters the prefix cache only through `register`, that is when its tokens are committed and its KV is
+    complete (`SequenceKV.publish`). Not thread-safe: the engine thread owns it.
     Vocabulary and policy follow vLLM v1's block pool.
     """
 
@@ -44,7 +44,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` could give: free and evictable ones."""
+        """Free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -139,23 +139,12 @@ class BlockPool:
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
         self._forget_hash(block_id)
 
-    def publish(self, block_ids: Sequence[int], token_ids: Sequence[int], *, num_tokens: int) -> None:
-        """Publishes all full blocks of the first `num_tokens` tokens. Idempotent.
-
-        Hashes the whole prefix; `SequenceKV.publish` keeps the chain and hashes only what is new.
-        """
-        if not self.enable_prefix_cache:
-            return
-        chain = self.new_hashes()
-        for index in range(num_tokens // self.block_size):
-            self.register(block_ids[index], chain.append(token_ids))
-
     # --- integrity ------------------------------------------------------------------------
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Looks at every invariant; with `tables` (all block tables there are) also for leaks and double owners.
+        """Checks every invariant; with `tables`, all block tables that exist, also for leaks and double owners.
 
-        Raises InternalError naming the first block that is wrong.
+        Raises InternalError naming the first wrong block.
         """
         free, evictable = set(self._free), set(self._evictable)
         if len(free) != len(self._free):

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from outrider.config import setting
+from outrider.config import fixed, setting
+
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+MAX_PERCENT = 95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """How much KV a node keeps. Memory is committed by the system only as blocks are first written."""
+    """Section `kv_cache`: how much KV a node keeps. The system commits memory only as blocks are first written."""
 
-    block_size: int | None = setting(
-        None, at_least=1, at_most=256, help="Tokens in a block; by default 16, or 256 where flash-attn computes."
-    )
-    num_blocks: int | None = setting(None, at_least=1, help="Blocks in the pool; overrides memory_bytes.")
-    memory_bytes: int | None = setting(None, at_least=1, help="Size of the pool; overrides memory_fraction.")
-    memory_fraction: float | None = setting(
-        None,
-        above=0.0,
-        at_most=0.95,
-        help="Share of the memory that is free at start, by default 0.2, of a GPU's 0.9; never below two full windows.",
+    memory: str = setting(
+        "",
+        help="Size of the pool, such as 4GiB, or a share of the memory that is free at start, such as 30%. By default "
+        "20%, of a GPU's 90%, and never less than two full windows.",
     )
     prefix_cache: bool = setting(True, help="Keep full blocks of finished sequences for prompts that begin alike.")
+    num_blocks: int | None = fixed(None)  # overrides `memory`
+    block_size: int = fixed(16)  # tokens; little is wasted at a sequence's end, and short prefixes are shared
+
+    def __post_init__(self) -> None:
+        _parse(self.memory)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """None where `memory` is a share, or not set."""
+        return _parse(self.memory)[0]
+
+    @property
+    def memory_fraction(self) -> float | None:
+        """None where `memory` is a size, or not set."""
+        return _parse(self.memory)[1]
+
+
+def _parse(memory: str) -> tuple[int | None, float | None]:
+    """Bytes or a fraction. Raises: ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[KMG]iB|B|)", memory.strip())
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    if not memory.strip():
+        return None, None
+    if number <= 0 or (unit == "%" and number > MAX_PERCENT):
+        raise ValueError(f"memory {memory!r} is neither a size such as 4GiB nor a share from 1% to {MAX_PERCENT}%")
+    return (None, number / 100) if unit == "%" else (int(number * UNITS[unit]), None)

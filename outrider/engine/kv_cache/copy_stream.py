@@ -1,7 +1,7 @@
-"""Keys and values between a GPU and the host, on a stream of their own: layers go on computing meanwhile.
+"""Copies keys and values between a GPU and the host, on a stream beside the forward passes.
 
-Forwards run on the device's default stream. A fence marks what has been queued there: a copy that waits for it comes
-after that work and beside what follows. Only the thread that asks for a copy waits for it.
+Forward passes run on the device's default stream. A fence marks the work queued there; a copy that waits for it comes
+after that work and runs beside what follows. Only the thread that asks for a copy waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
-        """After everything that is queued for the device by now."""
+        """After all work that is queued by now."""
         fence = torch.cuda.Event()
         fence.record(torch.cuda.default_stream(self._device))
         return fence
@@ -39,16 +39,15 @@ class CopyStream:
             self._wait()
         return host
 
-    def scatter(self, rows: Tensor, slots: Tensor, payload: np.ndarray) -> None:
-        """Writes some slots of [layers, slots, width], behind the work that is queued by now: it may use them still.
+    def scatter(self, rows: Tensor, slots: Tensor, payload: np.ndarray, after: Fence) -> None:
+        """Writes some slots of [layers, slots, width] once `after` is reached. Later work must not use them.
 
         `payload` [layers * num_slots * width * itemsize] uint8 may be used again afterwards.
         """
-        fence = self.fence()
         host = empty_page_locked(payload.shape, torch.uint8)
         host.numpy()[:] = payload
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(fence)
+            self._stream.wait_event(after)
             indices = upload(slots.numpy(), self._device)
             values = host.to(self._device, non_blocking=True)
             rows.index_copy_(1, indices, values.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2]))

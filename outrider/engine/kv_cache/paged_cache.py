@@ -20,14 +20,14 @@ from outrider.errors import ConfigError, InternalError
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 DEFAULT_FRACTIONS = {"cpu": 0.2, "cuda": 0.9}
-"""Of free memory, by type of device: a machine's memory has other users, a GPU's has what captured steps still take."""
+"""Of free memory, by type of device: main memory has other users; on a GPU a tenth is left for allocations of steps."""
 
 
 class PagedKVCache:
     """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
 
-    Which block belongs to whom is the BlockPool's business; here is only the memory. It
-    is allocated at once but committed by the system as blocks are first written.
+    Only the memory: the BlockPool says which block belongs to whom. It is allocated at once but committed by the
+    system as blocks are first written.
 
     Thread-safe as far as its blocks are: threads may read, write and run forwards at the
     same time as long as no block that one of them writes is used by another.
@@ -42,9 +42,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         num_scratch_blocks: int = 0,
     ) -> None:
-        """`num_scratch_blocks`: behind the others, for rows whose keys and values nobody reads."""
-        if [plane.name for plane in planes] != ["k", "v"]:
-            raise ValueError(f"planes k and v are expected, not {[plane.name for plane in planes]}")
+        """`num_scratch_blocks`: behind the others, for rows that pad a batch."""
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -60,8 +58,8 @@ class PagedKVCache:
             )
             for plane in planes
         }
-        self.keys: tuple[Tensor, ...] = self._tensors["k"].unbind(0)  # each [num_blocks, block_size, heads, dim]
-        self.values: tuple[Tensor, ...] = self._tensors["v"].unbind(0)
+        self.keys = self.layers("k")
+        self.values = self.layers("v")
 
     @classmethod
     def sized_for(
@@ -69,49 +67,47 @@ class PagedKVCache:
         spec: ModelSpec,
         config: KVCacheConfig,
         *,
-        block_size: int,
         device: torch.device | str = "cpu",
         reserved_bytes: int = 0,
     ) -> PagedKVCache:
         """As many blocks as `config` and free memory allow. Raises ConfigError when that is too few.
 
-        `block_size`: what the attention backend makes of the setting. `reserved_bytes`: of free memory, for steps.
+        `reserved_bytes`: of free memory, for steps.
         """
         num_blocks = cls.num_blocks_for(
             spec,
             config,
-            block_size=block_size,
             free_bytes=max(free_memory_bytes(torch.device(device)) - reserved_bytes, 0),
             default_fraction=DEFAULT_FRACTIONS[torch.device(device).type],
         )
         return cls(
             spec.planes,
             num_blocks=num_blocks,
-            block_size=block_size,
+            block_size=config.block_size,
             device=device,
             num_scratch_blocks=0 if torch.device(device).type == "cpu" else 1,  # for rows that pad (`step_graphs`)
         )
 
     @staticmethod
     def num_blocks_for(
-        spec: ModelSpec, config: KVCacheConfig, *, block_size: int, free_bytes: int, default_fraction: float = 0.2
+        spec: ModelSpec, config: KVCacheConfig, *, free_bytes: int, default_fraction: float = 0.2
     ) -> int:
-        """Blocks in a pool of `config`, of which `free_bytes` may be had.
+        """Blocks in a pool of `config`, with `free_bytes` of free memory.
 
-        Explicit sizes are taken as they are, but must hold one full window, without
-        which a request that the model allows could never run. The automatic size is at
-        least two full windows. Raises ConfigError naming the setting and the fix.
+        An explicit size must hold one full window, else a request that the model allows could never run. The automatic
+        size is at least two full windows. Raises ConfigError naming the setting and the fix.
         """
+        block_size = config.block_size
         block_bytes = spec.bytes_per_token * block_size
         window_blocks = -(-spec.max_model_len // block_size)
         if config.num_blocks is not None:
             num_blocks, source = config.num_blocks, "num_blocks"
         elif config.memory_bytes is not None:
-            num_blocks, source = config.memory_bytes // block_bytes, "memory_bytes"
+            num_blocks, source = config.memory_bytes // block_bytes, "memory"
         else:
             fraction = config.memory_fraction or default_fraction
             num_blocks = max(int(free_bytes * fraction) // block_bytes, 2 * window_blocks)
-            source = "memory_fraction"
+            source = "memory"
             if num_blocks * block_bytes > free_bytes:
                 raise ConfigError(
                     f"two windows of {spec.max_model_len} tokens need {2 * window_blocks * block_bytes:,} bytes of KV "
@@ -124,8 +120,15 @@ class PagedKVCache:
             )
         return num_blocks
 
+    def layers(self, plane: str) -> tuple[Tensor, ...]:
+        """What a plane keeps in each layer: [num_blocks, block_size, heads, dim]. Attention reads planes k and v."""
+        return self._tensors[plane].unbind(0)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies whole blocks, (source, destination) each, in all layers and planes. No block is both."""
+        """Copies whole blocks, (source, destination) each, in all layers and planes.
+
+        All sources are read before any destination is written, so a block may be both.
+        """
         if not pairs:
             return
         sources = upload_ids([source for source, _ in pairs], self.device)
@@ -138,7 +141,7 @@ class PagedKVCache:
                 layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies single slots, (source, destination) each, in all layers and planes, all at once."""
+        """Copies single slots, (source, destination) each, in all layers and planes; sources are read first."""
         if not pairs:
             return
         sources, destinations = [source for source, _ in pairs], [destination for _, destination in pairs]
@@ -152,7 +155,7 @@ class PagedKVCache:
                 rows.index_copy_(1, upload_ids(destinations, self.device), moved)
 
     def fence(self) -> Fence | None:
-        """Marks what forwards have been asked to write by now, for `read`; None on a CPU, which has written it."""
+        """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""
         return None if self._copies is None else self._copies.fence()
 
     @property
@@ -172,7 +175,7 @@ class PagedKVCache:
         if self._copies is None:
             # numpy: torch would start a pool of threads for the caller's (see `EngineThread`).
             data: np.ndarray = rows.view(torch.uint8).numpy()  # [layers, slots, heads * dim * itemsize]
-            if heads is not None and len(heads) < self.planes[0].num_heads:
+            if not data.flags.c_contiguous:
                 return data[:, slots.numpy()].reshape(-1)  # `take` would copy these heads of the whole cache first
             return np.take(data, slots.numpy(), axis=1).reshape(-1)
         taken = self._copies.gather(rows, slots, after or self._copies.fence())
@@ -185,10 +188,15 @@ class PagedKVCache:
         layers: range,
         slots: Tensor,
         payload: bytes | bytearray | memoryview,
+        after: Fence | None = None,
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes what `read` gave. Raises InternalError, nothing written, when a range or the size does not fit."""
+        """Writes what `read` gave, on a GPU behind the work that `after` marks: of that some may use the slots still.
+
+        Without `after`: behind all work that is queued by now, which a busy node may take a step to do. Raises
+        InternalError, nothing written, when a range or the size does not fit.
+        """
         rows = self._rows(plane, layers, slots, heads)
         expected = len(layers) * slots.numel() * rows.shape[2] * rows.element_size()
         view = memoryview(payload).cast("B")
@@ -198,7 +206,7 @@ class PagedKVCache:
             return
         array = np.frombuffer(view, dtype=np.uint8)
         if self._copies is not None:
-            self._copies.scatter(rows, slots, array)
+            self._copies.scatter(rows, slots, array, after or self._copies.fence())
             return
         data: np.ndarray = rows.view(torch.uint8).numpy()
         data[:, slots.numpy()] = array.reshape(len(layers), slots.numel(), -1)

@@ -1,4 +1,4 @@
-"""What one layer keeps of one token, by name: the unit in which KV is described on the wire."""
+"""Planes: the named parts of what a cache keeps of a token in each layer, as the wire describes them."""
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ class SequenceKV:
     """Block table and number of valid tokens of one sequence.
 
     Token t lives in slot block_ids[t // block_size] * block_size + t % block_size.
-    `block_ids` covers what was reserved, `num_tokens` says for how many tokens from
-    position 0 the KV is there. A step reserves, writes, then says with `advance` or
-    `truncate` what became valid. Only blocks with valid tokens are ever shared.
+    `block_ids` are the reserved blocks; the KV of the first `num_tokens` tokens is valid. A step reserves, writes, then
+    calls `advance` or `truncate`. Only blocks with valid tokens are ever shared.
     """
 
     __slots__ = (
@@ -30,7 +29,7 @@ class SequenceKV:
     )
 
     def __init__(self, pool: BlockPool, *, cache_salt: bytes = b"") -> None:
-        """Published blocks are found again under the same `cache_salt` only."""
+        """Published blocks are found only under the same `cache_salt`."""
         self._pool = pool
         self._block_size = pool.block_size
         self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published (or found published) blocks
@@ -53,11 +52,9 @@ class SequenceKV:
         return kv
 
     def block_table(self) -> array[int]:
-        """`block_ids` as int32: [len(block_ids)]. It is the table itself: not to be written to, nor kept while blocks
-        change.
+        """`block_ids` as int32: [len(block_ids)]. Not a copy: do not write to it, or keep it while blocks change.
 
-        Only what is new since the last call is written: a step's cost must not grow with
-        the length of its contexts.
+        Only what is new since the last call is converted: a step's cost must not grow with its contexts.
         """
         table, block_ids = self._table, self.block_ids
         if len(table) < len(block_ids):
@@ -65,7 +62,7 @@ class SequenceKV:
         return table
 
     def slot(self, place: int) -> int:
-        """Where the KV of the row at this place goes, counted from position 0; without trees a place is a position."""
+        """The slot of the n-th token from position 0; with draft trees, of the n-th row."""
         return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
 
     @property

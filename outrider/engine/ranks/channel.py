@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class RankLostError(InternalError):
-    """A process of a tensor-parallel node has ended, or does not answer: no step can be computed any more."""
+    """A process of a tensor-parallel node has ended or does not answer, so the node cannot compute steps."""
 
     reason = "RANK_LOST"
 
@@ -21,12 +21,12 @@ class RankLostError(InternalError):
 class Channel:
     """One end. At any time one thread sends, and one receives.
 
-    Both ends are processes that this node has started, and the sockets have no address: so values are pickled. Raises
-    RankLostError, after which the channel is closed, when the peer is gone or too slow.
+    Values are pickled: both ends are processes of this node, over sockets without an address. Raises RankLostError when
+    the peer is gone or too slow; the channel is closed then.
     """
 
     def __init__(self, end: socket.socket, *, peer: str, timeout_seconds: float) -> None:
-        """`peer`: for messages, such as "rank 1". `timeout_seconds`: for a message to leave, or to come once begun."""
+        """`peer`: for error messages, such as "rank 1". `timeout_seconds`: for a whole message, once it has begun."""
         self._end = end
         self._peer = peer
         self._timeout_seconds = timeout_seconds
@@ -48,7 +48,7 @@ class Channel:
             raise self._lost("takes no messages", error) from error
 
     def receive(self, *, begins_within_seconds: float | None) -> Any:
-        """The next message. None: however long it takes to begin; the end of the peer's process ends that wait too."""
+        """The next message. None: waits for its beginning without limit, until the peer's process ends."""
         try:
             self._end.settimeout(begins_within_seconds)
             if not self._end.recv(1, socket.MSG_PEEK):

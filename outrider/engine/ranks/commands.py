@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.input_batch import BatchArrays
+from outrider.engine.input_batch import InputBatch
 
 
 class Mark(NamedTuple):
-    """A place in the order of commands: so many are done, and of the next one so many layers. Compared as a tuple."""
+    """Progress in the order of commands: finished commands, then finished layers of the next one."""
 
     num_commands: int
     num_layers: int = 0
@@ -20,11 +20,9 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass: an InputBatch."""
+    """One forward pass."""
 
-    arrays: BatchArrays
-    max_blocks: int
-    block_size: int
+    batch: InputBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class WriteKv:
     layers: range
     slots: npt.NDArray[np.int64]  # [num_tokens]
     heads: range  # of the rank's own
-    after: Mark  # not before the rank is there: an earlier command may use the slots still
+    after: Mark  # not before the rank is there: an earlier command may still use the slots
     payload: bytes
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's hold on the other ranks: it tells them what to compute, and ends the node when one is lost."""
+"""The other ranks, as rank 0 sees them: sends them commands, and reports a loss, which ends the node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
 SEEN_SECONDS = 5.0
-"""After a collective has failed: for the end of the process that caused it to be seen."""
+"""Time to notice which process's end made a collective fail."""
 _POLL_SECONDS = 0.02
 
 
@@ -41,9 +41,9 @@ class Member:
 
 
 class RankGroup:
-    """As a context, while the node serves: outside of it the end of a rank is only seen by who needs it.
+    """A context manager: inside, threads watch the ranks; outside, a lost rank is noticed when it is needed.
 
-    `running`, `tell` and `layer_done` are the engine thread's; `ask` and the marks any thread's.
+    `running` and `layer_done` belong to the engine thread; any thread may call `ask` and read `reached`.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class RankGroup:
     ) -> None:
         """`on_lost` is called at most once for each rank that ends before `close`, from a thread of its own.
 
-        `answer_seconds`: for a request for KV. `release`: what the group holds besides its members; called by `close`.
+        `answer_seconds`: timeout of a KV request. `release`: frees what the group holds besides its members; called by
+        `close`.
         """
         self._answer_seconds = answer_seconds
         self._members = list(members)
@@ -76,14 +77,14 @@ class RankGroup:
         return tuple(self._members)
 
     def add(self, member: Member) -> None:
-        """Before anything is asked of the group, which ends the member from now on."""
+        """Before the first command or request. From now on the group ends the member."""
         self._members.append(member)
 
     # ---- commands
 
     @contextmanager
     def running(self, command: Command) -> Iterator[None]:
-        """The other ranks are told; the body is this rank's part of it.
+        """Sends the command to the other ranks; the body is this rank's part of it.
 
         Raises RankLostError when the body fails because a rank is gone.
         """
@@ -96,12 +97,12 @@ class RankGroup:
         self._done = Mark(self._num_told)
 
     def layer_done(self, layer: int) -> None:
-        """Within `running`: so many layers of the command are done here."""
+        """Within `running`: this rank has finished the layer."""
         self._done = Mark(self._num_told - 1, layer + 1)
 
     @property
     def reached(self) -> Mark:
-        """What this rank has done by now: what others are asked for after it is there, and nothing older is used."""
+        """How far this rank is. Requests to others wait until they are as far."""
         return self._done
 
     def _tell(self, command: Command) -> None:
@@ -117,14 +118,14 @@ class RankGroup:
     # ---- KV
 
     def ask(self, rank: int, request: KvRequest) -> Any:
-        """The answer of a rank other than 0. Raises: InternalError for what it refuses; RankLostError, and ends it."""
+        """The answer of a rank other than 0. Raises InternalError if it refuses; RankLostError, after killing it."""
         member = self._members[rank - 1]
         with member.kv_lock:
             try:
                 member.kv.send(request)
                 answer = member.kv.receive(begins_within_seconds=self._answer_seconds)
             except RankLostError:
-                member.process.kill()  # steps might go on for ever while no KV comes or goes any more
+                member.process.kill()  # else steps go on without KV transfers
                 raise
         if isinstance(answer, KvRefused):
             raise InternalError(f"tensor-parallel rank {rank}: {answer.message}")
@@ -133,7 +134,7 @@ class RankGroup:
     # ---- life
 
     def raise_if_lost(self, cause: Exception) -> None:
-        """Raises RankLostError if a rank has ended, or ends in a moment: `cause` is what was seen of it."""
+        """Raises RankLostError if a rank has ended, or ends within SEEN_SECONDS; `cause` is the symptom."""
         deadline = time.monotonic() + SEEN_SECONDS
         while True:
             for member in self._members:
@@ -158,7 +159,7 @@ class RankGroup:
             self._on_lost(loss)
 
     def close(self) -> None:
-        """Ends the other ranks: by a command where they listen, else by force. Idempotent."""
+        """Ends the other ranks, by a command or else by SIGKILL. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True

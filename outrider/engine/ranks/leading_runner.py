@@ -1,4 +1,4 @@
-"""The forward pass of rank 0: the other ranks are told the same batch."""
+"""The forward pass of rank 0, which sends the same batch to the other ranks."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class LeadingRunner(ModelRunner):
             if on_layer_done is not None:
                 on_layer_done(layer)
 
-        with self._ranks.running(Step(batch.arrays, batch.max_blocks, batch.block_size)):
+        with self._ranks.running(Step(batch)):
             return super().forward(batch, on_layer_done=layer_done)

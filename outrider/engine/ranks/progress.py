@@ -1,4 +1,4 @@
-"""How far a rank is with the commands that it was told. Torch-free."""
+"""A rank's progress through its commands. Torch-free."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from outrider.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class RankFence:
-    """What the ranks have been told to write by now."""
+    """Marks the work that all ranks have been sent by now."""
 
     mark: Mark
     local: Fence | None
@@ -27,8 +27,8 @@ class RankFence:
 class ShardedKVCache:
     """A `KVCache`. Each rank has blocks of the same numbers, with its own heads in them.
 
-    Blocks are copied and slots moved by all ranks, in the order of steps. What other threads read or write of other
-    ranks comes when those have done what rank 0 has: a rank may be behind by the end of a step, and by copies.
+    All ranks copy blocks and move slots, in the order of steps. Reads and writes of another rank's heads wait until it
+    is as far as rank 0 was: a rank may lag by the end of a step and by copies.
     """
 
     def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
@@ -79,6 +79,7 @@ class ShardedKVCache:
         layers: range,
         slots: Tensor,
         payload: bytes | bytearray | memoryview,
+        after: RankFence | None = None,
         *,
         heads: range | None = None,
     ) -> None:
@@ -92,14 +93,14 @@ class ShardedKVCache:
         if not num_cells:
             return
         cells = np.frombuffer(view, dtype=np.uint8).reshape(num_cells, -1)
-        mark = self._ranks.reached
+        fence = after or self.fence()
         for share in shares_of(heads, self.head_ranges):
             part = cells[:, share.place.start * head_bytes : share.place.stop * head_bytes].tobytes()
             if share.rank == 0:
-                self.local.write(plane, layers, slots, part, heads=share.local)
+                self.local.write(plane, layers, slots, part, fence.local, heads=share.local)
             else:
                 request = WriteKv(
-                    plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=mark, payload=part
+                    plane=plane, layers=layers, slots=slots.numpy(), heads=share.local, after=fence.mark, payload=part
                 )
                 self._ranks.ask(share.rank, request)
 

@@ -1,4 +1,4 @@
-"""What a rank other than 0 does once its shard is loaded: the commands of rank 0, and reads and writes of its KV."""
+"""A rank other than 0 at work: runs the commands of rank 0, and serves reads and writes of its KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine.input_batch import InputBatch
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import (
     Command,
@@ -54,9 +53,8 @@ class RankWorker:
     def _do(self, command: Step | CopyBlocks | MoveSlots) -> None:
         match command:
             case Step():
-                batch = InputBatch(command.arrays, command.max_blocks, command.block_size)
                 # The logits are rank 0's business: here they are left over from the last collective.
-                self._runner.forward(batch, on_layer_done=self._progress.layer_done)
+                self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
             case CopyBlocks():
                 self._kv_cache.copy_blocks(command.pairs)
             case MoveSlots():

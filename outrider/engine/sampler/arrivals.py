@@ -59,31 +59,10 @@ class RaceKeys:
         rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
         return cls(upload(np.asarray(rows, dtype=np.int64).T, device))
 
-    def select(self, rows: Tensor) -> RaceKeys:
-        """Some of the decisions: rows [n] int64."""
-        return RaceKeys(self.words.index_select(1, rows))
-
     def draw(self, counters: Tensor, purpose: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Four words each, in the shape of counters [num_rows or 1, n] int64, broadcast to all rows."""
         position, sample, low, high = self.words.unsqueeze(2).unbind(0)  # each [num_rows, 1]
         return philox4x32((counters, position, sample, torch.full_like(sample, purpose)), (low, high))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockArrivals:
-    """First arrivals of all blocks, for some decisions."""
-
-    first: Tensor  # [num_rows, num_blocks] float32: e_b
-    log_first: Tensor  # [num_rows, num_blocks] float32: log e_b
-    winner_offsets: Tensor  # [num_rows, num_blocks] int64: i_b - 64 b
-
-    def select(self, rows: Tensor) -> BlockArrivals:
-        """Some of the decisions: rows [n] int64."""
-        return BlockArrivals(
-            self.first.index_select(0, rows),
-            self.log_first.index_select(0, rows),
-            self.winner_offsets.index_select(0, rows),
-        )
 
 
 def exponential(words: Tensor) -> Tensor:
@@ -100,26 +79,13 @@ def exponential(words: Tensor) -> Tensor:
     return logarithm(rounded, (1.0 - rounded) - uniform).neg_()  # -log1p(-u)
 
 
-def block_arrivals(keys: RaceKeys, num_blocks: int) -> BlockArrivals:
-    """Purpose 0 for each decision and block."""
-    blocks = torch.arange(num_blocks, device=keys.words.device).unsqueeze(0)
-    first_words, second_words, _, _ = keys.draw(blocks, _BLOCK_PURPOSE)
-    first = exponential(first_words)
-    first *= _PER_BLOCK
-    return BlockArrivals(first, logarithm(first), second_words & (BLOCK_SIZE - 1))
-
-
-def waits_behind_winner(keys: RaceKeys, blocks: Tensor) -> Tensor:
-    """Purpose 1: E_v of every token of some blocks.
-
-    Args:
-        keys: one for each row.
-        blocks: [num_rows, n] int64, block indices.
-
-    Returns:
-        [num_rows, n, 64] float32.
-    """
-    groups = torch.arange(GROUPS_PER_BLOCK, device=blocks.device)
-    counters = (blocks.unsqueeze(2) * GROUPS_PER_BLOCK + groups).flatten(1)  # [num_rows, n * 16]
-    words = torch.stack(keys.draw(counters, _TOKEN_PURPOSE), dim=2)  # [num_rows, n * 16, 4]
-    return exponential(words).view(*blocks.shape, BLOCK_SIZE)
+def arrivals_of(keys: RaceKeys, num_ids: int) -> Tensor:
+    """a(v) of every token, for some decisions: [num_rows, num_ids] float32."""
+    blocks = torch.arange(-(-num_ids // BLOCK_SIZE), device=keys.words.device).unsqueeze(0)
+    first_words, winner_words, _, _ = keys.draw(blocks, _BLOCK_PURPOSE)
+    first = (exponential(first_words) * _PER_BLOCK).unsqueeze(2)  # [num_rows, num_blocks, 1]: e_b
+    winners = (winner_words & (BLOCK_SIZE - 1)).unsqueeze(2)
+    groups = torch.arange(blocks.shape[1] * GROUPS_PER_BLOCK, device=blocks.device).unsqueeze(0)
+    words = torch.stack(keys.draw(groups, _TOKEN_PURPOSE), dim=2)  # [num_rows, num_groups, 4]
+    times = first + exponential(words).view(-1, blocks.shape[1], BLOCK_SIZE)
+    return times.scatter(2, winners, first).flatten(1)[:, :num_ids]

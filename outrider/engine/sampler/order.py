@@ -25,3 +25,13 @@ def lowest_keys(values: Tensor) -> Tensor:
 def ids_of_keys(keys: Tensor) -> Tensor:
     """The token of each key: int64, same shape."""
     return _LOW_HALF - (keys & _LOW_HALF)
+
+
+def first_of_largest(values: Tensor) -> Tensor:
+    """Argmax of each row with ties to the lowest id, which torch.argmax does not promise on every device.
+
+    [num_rows, num_ids] -> [num_rows] int64; the first NaN where there is one.
+    """
+    is_largest = (values == values.amax(dim=1, keepdim=True)) | values.isnan()
+    ids = torch.arange(values.shape[1], device=values.device)
+    return torch.where(is_largest, ids, values.shape[1]).amin(dim=1)

@@ -66,7 +66,7 @@ class Sampler:
 
             self._decider = TritonDecider(self._editor)
         else:
-            self._decider = TorchDecider(self._editor, in_one_round=device.type != "cpu")
+            self._decider = TorchDecider(self._editor)
 
     def start(
         self,

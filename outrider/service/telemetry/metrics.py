@@ -164,11 +164,6 @@ class EngineMetrics:
         )
         self._dropped = family.labelled_counter("outrider:kv_frames_dropped", "Frames refused.", "reason")
         self._refused = family.labelled_counter("outrider:proposals_refused", "Hostile or stale proposals.", "reason")
-        self._speedup = family.labelled_gauge(
-            "outrider:speculation_speedup",
-            "Speed over plain decoding in the last ten seconds, expected by the draft controller and measured.",
-            "kind",
-        )
         self._breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
         )
@@ -235,11 +230,6 @@ class EngineMetrics:
 
     def add_refused_proposals(self, reason: str, num_proposals: int = 1) -> None:
         self._refused(reason).inc(num_proposals)
-
-    def set_speedup(self, *, expected: float, measured: float) -> None:
-        """Over plain decoding; 0: nothing was generated, so there is nothing to show. One thread."""
-        found = {"expected": expected, "measured": measured}
-        self._speedup.show({kind: value for kind, value in found.items() if value > 0.0})
 
     def set_breakers(self, is_open: Mapping[str, bool]) -> None:
         """By address, of every draft node there is now. One thread."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.token_distribution import TokenDistribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,27 +23,23 @@ class ProposalRequest:
     num_wanted: int  # 0: only keep up
     start: SequenceStart | None = None  # how it samples; None where the proposer needs no sampling
     max_alternatives: int = 0  # paths beside the main one that a look-ahead may follow; 0: no look-ahead
-    looks_ahead: bool = False  # the draft has been given; branches ahead of the next one are wanted
-    owner: int = 0  # whose sequence it is: owners share the look-ahead equally
+    looks_ahead: bool = False  # the update is answered; branches ahead of the next one are wanted
+    owner: int = 0  # the decode node; owners share the look-ahead equally
 
 
 class Progress(enum.Enum):
-    """How far the draft of a request is."""
+    """State of a request's draft."""
 
     DONE = "done"
-    DRAFTING = "drafting"  # ask again: further tokens come in the next calls
-    CATCHING_UP = "catching_up"  # still computing the prefix, ask again with the newest state
+    DRAFTING = "drafting"  # incomplete; call again
+    CATCHING_UP = "catching_up"  # the prefix is still being computed; call again, with the newest state
 
 
-@dataclass(frozen=True, slots=True)
-class AheadBranch:
-    """What follows if the text goes on with `assumed_token_ids`."""
+class AheadBranch(NamedTuple):
+    """A draft that follows if the text goes on with `assumed_token_ids`."""
 
     assumed_token_ids: tuple[int, ...]  # after the request's committed tokens
-    token_ids: tuple[int, ...]
-    probability: float  # the proposer's estimate that the text does
-    distributions: tuple[TokenDistribution, ...] = ()  # as in DraftTree
-    parents: tuple[int, ...] = ()  # as in DraftTree
+    tree: DraftTree  # after both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +49,41 @@ class Proposal:
     sequence_id: int
     tree: DraftTree
     progress: Progress = Progress.DONE
-    num_computed: int = 0  # while catching up: tokens of the prefix
-    ahead: tuple[AheadBranch, ...] = ()  # where the request looks ahead: what has become worth telling
-    may_go_on: bool = False  # where it looks ahead: another call may find more
+    ahead: tuple[AheadBranch, ...] = ()  # where the request looks ahead: branches to send
+    has_more: bool = False  # look-ahead can continue in another call
 
+
+MAX_SEQUENCES = 512
+"""That a draft node holds, of all decode nodes together: a forward has a row for each."""
 
 MAX_INDEXED_TOKENS = 1024
 """Of one call of a proposer that indexes texts: 3 to 10 ms. A long prompt is indexed in several calls."""
 
+MAX_INDEX_BYTES = 256 << 20
+"""Of all texts that a proposer indexes: ten million tokens for `ngram`, half a million for `suffix`."""
 
-def catching_up(request: ProposalRequest, num_computed: int) -> Proposal:
-    """No draft yet: so many of the tokens are known."""
-    return Proposal(
-        sequence_id=request.sequence_id,
-        tree=DraftTree(len(request.token_ids)),
-        progress=Progress.CATCHING_UP,
-        num_computed=num_computed,
-    )
+
+def nothing(request: ProposalRequest) -> Proposal:
+    """No guess."""
+    return Proposal(sequence_id=request.sequence_id, tree=DraftTree(len(request.token_ids)))
+
+
+def catching_up(request: ProposalRequest) -> Proposal:
+    """No draft yet: part of the tokens is still to be learnt."""
+    tree = DraftTree(len(request.token_ids))
+    return Proposal(sequence_id=request.sequence_id, tree=tree, progress=Progress.CATCHING_UP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerInfo:
+    """What a proposer says of itself; it does not change."""
+
+    name: str  # as in ModelInfo.proposer: "ngram", "draft_model:NAME"
+    vocabulary_fingerprint: str = ""  # of the ids it proposes; empty: works on any vocabulary
+    num_extra_tokens: int = NUM_EXTRA_TOKENS  # offered beyond what is wanted: the rest serves the next step
+    can_look_ahead: bool = False  # drafting while the target verifies gains something
+    memory_bytes: int = 0  # the most that it holds of its sequences, besides a model's weights
+    description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty without a model
 
 
 class Proposer(Protocol):
@@ -82,24 +95,7 @@ class Proposer(Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """As in ModelInfo.proposer: "ngram", "draft_model:NAME"."""
-
-    @property
-    def vocabulary_fingerprint(self) -> str:
-        """Of the ids it proposes; empty: works on any vocabulary."""
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """What its node tells of it at start: how its model is computed; empty without a model."""
-
-    @property
-    def num_extra_tokens(self) -> int:
-        """Worth proposing beyond what is wanted now, so that what is left over serves the next step."""
-
-    @property
-    def can_look_ahead(self) -> bool:
-        """Whether drafting on while the target verifies gains anything. False: it is never asked to."""
+    def info(self) -> ProposerInfo: ...
 
     @property
     def num_wasted_tokens(self) -> int:
@@ -116,16 +112,3 @@ class Proposer(Protocol):
 
     def forget(self, sequence_id: int) -> None:
         """Frees what is held of a sequence; an unknown one is fine."""
-
-
-class LookupProposer:
-    """What proposers that look up texts have in common: no model, any vocabulary, nothing to compute ahead."""
-
-    vocabulary_fingerprint = ""
-    num_extra_tokens = NUM_EXTRA_TOKENS
-    can_look_ahead = False
-    num_wasted_tokens = 0
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        return {}

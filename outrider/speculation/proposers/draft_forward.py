@@ -1,4 +1,4 @@
-"""What a draft model is to its proposer: a cache, and a forward pass that decides the next token of many texts."""
+"""The interface between a draft model and its proposer: a KV cache, and a forward pass that decides next tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PathRows:
     block_ids: Sequence[int]  # covers [0, start_position + len(token_ids))
     sampling: object  # of the sequence: from `start`
     assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
-    num_decisions: int = 0  # 0: only its KV is wanted; 1: the token that follows; n: n - 1 runners-up too
-    wants_distribution: bool = False  # what the token that follows is drawn from
+    num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: and n - 1 runners-up
+    wants_distribution: bool = False  # of the next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Decided:
     """What a forward has decided after one path."""
 
     token_ids: tuple[int, ...]  # the winner of the race at the next position, then the winners without those before
-    distribution: TokenDistribution | None = None  # what the first was drawn from, where it was asked for
+    distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
 
 
 class DraftForward(Protocol):
@@ -51,4 +51,4 @@ class DraftForward(Protocol):
         """Counts newly committed tokens."""
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
-        """Copies blocks, then one forward pass over all rows. For each of them, in order, as much as it asked for."""
+        """Copies blocks, then runs one forward pass. Returns the decisions of each element of `rows`, in order."""

@@ -1,60 +1,46 @@
-"""A failure of a proposer costs the sequences that it fails for their drafts, and nobody else anything."""
+"""Limits a proposer's failure to the sequences that cause it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer
+from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer, nothing
 
-BENCH_SECONDS = 1.0
+COOLDOWN_SECONDS = 1.0
 """A sequence that made the proposer fail is not asked for again for so long."""
 
 MAX_FAILED_CALLS = 16
-"""In one `propose`: enough to find two sequences among some hundred; a proposer that fails for all ends sooner."""
+"""In one `propose`: enough to find two bad sequences among some hundred. The search goes on in the next call."""
 
-OnFailure = Callable[[Exception, Sequence[int]], None]
-"""on_failure(error, sequence_ids): those get no drafts for a while."""
+MAX_FRUITLESS_SEARCHES = 4
+
+OnFailure = Callable[[Exception, int], None]
+"""on_failure(error, sequence_id): it gets no drafts for a while."""
 
 
 class IsolatedProposer:
-    """A `Proposer` around another one; never raises. One owner thread.
+    """Wraps a `Proposer`; never raises. One owner thread.
 
-    A batch that raises is asked for again in halves, until those that cannot be served
-    stand alone: proposers keep no more than a cache of each sequence, so asking twice costs
-    time only. What stands alone is forgotten, and gets nothing until `BENCH_SECONDS` have
-    passed: a sequence that always fails must not cost every step its batch.
+    A batch that raises is asked for again in halves, until the sequences that cannot be served stand alone: proposers
+    keep no more than a cache of each, so asking twice costs time only. Such a sequence is forgotten, and not asked for
+    until `COOLDOWN_SECONDS` have passed: a sequence that always fails must not cost every step its batch.
+
+    After `MAX_FAILED_CALLS` the requests that are left come back as DRAFTING, for the next call, and nothing of them is
+    forgotten. A proposer that served nobody in `MAX_FRUITLESS_SEARCHES` in a row gets a cooldown as a whole.
     """
 
     def __init__(
         self, proposer: Proposer, *, on_failure: OnFailure, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.info = proposer.info
         self._proposer = proposer
         self._on_failure = on_failure
         self._clock = clock
-        self._benched_until: dict[int, float] = {}
-
-    @property
-    def name(self) -> str:
-        return self._proposer.name
-
-    @property
-    def vocabulary_fingerprint(self) -> str:
-        return self._proposer.vocabulary_fingerprint
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        return self._proposer.description
-
-    @property
-    def num_extra_tokens(self) -> int:
-        return self._proposer.num_extra_tokens
-
-    @property
-    def can_look_ahead(self) -> bool:
-        return self._proposer.can_look_ahead
+        self._cooldown_until: dict[int, float] = {}  # by sequence
+        self._all_cooldown_until = clock()
+        self._num_fruitless_searches = 0  # in a row, until now
 
     @property
     def num_wasted_tokens(self) -> int:
@@ -64,35 +50,45 @@ class IsolatedProposer:
         """One proposal for each request, empty for those that fail."""
         now = self._clock()
         found: dict[int, Proposal] = {}
-        groups = [[request for request in requests if self._benched_until.get(request.sequence_id, now) <= now]]
-        calls_left = MAX_FAILED_CALLS
-        while groups:
-            group = groups.pop()
-            if not group:
-                continue
-            try:
-                found.update((proposal.sequence_id, proposal) for proposal in self._proposer.propose(group))
-            except Exception as error:  # noqa: BLE001 a proposal is advice: no failure of one may end its owner
-                calls_left -= 1
-                if len(group) == 1 or calls_left <= 0:
-                    self._bench(group, error, now)
-                else:
-                    middle = len(group) // 2
-                    groups += [group[middle:], group[:middle]]
-        return [
-            found.get(request.sequence_id)
-            or Proposal(sequence_id=request.sequence_id, tree=DraftTree(len(request.token_ids)))
-            for request in requests
-        ]
+        if self._all_cooldown_until <= now:
+            self._search([each for each in requests if self._is_tried(each, now)], found, now)
+        return [found.get(request.sequence_id) or nothing(request) for request in requests]
 
     def forget(self, sequence_id: int) -> None:
         """Frees what is held of a sequence; an unknown one is fine."""
-        self._benched_until.pop(sequence_id, None)
+        self._cooldown_until.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
 
-    def _bench(self, requests: Sequence[ProposalRequest], error: Exception, now: float) -> None:
-        sequence_ids = [request.sequence_id for request in requests]
-        for sequence_id in sequence_ids:
-            self._proposer.forget(sequence_id)
-            self._benched_until[sequence_id] = now + BENCH_SECONDS
-        self._on_failure(error, sequence_ids)
+    def _is_tried(self, request: ProposalRequest, now: float) -> bool:
+        return self._cooldown_until.get(request.sequence_id, now) <= now
+
+    def _search(self, requests: Sequence[ProposalRequest], found: dict[int, Proposal], now: float) -> None:
+        """Adds to `found`: what is proposed, and the requests that are left for the next call."""
+        groups = [requests] if requests else []
+        num_failed_calls = 0
+        while groups and num_failed_calls < MAX_FAILED_CALLS:
+            group = groups.pop()
+            try:
+                found.update((proposal.sequence_id, proposal) for proposal in self._proposer.propose(group))
+            except Exception as error:  # noqa: BLE001 a proposal is advice: no failure of one may end its owner
+                num_failed_calls += 1
+                middle = len(group) // 2
+                if middle:
+                    groups += [group[middle:], group[:middle]]
+                else:
+                    self._cool_down(group[0].sequence_id, error, now)
+        self._num_fruitless_searches = self._num_fruitless_searches + 1 if groups and not found else 0
+        if self._num_fruitless_searches >= MAX_FRUITLESS_SEARCHES:
+            self._num_fruitless_searches = 0
+            self._all_cooldown_until = now + COOLDOWN_SECONDS
+        else:
+            found.update((request.sequence_id, _untried(request)) for group in groups for request in group)
+
+    def _cool_down(self, sequence_id: int, error: Exception, now: float) -> None:
+        self._proposer.forget(sequence_id)
+        self._cooldown_until[sequence_id] = now + COOLDOWN_SECONDS
+        self._on_failure(error, sequence_id)
+
+
+def _untried(request: ProposalRequest) -> Proposal:
+    return replace(nothing(request), progress=Progress.DRAFTING, has_more=True)

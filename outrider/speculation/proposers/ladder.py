@@ -1,9 +1,9 @@
-"""Several proposers, one below the other: a sequence for which one has nothing is served by the next."""
+"""Several proposers in order: a sequence for which one has nothing is served by the next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
 
@@ -11,36 +11,17 @@ from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequ
 class LadderProposer:
     """A `Proposer` over two or more. One owner thread.
 
-    A step down is taken for one sequence and one draft: the upper proposer is asked again for the next. It is taken
-    when the upper one is done and has no guess: no room, a text too long for it, or nothing to say. What still
-    drafts or catches up is waited for. Only the first may look ahead.
+    The next proposer is asked for a draft when the one before it is done and has none: it had no room, the text was too
+    long, or nothing matched. A draft in progress is waited for. The order is the same for each draft; only the first
+    proposer may look ahead.
     """
 
     def __init__(self, rungs: Sequence[Proposer]) -> None:
         """The best first. Those below it must work on any vocabulary."""
         assert len(rungs) >= 2
-        assert not any(rung.vocabulary_fingerprint for rung in rungs[1:])
+        assert not any(rung.info.vocabulary_fingerprint for rung in rungs[1:])
         self._rungs = tuple(rungs)
-
-    @property
-    def name(self) -> str:
-        return " > ".join(rung.name for rung in self._rungs)
-
-    @property
-    def vocabulary_fingerprint(self) -> str:
-        return self._rungs[0].vocabulary_fingerprint
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        return self._rungs[0].description
-
-    @property
-    def num_extra_tokens(self) -> int:
-        return self._rungs[0].num_extra_tokens
-
-    @property
-    def can_look_ahead(self) -> bool:
-        return self._rungs[0].can_look_ahead
+        self.info = replace(rungs[0].info, name=" > ".join(rung.info.name for rung in rungs))
 
     @property
     def num_wasted_tokens(self) -> int:

@@ -16,11 +16,17 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
-from outrider.engine.step_graphs import MOST_ROWS, GraphShapes
+from outrider.engine.sampler.warm_up import warm_up_sampler
+from outrider.engine.step_graphs import GraphShapes
 from outrider.engine.transfer import Arrays, read, upload_ids
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.open import open_model
+from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 
@@ -41,7 +47,9 @@ class ModelForward:
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
         backend = make_attention_backend(attention, model.device, model.spec.dtype)
-        cache, runner = open_runner(model, backend, kv_cache, num_rows=MOST_ROWS, graphs=graphs)
+        cache, runner = open_runner(
+            model, backend, kv_cache, num_rows=MAX_FORWARD_ROWS, num_logits=MAX_FORWARD_LOGITS, graphs=graphs
+        )
         pool = BlockPool(
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
@@ -54,10 +62,11 @@ class ModelForward:
             device=model.device,
             kernels=model.cpu_kernels,
         )
+        warm_up_sampler(sampler, model.device)
         return cls(pool, cache, runner, sampler, model.spec.max_model_len, model.spec.vocab_size)
 
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
-        params = start.params
+        params = start.options.sampling
         if start.wants_distributions:  # what is sent is what was drawn from
             params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
         return self.sampler.start(
@@ -65,7 +74,7 @@ class ModelForward:
             sample=start.sample,
             prompt_token_ids=token_ids[: start.prompt_length],
             generated_token_ids=token_ids[start.prompt_length :],
-            stop_token_ids=start.stop_token_ids,
+            stop_token_ids=start.options.stop_token_ids,
         )
 
     def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
@@ -136,3 +145,29 @@ def _without(logits: Tensor, rows: Sequence[int], token_ids: Tensor) -> Tensor:
         places = upload_ids(rows, logits.device)
         logits, token_ids = logits.index_select(0, places), token_ids.index_select(0, places)
     return logits.scatter_(1, token_ids.unsqueeze(1), -torch.inf)
+
+
+def open_draft_model(
+    config: ModelConfig, kv_cache: KVCacheConfig, *, progress: Progress = no_progress
+) -> DraftModelProposer:
+    """Loads the model. Raises: what `open_model` and `ModelForward.of` raise."""
+    model = open_model(config, progress=progress)
+    forward = ModelForward.of(
+        model,
+        kv_cache=kv_cache,
+        attention=attention_of(config, model.device),
+        graphs=GraphShapes() if config.cuda_graphs else None,
+    )
+    return DraftModelProposer(
+        forward,
+        memory_bytes=forward.pool.num_blocks * forward.pool.block_size * model.spec.bytes_per_token,
+        model_name=model.info.name,
+        vocabulary_fingerprint=model.info.vocabulary_fingerprint,
+        description={
+            "dtype": model.info.dtype,
+            "numerics": model.info.numerics,
+            "kernels": str(model.kernels),
+            "weights": model.weights_from,
+            "threads": model.num_threads,
+        },
+    )

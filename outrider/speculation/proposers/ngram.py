@@ -6,114 +6,223 @@ Those search the whole text at each step; here an index grows with the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import count
+from operator import itemgetter
+from weakref import WeakValueDictionary
 
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import (
+    MAX_INDEX_BYTES,
     MAX_INDEXED_TOKENS,
-    LookupProposer,
     Proposal,
     ProposalRequest,
+    ProposerInfo,
     catching_up,
+    nothing,
 )
 
-MAX_NGRAM = 4
-MIN_NGRAM = 2
-"""Single tokens match so often and mean so little that their rows cost more than they win
+NGRAM_SIZES = (4, 3, 2)
+"""Longest first. Single tokens match so often and mean so little that their rows cost more than they win
 (measured on chat, extraction and code by a 135M model, greedy and at temperature 0.7)."""
+
+FIRST_SEGMENT_TOKENS = 256
+SEGMENT_GROWTH = 4
+"""A text outgrows few segments, and nothing is ever rebuilt."""
+
+BYTES_PER_SLOT = array("i").itemsize
+
+_SEED = secrets.randbits(62)
+"""Nobody can choose a text whose n-grams share a slot."""
+
+
+class NgramSegment:
+    """Where each n-gram that ends in one stretch of a text ended last. One writer.
+
+    Open addressing, half full: a slot holds the position behind an n-gram. The n-gram itself is read from the text, so
+    segments of equal texts may be shared, and nothing else is stored.
+    """
+
+    __slots__ = ("__weakref__", "_num_slots", "_tables", "end", "limit")
+
+    def __init__(self, start: int, limit: int, *, num_sizes: int) -> None:
+        """For positions from `start` until before `limit`."""
+        self.end = start
+        """Positions before it are indexed."""
+        self.limit = limit
+        self._num_slots = 2 * (limit - start) + 1  # one is always free
+        self._tables = [array("i", [-1]) * self._num_slots for _ in range(num_sizes)]
+
+    @staticmethod
+    def bytes_of(num_positions: int, *, num_sizes: int) -> int:
+        return (2 * num_positions + 1) * num_sizes * BYTES_PER_SLOT
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_slots * len(self._tables) * BYTES_PER_SLOT
+
+    def extend(self, text: Sequence[int], end: int, sizes: Sequence[int]) -> None:
+        """Indexes the positions until before `end`, at most `limit`; each has a token of the text."""
+        for position in range(self.end, end):
+            for size, table in zip(sizes, self._tables):  # noqa: B905 as many; strict costs time here
+                if size <= position:
+                    table[self._slot(table, text, position, size)] = position
+        self.end = max(self.end, end)
+
+    def find(self, text: Sequence[int], place: int, size: int) -> int:
+        """The latest position behind the n-gram that ends the text, by the table at `place`; -1: there is none."""
+        table = self._tables[place]
+        return table[self._slot(table, text, len(text), size)]
+
+    def _slot(self, table: array[int], text: Sequence[int], end: int, size: int) -> int:
+        """That of the n-gram before `end`, or the free one where it belongs."""
+        ngram = text[end - size : end]
+        slot = hash((_SEED, *ngram)) % self._num_slots
+        while (position := table[slot]) >= 0 and text[position - size : position] != ngram:
+            slot = slot + 1 if slot + 1 < self._num_slots else 0
+        return slot
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text last ended, but for the text's own end.
+    """The n-grams of one growing text, but for those at its end: the first segment is its prompt's, others its own.
 
-    Adding a token and looking up cost O(max_ngram) however long the text is.
+    Adding a token and looking up cost the same however long the text is.
     """
 
-    __slots__ = ("_last_end", "_sizes", "_token_ids")
+    __slots__ = ("_last_token_id", "segments", "sizes")
 
-    def __init__(self, *, max_ngram: int, min_ngram: int) -> None:
-        self._sizes = tuple(range(max_ngram, min_ngram - 1, -1))
-        self._last_end: dict[tuple[int, ...], int] = {}
-        self._token_ids: list[int] = []
+    def __init__(self, prompt: NgramSegment, *, sizes: Sequence[int] = NGRAM_SIZES) -> None:
+        self.sizes = sizes
+        self.segments = [prompt]
+        self._last_token_id = -1
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        """Tokens of the text that are indexed."""
+        return self.segments[-1].end
 
-    def is_prefix_of(self, token_ids: Sequence[int]) -> bool:
-        """Whether the text may have grown into `token_ids`; looks at the newest token only."""
-        size = len(self._token_ids)
-        return size <= len(token_ids) and (size == 0 or self._token_ids[-1] == token_ids[size - 1])
+    def is_of(self, text: Sequence[int]) -> bool:
+        """Whether the text may be the one that was indexed; looks at the last indexed token only."""
+        size = len(self)
+        return size <= len(text) and (self._last_token_id < 0 or text[size - 1] == self._last_token_id)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens. What ended the text until now has a continuation then, and is indexed."""
-        text, last_end = self._token_ids, self._last_end
-        for token_id in token_ids:
-            end = len(text)
-            for size in self._sizes:
-                if size <= end:
-                    last_end[tuple(text[end - size :])] = end
-            text.append(token_id)
+    def bytes_to_grow(self, end: int) -> int:
+        """What `extend` would take for new segments."""
+        limit, num_bytes = self.segments[-1].limit, 0
+        if end <= limit:  # as at most steps
+            return 0
+        for size in self._sizes_of_next():
+            if limit >= end:
+                break
+            limit += size
+            num_bytes += NgramSegment.bytes_of(size, num_sizes=len(self.sizes))
+        return num_bytes
 
-    def continuation(self, num_tokens: int) -> tuple[int, ...]:
+    def extend(self, text: Sequence[int], end: int) -> None:
+        """Indexes the positions until before `end`; each has a token of the text."""
+        last = self.segments[-1]
+        while end > last.limit:
+            last.extend(text, last.limit, self.sizes)
+            limit = last.limit + next(self._sizes_of_next())
+            last = NgramSegment(last.limit, limit, num_sizes=len(self.sizes))
+            self.segments.append(last)
+        last.extend(text, end, self.sizes)
+        self._last_token_id = text[end - 1]
+
+    def _sizes_of_next(self) -> Iterator[int]:
+        return (FIRST_SEGMENT_TOKENS * SEGMENT_GROWTH**place for place in count(len(self.segments) - 1))
+
+    def continuation(self, text: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """What followed the longest n-gram that ends the text, at its latest earlier occurrence.
 
         A continuation that reaches the text's end goes on with itself: a text that has
         begun to repeat is taken to go on repeating.
         """
-        text = self._token_ids
-        for size in self._sizes:
+        for place, size in enumerate(self.sizes):
             if size > len(text):
                 continue
-            start = self._last_end.get(tuple(text[len(text) - size :]))
-            if start is not None:
-                period = len(text) - start
-                found = text[start : start + num_tokens]
-                while len(found) < num_tokens:
-                    found.append(found[len(found) - period])
-                return tuple(found)
+            for segment in reversed(self.segments):
+                start = segment.find(text, place, size)
+                if start >= 0:
+                    found = list(text[start : start + num_tokens])
+                    period = len(text) - start
+                    while len(found) < num_tokens:
+                        found.append(found[len(found) - period])
+                    return tuple(found)
         return ()
 
 
-class NgramProposer(LookupProposer):
+class NgramProposer:
     """Proposes from the sequence's own text; needs no model and works on any vocabulary.
 
-    Not thread-safe: one owner. Also the decode node's local fallback.
+    Not thread-safe: one owner. Also runs in the decode node. Sequences with equal prompts, as the samples of a request,
+    share their prompt's part of the index. A sequence for which there is no memory gets no drafts until there is.
     """
 
-    def __init__(self, *, max_ngram: int = MAX_NGRAM, min_ngram: int = MIN_NGRAM) -> None:
-        assert 1 <= min_ngram <= max_ngram
-        self._max_ngram = max_ngram
-        self._min_ngram = min_ngram
+    def __init__(self, *, max_bytes: int = MAX_INDEX_BYTES, sizes: Sequence[int] = NGRAM_SIZES) -> None:
+        """`max_bytes`: of all indexes. `sizes`: of n-grams, longest first."""
+        self.info = ProposerInfo(name="ngram", memory_bytes=max_bytes)
+        self.num_wasted_tokens = 0
+        self.num_bytes = 0
+        self._sizes = tuple(sizes)
         self._indexes: dict[int, NgramIndex] = {}
-
-    @property
-    def name(self) -> str:
-        return "ngram"
+        self._prompts: WeakValueDictionary[tuple[int, int], NgramSegment] = WeakValueDictionary()  # by length and hash
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, empty where no n-gram repeats."""
-        found: list[Proposal] = []
+        """One proposal for each request, empty where no n-gram repeats. What lacks least is indexed first."""
         num_left = MAX_INDEXED_TOKENS
+        found: dict[int, Proposal] = {}
+        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # first: tokens that are not indexed
         for request in requests:
-            index, length = self._index(request), len(request.token_ids)
-            start = len(index)
-            if start < length:
-                index.extend(request.token_ids[start : start + num_left])
-                num_left -= len(index) - start
-            if len(index) < length:
-                found.append(catching_up(request, len(index)))
+            index = self._index(request)
+            if index is None:
+                found[request.sequence_id] = nothing(request)
+            else:
+                asked.append((len(request.token_ids) - len(index), request, index))
+        for num_missing, request, index in sorted(asked, key=itemgetter(0)):
+            text = request.token_ids
+            start = len(index)  # of a shared prompt others may have indexed more since
+            end = min(len(text), start + num_left) if num_missing else start
+            if start < end:
+                num_bytes = index.bytes_to_grow(end)
+                if self.num_bytes + num_bytes > self.info.memory_bytes:
+                    found[request.sequence_id] = nothing(request)
+                    continue
+                self.num_bytes += num_bytes
+                index.extend(text, end)
+                num_left -= end - start
+            if end < len(text):
+                found[request.sequence_id] = catching_up(request)
                 continue
-            token_ids = index.continuation(request.num_wanted) if request.num_wanted > 0 else ()
-            found.append(Proposal(sequence_id=request.sequence_id, tree=DraftTree(length, token_ids=token_ids)))
-        return found
+            token_ids = index.continuation(text, request.num_wanted) if request.num_wanted > 0 else ()
+            tree = DraftTree(len(text), token_ids=token_ids)
+            found[request.sequence_id] = Proposal(sequence_id=request.sequence_id, tree=tree)
+        return [found[request.sequence_id] for request in requests]
 
     def forget(self, sequence_id: int) -> None:
         """Frees the index of a sequence; an unknown one is fine."""
-        self._indexes.pop(sequence_id, None)
+        if self._indexes.pop(sequence_id, None) is not None:
+            segments = {segment for index in self._indexes.values() for segment in index.segments}
+            self.num_bytes = sum(segment.num_bytes for segment in segments)
 
-    def _index(self, request: ProposalRequest) -> NgramIndex:
-        index = self._indexes.get(request.sequence_id)
-        if index is None or not index.is_prefix_of(request.token_ids):
-            index = NgramIndex(max_ngram=self._max_ngram, min_ngram=self._min_ngram)
-            self._indexes[request.sequence_id] = index
+    def _index(self, request: ProposalRequest) -> NgramIndex | None:
+        """None: its prompt is not complete yet, or there is no memory for it."""
+        index, text = self._indexes.get(request.sequence_id), request.token_ids
+        if index is not None and index.is_of(text):
+            return index
+        self.forget(request.sequence_id)
+        length = len(text) if request.start is None else request.start.prompt_length
+        if len(text) < length:
+            return None
+        key = (length, prefix_hash(text[:length]))
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            num_bytes = NgramSegment.bytes_of(length, num_sizes=len(self._sizes))
+            if self.num_bytes + num_bytes > self.info.memory_bytes:
+                return None
+            prompt = self._prompts[key] = NgramSegment(0, length, num_sizes=len(self._sizes))
+            self.num_bytes += num_bytes
+        index = self._indexes[request.sequence_id] = NgramIndex(prompt, sizes=self._sizes)
         return index

@@ -15,13 +15,18 @@ from itertools import count
 from outrider.speculation.draft_stream import MAX_SIBLINGS
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.base import (
+    MAX_INDEX_BYTES,
     MAX_INDEXED_TOKENS,
-    LookupProposer,
     Proposal,
     ProposalRequest,
+    ProposerInfo,
     catching_up,
+    nothing,
 )
 from outrider.speculation.suffix_index import CONTEXT_SIZES, Prediction, SuffixIndex
+
+BYTES_PER_TOKEN = 512
+"""Of an indexed text: a context of each size, with its follower."""
 
 MAX_CHILDREN = 3
 """Of a token, where the target takes trees."""
@@ -34,17 +39,24 @@ MIN_CONFIDENCE = 0.2
 class _Text:
     """One sequence."""
 
+    prompt_length: int
+    salt: bytes
+    is_remembered: bool
     index: SuffixIndex = field(default_factory=SuffixIndex)
-    token_ids: list[int] = field(default_factory=list)
-    prompt_length: int = 0
-    salt: bytes = b""
+    token_ids: Sequence[int] = ()  # the caller's
+    num_indexed: int = 0
+    last_token_id: int = -1  # of those
 
-    def follow(self, token_ids: Sequence[int], *, most: int) -> int:
-        """Learns at most so many new tokens; how many there were."""
-        start = len(self.token_ids)
-        self.token_ids += token_ids[start : start + most]
-        self.index.add(self.token_ids, start, len(self.token_ids))
-        return len(self.token_ids) - start
+    def is_continued_by(self, token_ids: Sequence[int]) -> bool:
+        """Looks at one token only: another text costs acceptance, never correctness."""
+        size = self.num_indexed
+        return size <= len(token_ids) and (not size or token_ids[size - 1] == self.last_token_id)
+
+    def extend(self, num_tokens: int) -> None:
+        """Indexes so many tokens more."""
+        start, self.num_indexed = self.num_indexed, self.num_indexed + num_tokens
+        self.index.add(self.token_ids, start, self.num_indexed)
+        self.last_token_id = self.token_ids[self.num_indexed - 1]
 
 
 class PastOutputs:
@@ -73,61 +85,63 @@ class PastOutputs:
             self.num_tokens -= len(text) - start
 
 
-class SuffixProposer(LookupProposer):
+class SuffixProposer:
     """Needs no model and works on any vocabulary. Not thread-safe: one owner."""
 
-    def __init__(self, *, remembered_tokens: int = 0, min_confidence: float = MIN_CONFIDENCE) -> None:
-        """`remembered_tokens`: of past outputs, about 300 bytes each; 0: each request learns from itself only."""
+    def __init__(
+        self,
+        *,
+        remembered_tokens: int = 0,
+        min_confidence: float = MIN_CONFIDENCE,
+        max_bytes: int = MAX_INDEX_BYTES,
+    ) -> None:
+        """`remembered_tokens`: of past outputs; 0: each request learns from itself only.
+
+        `max_bytes`: of the indexes of sequences. Those for which there is no memory get no drafts until there is.
+        """
+        self.info = ProposerInfo(name="suffix", memory_bytes=max_bytes + remembered_tokens * BYTES_PER_TOKEN)
+        self.num_wasted_tokens = 0
         self._past = PastOutputs(max_tokens=remembered_tokens) if remembered_tokens else None
+        self._max_tokens = max_bytes // BYTES_PER_TOKEN
+        self._num_tokens = 0  # indexed, of all sequences
         self._min_confidence = min_confidence
         self._texts: dict[int, _Text] = {}
 
-    @property
-    def name(self) -> str:
-        return "suffix"
-
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """One proposal for each request, empty where no ending is known."""
-        found: list[Proposal] = []
+        """One proposal for each request, empty where no ending is known. What lacks least is indexed first."""
+        found: dict[int, Proposal] = {}
         num_left = MAX_INDEXED_TOKENS
-        for request in requests:
-            text = self._text(request)
-            num_left -= text.follow(request.token_ids, most=num_left)
-            num_known, length = len(text.token_ids), len(request.token_ids)
-            if num_known < length:
-                found.append(catching_up(request, num_known))
+        texts = [(request, self._text(request)) for request in requests]
+        for request, text in sorted(texts, key=lambda each: len(each[0].token_ids) - each[1].num_indexed):
+            num_missing = len(request.token_ids) - text.num_indexed
+            num_new = min(num_missing, num_left, self._max_tokens - self._num_tokens)
+            if num_new:
+                text.extend(num_new)
+                num_left -= num_new
+                self._num_tokens += num_new
+            if num_new < num_missing:
+                is_full = self._num_tokens >= self._max_tokens
+                found[request.sequence_id] = nothing(request) if is_full else catching_up(request)
                 continue
-            if request.start is not None and request.start.takes_siblings:
-                tree = self._tree(text, request.num_wanted)
-            else:
-                tree = DraftTree(length, token_ids=self._continuation(text, request.num_wanted))
-            found.append(Proposal(sequence_id=request.sequence_id, tree=tree))
-        return found
+            takes_siblings = request.start is not None and request.start.takes_siblings
+            tree = self._tree(text, request.num_wanted, max_children=MAX_CHILDREN if takes_siblings else 1)
+            found[request.sequence_id] = Proposal(sequence_id=request.sequence_id, tree=tree)
+        return [found[request.sequence_id] for request in requests]
 
     def forget(self, sequence_id: int) -> None:
         """Frees a sequence's index, and remembers its output if so configured; an unknown one is fine."""
         text = self._texts.pop(sequence_id, None)
-        if text is not None and self._past is not None:
+        if text is None:
+            return
+        self._num_tokens -= text.num_indexed
+        if self._past is not None and text.is_remembered:
             self._past.add(text.token_ids, text.prompt_length, salt=text.salt)
 
-    def _continuation(self, text: _Text, num_wanted: int) -> tuple[int, ...]:
-        longest = max(CONTEXT_SIZES)
-        ending = text.token_ids[-longest:]
-        found: list[int] = []
-        confidence = 1.0
-        while len(found) < num_wanted:
-            own = text.index.predict(ending)
-            past = self._past.index.predict(ending, salt=text.salt) if self._past is not None else None
-            best = max((each for each in (own, past) if each), key=lambda each: each.share, default=None)
-            if best is None or confidence * best.share < self._min_confidence:
-                break
-            confidence *= best.share
-            found.append(best.token_id)
-            ending = [*ending, best.token_id][-longest:]
-        return tuple(found)
+    def _tree(self, text: _Text, num_wanted: int, *, max_children: int) -> DraftTree:
+        """The likeliest continuations, at most `num_wanted` tokens deep, in the order of their probability.
 
-    def _tree(self, text: _Text, num_wanted: int) -> DraftTree:
-        """The likeliest continuations, at most `num_wanted` tokens deep: each token by falling product of shares."""
+        A token's probability is the product of the shares on its path; a draft ends where it gets too small.
+        """
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
         parents: list[int] = []
@@ -135,14 +149,14 @@ class SuffixProposer(LookupProposer):
         order = count()
 
         def expand(parent: int, ending: list[int], confidence: float) -> None:
-            for each in self._followers(text, ending):
+            for each in self._followers(text, ending, max_children):
                 if confidence * each.share >= self._min_confidence:
                     ended = [*ending, each.token_id][-longest:]
                     heappush(waiting, (-confidence * each.share, next(order), parent, ended))
 
         depths = [0]  # of the root, then of each token
         if num_wanted > 0:
-            expand(ROOT, text.token_ids[-longest:], 1.0)
+            expand(ROOT, list(text.token_ids[-longest:]), 1.0)
         while waiting and len(token_ids) < num_wanted + MAX_SIBLINGS:
             negated, _, parent, ending = heappop(waiting)
             token_ids.append(ending[-1])
@@ -153,19 +167,22 @@ class SuffixProposer(LookupProposer):
         is_chain = parents == list(range(ROOT, len(parents) - 1))
         return DraftTree(len(text.token_ids), token_ids=tuple(token_ids), parents=() if is_chain else tuple(parents))
 
-    def _followers(self, text: _Text, ending: Sequence[int]) -> list[Prediction]:
-        """From the text or from past outputs, whichever is surer of its first."""
-        own = text.index.followers(ending, most=MAX_CHILDREN)
-        past = self._past.index.followers(ending, most=MAX_CHILDREN, salt=text.salt) if self._past is not None else []
+    def _followers(self, text: _Text, ending: Sequence[int], most: int) -> list[Prediction]:
+        """From the text or from past outputs, whichever is more confident of its first."""
+        own = text.index.followers(ending, most=most)
+        past = self._past.index.followers(ending, most=most, salt=text.salt) if self._past is not None else []
         return max(own, past, key=lambda found: found[0].share if found else 0.0)
 
     def _text(self, request: ProposalRequest) -> _Text:
-        token_ids = request.token_ids
+        token_ids, start = request.token_ids, request.start
         text = self._texts.get(request.sequence_id)
-        # Looks at the newest token only: another text costs acceptance, never correctness.
-        size = 0 if text is None else len(text.token_ids)
-        if text is None or size > len(token_ids) or (size and text.token_ids[-1] != token_ids[size - 1]):
-            prompt_length = len(token_ids) if request.start is None else request.start.prompt_length
-            salt = b"" if request.start is None else request.start.cache_salt
-            text = self._texts[request.sequence_id] = _Text(prompt_length=prompt_length, salt=salt)
+        if text is None or not text.is_continued_by(token_ids):
+            if text is not None:
+                self._num_tokens -= text.num_indexed
+            prompt_length = len(token_ids) if start is None else start.prompt_length
+            salt = b"" if start is None else start.options.cache_salt
+            # A repeated request would be offered what rejection sampling decided with the same luck: biased.
+            is_remembered = start is None or not start.wants_distributions
+            text = self._texts[request.sequence_id] = _Text(prompt_length, salt, is_remembered)
+        text.token_ids = token_ids
         return text

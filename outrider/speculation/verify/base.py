@@ -47,10 +47,6 @@ class Verifier(Protocol):
     Without a draft every method commits what coupled sampling does.
     """
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether committed tokens have the target model's distribution, whatever the drafter."""
-
     def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """The outcome for each draft, in order. Does not wait for the logits' device.
 

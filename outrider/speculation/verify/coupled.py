@@ -22,8 +22,6 @@ from outrider.speculation.verify.rows import runs_of_tree
 class CoupledVerifier:
     """The default method."""
 
-    is_exact = True
-
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 

@@ -2,7 +2,9 @@
 
 p is the target's distribution after all of SamplingParams, q the one that the drafter drew x from. After a rejection
 the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution p for any q, as
-long as x was drawn from q; a drafter that does not draw, as a lookup, has q(x) = 1, which is always true.
+long as x was drawn from q, independently of the luck by which it is judged. A drafter that does not draw, as a lookup,
+has q(x) = 1. That holds as long as it does not repeat what this method decided earlier with the same luck, for a
+request that is sent again with its seed: lookups do not remember what was decided by rejection sampling.
 
 Source: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 
@@ -37,8 +39,6 @@ _WORD = 0xFFFFFFFF
 
 class RejectionVerifier:
     """Exact in distribution; the tokens themselves depend on the drafts."""
-
-    is_exact = True
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

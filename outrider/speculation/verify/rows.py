@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.draw import first_of_largest
 from outrider.engine.sampler.elementary import masses_of
+from outrider.engine.sampler.order import first_of_largest
 from outrider.engine.transfer import upload_ids
 from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.verify.base import DraftRows

@@ -38,8 +38,6 @@ class TypicalThresholds:
 class TypicalVerifier:
     """Trades fidelity for acceptance. Chosen by a request, or by the router's setting, and by nothing else."""
 
-    is_exact = False
-
     def __init__(self, sampler: Sampler, thresholds: TypicalThresholds | None = None) -> None:
         self._sampler = sampler
         self._thresholds = thresholds or TypicalThresholds()

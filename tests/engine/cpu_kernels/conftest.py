@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels import compiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError
 from tests.engine.cpu_kernels.libraries import BREAKS_THE_RULE, MADE_FOR_TESTS, PATHS, made_library
@@ -28,8 +30,13 @@ def library(request, made_libraries):
     path = request.param
     if path in MADE_FOR_TESTS:
         return made_libraries(path)
+    return KernelLibrary(choose_kernels(path).library)
+
+
+@pytest.fixture(scope="session")
+def portable_library():
     try:
-        return KernelLibrary(choose_kernels(path).library)
+        return KernelLibrary(choose_kernels("portable").library)
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -41,9 +48,9 @@ def rule_breaking_library(made_libraries):
 
 
 @pytest.fixture(scope="session")
-def made_libraries(tmp_path_factory) -> Callable[[str], KernelLibrary]:
+def made_libraries() -> Callable[[str], KernelLibrary]:
     """made_libraries(name); compiled on first use."""
-    return cache(partial(made_library, tmp_path_factory.mktemp("kernels")))
+    return functools.cache(made_library)
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +71,29 @@ def teams():
 def kernels(library, teams):
     """One thread."""
     return teams(library, 1)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Where compiled libraries are kept: a folder that is not there yet."""
+    folder = tmp_path / "kernels"
+    monkeypatch.setenv(LIBRARIES_VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch, cache):
+    """Two functions instead of all kernels, one path instead of three."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "exports.map").write_bytes((compiler.SOURCE / "exports.map").read_bytes())
+    (source / "one.cpp").write_text(
+        '#define SHOWN extern "C" __attribute__((visibility("default")))\n'
+        "SHOWN int outrider_one() { return 1; }\n"
+        "SHOWN int outrider_prepare_process() { return 0; }\n"
+        "SHOWN int something_else() { return 2; }\n"
+    )
+    monkeypatch.setattr(compiler, "SOURCE", source)
+    monkeypatch.setattr(compiler, "PROBE", "")
+    monkeypatch.setattr(compiler, "X86_PATHS", compiler.OTHER_PATHS)
+    return source / "one.cpp"

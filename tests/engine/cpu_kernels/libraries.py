@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.cpu_kernels.build import LIBRARIES, build, library_path, read_manifest
-from outrider.engine.cpu_kernels.compiler import SANITIZER_FLAGS, SOURCE, X86_64, find_compiler
+from outrider.engine.cpu_kernels.compiler import SOURCE, X86_64, find_compiler
 from outrider.engine.cpu_kernels.library import KernelLibrary
-from outrider.engine.cpu_kernels.paths import LIBRARIES_VARIABLE, PREFERENCE, choose_kernels
+from outrider.engine.cpu_kernels.library_cache import compiled_libraries
+from outrider.engine.cpu_kernels.paths import PREFERENCE, choose_kernels
 from outrider.errors import ConfigError
 
 SIMULATED = Path(__file__).parent / "simulated"
@@ -33,17 +33,14 @@ BUILD_SECONDS = 600
 """What a test that has one built may take, on a machine with much else to do."""
 
 
-def _of_nodes(path: str):
-    """A path that nodes run; marked where this machine cannot."""
-    try:
-        choose_kernels(path)
-    except ConfigError:
-        return pytest.param(path, id=path, marks=pytest.mark.cannot_run)
-    return pytest.param(path, id=path)
+def _runs_here(path: str) -> bool:
+    with contextlib.suppress(ConfigError):
+        return bool(choose_kernels(path))
+    return False
 
 
 PATHS = [
-    *map(_of_nodes, PREFERENCE),
+    *(pytest.param(path, id=path) for path in PREFERENCE if _runs_here(path)),  # test_paths says which others
     *(
         pytest.param(path, id=path, marks=[pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS)])
         for path in MADE_FOR_TESTS
@@ -62,24 +59,16 @@ def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
     ]
 
 
-def made_library(folder: Path, name: str) -> KernelLibrary:
-    """Puts a library into `folder`, compiled unless the user's cache holds it."""
-    compiler = find_compiler()
-    if compiler is None:
+def made_library(name: str) -> KernelLibrary:
+    """Compiled unless the cache holds it."""
+    if find_compiler() is None:
         pytest.skip("no C++ compiler")
     with _without_preloaded_sanitizer():
-        flags, inputs = (*_QUICKLY, *_sanitizer_flags()), sorted(SIMULATED.iterdir())
-        manifest = build(folder, compiler, extra_flags=flags, paths={name: _FLAGS[name]}, inputs=inputs)
-    if name in manifest.left_out:
-        assert platform.machine() not in X86_64, manifest.left_out[name]
-        pytest.skip(manifest.left_out[name])
-    return KernelLibrary(library_path(folder, name))
-
-
-def _sanitizer_flags() -> tuple[str, ...]:
-    """Those of the libraries that this run is over, so that all are made alike (see checks/sanitize.py)."""
-    manifest = read_manifest(Path(os.environ.get(LIBRARIES_VARIABLE) or LIBRARIES))
-    return tuple(flag for flag in (manifest.extra_flags if manifest else ()) if flag in SANITIZER_FLAGS)
+        libraries, left_out = compiled_libraries({name: (*_FLAGS[name], *_QUICKLY)}, inputs=sorted(SIMULATED.iterdir()))
+    if name in left_out:
+        assert platform.machine() not in X86_64, left_out[name]
+        pytest.skip(left_out[name])
+    return KernelLibrary(libraries[name].file)
 
 
 @contextlib.contextmanager

@@ -135,3 +135,8 @@ def differing_rows(left: Tensor, right: Tensor) -> list[int]:
 def rounding_of(dtype: torch.dtype) -> float:
     """Half a unit in the last place, relative to the value."""
     return torch.finfo(dtype).eps / 2
+
+
+def assert_within(actual: Tensor, expected: Tensor, allowed: Tensor) -> None:
+    excess = (actual.double() - expected).abs() - allowed
+    assert bool((excess <= 0).all()), f"{float(excess.max())} more than rounding explains"

@@ -9,36 +9,15 @@ import pytest
 
 from outrider.cache_directory import CACHE_VARIABLE, user_cache_directory
 from outrider.engine.cpu_kernels import build, compiler
-from outrider.engine.cpu_kernels.build import ensure_built, read_manifest
 from outrider.engine.cpu_kernels.compiler import CompileError, Compiler, find_compiler
-from outrider.engine.cpu_kernels.library_cache import CACHED_LIBRARY
+from outrider.engine.cpu_kernels.library_cache import (
+    LIBRARIES_VARIABLE,
+    compiled_libraries,
+    compiled_library,
+    libraries_directory,
+)
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture
-def small_sources(tmp_path, monkeypatch):
-    """Two functions instead of all kernels: what is built does not matter here, only how."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "exports.map").write_bytes((compiler.SOURCE / "exports.map").read_bytes())
-    (source / "one.cpp").write_text(
-        '#define SHOWN extern "C" __attribute__((visibility("default")))\n'
-        "SHOWN int outrider_one() { return 1; }\n"
-        "SHOWN int something_else() { return 2; }\n"
-    )
-    monkeypatch.setattr(compiler, "SOURCE", source)
-    monkeypatch.setattr(compiler, "PROBE", "")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return source
-
-
-@pytest.fixture
-def one_path(monkeypatch):
-    monkeypatch.setattr(compiler, "X86_PATHS", compiler.OTHER_PATHS)
-
-
-ONE = '#include "one.cpp"\n'
 
 
 @pytest.fixture
@@ -67,161 +46,121 @@ def fake_compiler(tmp_path):
     return make
 
 
+def portable():
+    return ctypes.CDLL(str(compiled_library("portable")))
+
+
+def change(source, text="// changed\n"):
+    with source.open("a") as file:
+        file.write(text)
+
+
 @needs_compiler
-def test_every_path_is_built_and_shows_our_functions_only(small_sources, tmp_path):
-    folder = tmp_path / "libraries"
-    manifest = ensure_built(folder)
-    assert set(manifest.built) | set(manifest.left_out) == set(compiler.path_flags())
-    assert read_manifest(folder) == manifest
-    library = ctypes.CDLL(str(folder / "portable.so"))
-    assert library.outrider_one() == 1
+def test_a_library_shows_our_functions_only(source):
+    assert portable().outrider_one() == 1
     with pytest.raises(AttributeError):
-        library.something_else  # noqa: B018
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [build.MANIFEST_NAME, *(f"{path}.so" for path in manifest.built)]
-    )
+        portable().something_else  # noqa: B018
 
 
 @needs_compiler
-def test_a_library_is_compiled_once_for_all_folders_until_something_changes(
-    small_sources, one_path, tmp_path, compiled, monkeypatch
-):
-    for folder in ("a", "a", "b"):
-        manifest = ensure_built(tmp_path / folder)
-        assert ctypes.CDLL(str(tmp_path / folder / "portable.so")).outrider_one() == 1
-        assert (manifest.built, compiled) == ({"portable": list(compiler.COMPILE_FLAGS)}, [ONE])
-    (tmp_path / "a" / "portable.so").unlink()
-    ensure_built(tmp_path / "a")
-    assert (tmp_path / "a" / "portable.so").is_file()
-    assert len(compiled) == 1
-    (small_sources / "one.cpp").open("a").write("// changed\n")
-    ensure_built(tmp_path / "a")
+def test_a_library_is_compiled_once_until_something_changes(source, tmp_path, compiled):
+    for _ in range(2):
+        compiled_library("portable")
+        assert compiled == ['#include "one.cpp"\n']
+    change(source)
+    compiled_library("portable")
     assert len(compiled) == 2
-    monkeypatch.setenv("CXX", f"env {find_compiler().command[0]}")
-    (tmp_path / "a" / build.MANIFEST_NAME).unlink()
-    ensure_built(tmp_path / "a")
-    assert len(compiled) == 3
     header = tmp_path / "header.h"
     for text in ("", "", "// changed"):
         header.write_text(text)
-        build.build(tmp_path / "c", find_compiler(), paths={"made": ("-include", str(header))}, inputs=[header])
-    assert len(compiled) == 5
+        compiled_libraries({"made": ("-include", str(header))}, inputs=[header])
+    assert len(compiled) == 4
 
 
 @needs_compiler
-def test_two_builders_at_once_compile_once(small_sources, one_path, tmp_path, compiled):
+def test_two_processes_at_once_compile_once(source, compiled):
     with ThreadPoolExecutor(2) as pool:  # a lock on a file is held against another opening of it, also in one process
-        manifests = list(pool.map(ensure_built, [tmp_path / "a", tmp_path / "b"]))
-    assert manifests[0] == manifests[1]
-    assert compiled == [ONE]
+        libraries = list(pool.map(compiled_library, ["portable", "portable"]))
+    assert libraries[0] == libraries[1]
+    assert len(compiled) == 1
 
 
 @needs_compiler
-def test_a_damaged_library_in_the_cache_is_compiled_again(small_sources, one_path, tmp_path, compiled):
-    ensure_built(tmp_path / "a")
-    (cached,) = (tmp_path / "cache" / "kernels").glob(f"*/{CACHED_LIBRARY}")
-    cached.write_bytes(cached.read_bytes()[:-1])
-    ensure_built(tmp_path / "b")
+def test_a_damaged_library_is_compiled_again(source, compiled):
+    library = compiled_library("portable")
+    library.write_bytes(library.read_bytes()[:-1])
+    assert portable().outrider_one() == 1
     assert len(compiled) == 2
-    assert ctypes.CDLL(str(tmp_path / "b" / "portable.so")).outrider_one() == 1
 
 
 @needs_compiler
-def test_what_nobody_asked_for_in_a_while_leaves_the_cache(small_sources, one_path, tmp_path, compiled):
-    kept = tmp_path / "cache" / "kernels"
-    ensure_built(tmp_path / "a")
-    (first,) = (path for path in kept.iterdir() if path.is_dir())
-    (kept / "objects-of-a-killed-process").mkdir()
+def test_libraries_unused_for_long_leave_the_cache(source, cache, compiled):
+    first = compiled_library("portable").parent
+    (cache / "objects-of-a-killed-process").mkdir()
     os.utime(first, (0, 0))
-    ensure_built(tmp_path / "b")  # which is asking for it
-    (small_sources / "one.cpp").open("a").write("// changed\n")
-    ensure_built(tmp_path / "b")
+    compiled_library("portable")  # used
+    change(source)
+    compiled_library("portable")
     assert first.is_dir()
-    assert not list(kept.glob("objects-*"))
+    assert not list(cache.glob("objects-*"))
     os.utime(first, (0, 0))
-    (small_sources / "one.cpp").open("a").write("// changed again\n")
-    ensure_built(tmp_path / "b")
+    change(source)
+    compiled_library("portable")
     assert not first.exists()
     assert len(compiled) == 3
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_used_costs_the_time_to_compile(
-    small_sources, one_path, tmp_path, compiled, monkeypatch, capsys
-):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
-    for folder in ("a", "b"):
-        ensure_built(tmp_path / folder)
-        assert ctypes.CDLL(str(tmp_path / folder / "portable.so")).outrider_one() == 1
-    assert len(compiled) == 2
-    said = capsys.readouterr().err
-    assert "compiled kernels are not kept: " in said
-    assert str(tmp_path / "file" / "kernels") in said
+def test_a_compiled_library_needs_no_compiler(source, monkeypatch):
+    library = compiled_library("portable")
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert compiled_library("portable") == library
+    change(source)
+    with pytest.raises(CompileError, match="there is no C"):
+        compiled_library("portable")
 
 
 def test_the_cache_is_the_users_unless_a_variable_names_another(monkeypatch):
-    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for variable in (LIBRARIES_VARIABLE, CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
     assert user_cache_directory() == Path.home() / ".cache" / "outrider"
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert user_cache_directory() == Path("/somewhere/outrider")
     monkeypatch.setenv(CACHE_VARIABLE, "~/models")
     assert user_cache_directory() == Path.home() / "models"
+    assert libraries_directory() == (Path.home() / "models" / "kernels").resolve()
 
 
 @needs_compiler
-def test_a_source_that_does_not_compile_is_an_error_and_leaves_what_was_there(
-    small_sources, one_path, tmp_path, capsys
-):
-    folder = tmp_path / "libraries"
-    before = ensure_built(folder)
-    (small_sources / "one.cpp").open("a").write("this is not C++\n")
+def test_a_source_that_does_not_compile_is_an_error(source, capsys):
+    change(source, "this is not C++\n")
     with pytest.raises(CompileError, match=r"one\.cpp"):
-        ensure_built(folder)
-    assert build.main(["--into", str(folder)]) == 1
+        compiled_library("portable")
+    assert build.main(["--all"]) == 1
     assert "one.cpp" in capsys.readouterr().err
-    assert read_manifest(folder) == before
 
 
 @needs_compiler
-def test_warnings_are_kept_with_the_library_and_errors_only_when_asked_for(
-    small_sources, one_path, tmp_path, compiled, capsys
-):
-    (small_sources / "one.cpp").open("a").write("static int unused() { return 0; }\n")
-    assert build.main(["--into", str(tmp_path / "a")]) == 0
-    assert "unused" not in capsys.readouterr().err
-    for folder in ("a", "b"):
-        assert build.main(["--into", str(tmp_path / folder), "--warnings"]) == 1
-        assert "unused" in capsys.readouterr().err
+def test_warnings_are_kept_with_the_library(source, compiled):
+    change(source, "static int unused() { return 0; }\n")
+    for _ in range(2):
+        assert "unused" in compiled_libraries({"portable": ()})[0]["portable"].warnings
     assert len(compiled) == 1
 
 
-def test_without_a_compiler_nothing_is_built_and_the_reason_is_told(tmp_path, monkeypatch, capsys):
+def test_without_a_compiler_the_reason_is_told(cache, monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nonexistent")
-    assert build.main(["--into", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "native kernels: none; there is no C++ compiler (CXX=/nonexistent)\n"
-    assert list(tmp_path.iterdir()) == []
+    assert build.main([]) == 0
+    assert "there is no C++ compiler (CXX=/nonexistent)" in capsys.readouterr().out
 
 
-@needs_compiler
-def test_a_compiler_that_went_away_takes_nothing_with_it(small_sources, one_path, tmp_path, monkeypatch):
-    before = ensure_built(tmp_path / "libraries")
-    monkeypatch.setenv("CXX", "/nonexistent")
-    assert ensure_built(tmp_path / "libraries") == before
-    (small_sources / "one.cpp").open("a").write("// changed\n")
-    assert ensure_built(tmp_path / "libraries") is None
-    assert list((tmp_path / "libraries").iterdir()) == []
-
-
-def test_flags_that_the_compiler_does_not_know_are_a_reason(small_sources, tmp_path, fake_compiler, monkeypatch):
-    monkeypatch.setattr(compiler, "OTHER_PATHS", compiler.X86_PATHS)
+def test_flags_that_the_compiler_does_not_know_are_a_reason(source, fake_compiler, monkeypatch, capsys):
     script = 'case "$*" in *-mamx-tile*) echo "x.cpp: error: no option -mamx-tile" >&2; exit 1;; *" -o "*) ;; esac\n'
     script += 'for last; do :; done; case "$*" in *" -o "*) : > "$last";; esac'
     monkeypatch.setenv("CXX", str(fake_compiler(script)))
-    manifest = ensure_built(tmp_path / "libraries")
-    assert list(manifest.built) == ["portable", "avx512_bf16"]
-    assert manifest.left_out == {"amx": "fake 1.0: x.cpp: error: no option -mamx-tile"}
+    libraries, left_out = compiled_libraries({"portable": (), "amx": ("-mamx-tile",)})
+    assert list(libraries) == ["portable"]
+    assert left_out == {"amx": "fake 1.0: x.cpp: error: no option -mamx-tile"}
 
 
 def test_a_chosen_compiler_is_the_only_one_and_may_have_arguments(fake_compiler, monkeypatch):
@@ -232,25 +171,17 @@ def test_a_chosen_compiler_is_the_only_one_and_may_have_arguments(fake_compiler,
     assert find_compiler() is None
 
 
-def test_a_manifest_of_another_version_counts_as_none(tmp_path):
-    (tmp_path / build.MANIFEST_NAME).write_text('{"something": 1}')
-    assert read_manifest(tmp_path) is None
-    (tmp_path / build.MANIFEST_NAME).write_text("{")
-    assert read_manifest(tmp_path) is None
-
-
-def test_the_hash_is_of_sources_and_not_of_what_else_lies_there(small_sources):
+def test_the_hash_is_of_sources_and_not_of_what_else_lies_there(source):
     before = compiler.source_hash()
-    (small_sources / ".one.cpp.swp").write_bytes(b"an editor's")
+    source.with_name(".one.cpp.swp").write_bytes(b"an editor's")
     assert compiler.source_hash() == before
-    (small_sources / "two.h").write_text("")
+    source.with_name("two.h").write_text("")
     assert compiler.source_hash() != before
 
 
 def test_building_needs_the_standard_library_only(tmp_path):
-    environment = {"PATH": os.environ["PATH"], "CXX": "/nonexistent"}
-    command = [sys.executable, "-S", "-m", build.__name__, "--into", str(tmp_path)]
+    environment = {"PATH": os.environ["PATH"], "CXX": "/nonexistent", LIBRARIES_VARIABLE: str(tmp_path)}
+    command = [sys.executable, "-S", "-m", build.__name__, "--all"]
     root = Path(build.__file__).parents[3]
     done = subprocess.run(command, check=False, cwd=root, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("native kernels: none")
+    assert done.stderr == "there is no C++ compiler (CXX=/nonexistent)\n"

@@ -62,18 +62,8 @@ class Products:
     """Products of several sizes from two of the library's files, each before and after one of another size."""
 
     ORDER = (
-        ("linear", 20),
-        ("attention", 1),
-        ("linear", 20),
-        ("attention", 30),
-        ("linear", 1),
-        ("attention", 1),
-        ("linear", 17),
-        ("attention", 30),
-        ("linear", 17),
-        ("attention", 3),
-        ("linear", 1),
-        ("attention", 3),
+        *(("linear", 20), ("attention", 1), ("linear", 20), ("attention", 30), ("linear", 1), ("attention", 1)),
+        *(("linear", 17), ("attention", 30), ("linear", 17), ("attention", 3), ("linear", 1), ("attention", 3)),
     )
 
     def __init__(self, kernels):

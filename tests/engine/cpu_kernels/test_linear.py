@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PANEL, quantise_rows
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
-from tests.engine.cpu_kernels.operations import differing_rows, linear, pack, rounding_of
+from tests.engine.cpu_kernels.operations import assert_within, differing_rows, linear, pack, rounding_of
 
 ROUNDING = 2.0**-24  # of float32, in which products are summed
 KINDS = {
@@ -58,14 +58,10 @@ class Problem:
     def pack(self, kernels):
         return pack(kernels, [self.weight], [self.bias], quantise=self.is_quantised)
 
-    def allowed(self, expected):
-        """With the rounding of the result to the rows' dtype."""
-        return (self.allowed_in_float + rounding_of(self.dtype) * (expected.abs() + self.allowed_in_float)) * 1.01
-
-
-def assert_within(actual, expected, allowed):
-    excess = (actual.double() - expected).abs() - allowed
-    assert bool((excess <= 0).all()), f"{float(excess.max())} more than rounding explains"
+    def check(self, kernels, matrix=None):
+        """The product of `matrix`, or of what this packs, with the rounding of the result to the rows' dtype."""
+        allowed = self.allowed_in_float + rounding_of(self.dtype) * (self.expected.abs() + self.allowed_in_float)
+        assert_within(linear(kernels, matrix or self.pack(kernels), self.x), self.expected, allowed * 1.01)
 
 
 @pytest.mark.pairwise
@@ -73,9 +69,7 @@ def assert_within(actual, expected, allowed):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no_bias"])
 def test_a_product_is_that_of_float64_up_to_rounding(kernels, kind, shape, has_bias):
-    problem = Problem(kind, *shape, has_bias=has_bias)
-    matrix = problem.pack(kernels)
-    assert_within(linear(kernels, matrix, problem.x), problem.expected, problem.allowed(problem.expected))
+    Problem(kind, *shape, has_bias=has_bias).check(kernels)
 
 
 @pytest.mark.pairwise
@@ -85,8 +79,7 @@ def test_every_number_of_rows_that_one_product_takes(kernels, kind, panels):
     for in_features in (16, 32, 72, 192):
         matrix = Problem(kind, 1, in_features, panels * PANEL).pack(kernels)
         for num_rows in range(1, 36):
-            problem = Problem(kind, num_rows, in_features, panels * PANEL)
-            assert_within(linear(kernels, matrix, problem.x), problem.expected, problem.allowed(problem.expected))
+            Problem(kind, num_rows, in_features, panels * PANEL).check(kernels, matrix)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,16 +91,15 @@ def test_every_number_of_rows_that_one_product_takes(kernels, kind, panels):
     num_threads=st.integers(1, 3),
 )
 def test_any_shape_is_within_the_same_bounds(library, teams, kind, num_rows, in_features, out_features, num_threads):
-    kernels = teams(library, num_threads)
-    problem = Problem(kind, num_rows, in_features, out_features)
-    assert_within(
-        linear(kernels, problem.pack(kernels), problem.x), problem.expected, problem.allowed(problem.expected)
-    )
+    Problem(kind, num_rows, in_features, out_features).check(teams(library, num_threads))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_weights_packed_together_are_one_after_the_other(kernels, kind):
-    parts = [Problem(kind, 6, 33, features, seed=features) for features in (48, 16, 21)]
+@pytest.mark.parametrize("has_bias", [True, False], ids=["biases", "one_bias_of_several"])
+def test_several_weights_packed_together_are_one_after_the_other(kernels, kind, has_bias):
+    parts = [
+        Problem(kind, 6, 33, features, seed=features, has_bias=has_bias or features == 16) for features in (48, 16, 21)
+    ]
     x = parts[0].x
     matrix = pack(
         kernels, [part.weight for part in parts], [part.bias for part in parts], quantise=parts[0].is_quantised
@@ -115,13 +107,6 @@ def test_several_weights_packed_together_are_one_after_the_other(kernels, kind):
     together = linear(kernels, matrix, x)
     apart = torch.cat([linear(kernels, part.pack(kernels), x) for part in parts], dim=1)
     assert torch.equal(together, apart)
-
-
-def test_one_bias_of_several_is_enough(kernels):
-    first, second = Problem("float32", 3, 20, 18), Problem("float32", 3, 20, 30, has_bias=False)
-    matrix = pack(kernels, [first.weight, second.weight], [first.bias, None])
-    separately = linear(kernels, first.pack(kernels), first.x), linear(kernels, second.pack(kernels), first.x)
-    assert torch.equal(linear(kernels, matrix, first.x), torch.cat(separately, dim=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,9 +130,7 @@ def test_a_wrong_product_would_be_noticed(kernels):
     problem = Problem("float32", 3, 64, 33)
     problem.weight[20, 30] *= 1.01
     with pytest.raises(AssertionError, match="more than rounding explains"):
-        assert_within(
-            linear(kernels, problem.pack(kernels), problem.x), problem.expected, problem.allowed(problem.expected)
-        )
+        problem.check(kernels)
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_the_workspace_stays_usable(kernels):
@@ -199,3 +182,16 @@ def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, k
     """The negative control of the check above."""
     kernels = teams(rule_breaking_library, 1)
     assert rows_that_differ(kernels, kernels, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUILD_SECONDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_portable_path_has_the_same_bits_on_every_processor(portable_library, made_libraries, teams, kind):
+    """Nodes that name equal numerics may take over each other's answers: also one without AVX2 and FMA."""
+    problem = Problem(kind, 17, 1000, 80)
+    by_library = [
+        linear(kernels, problem.pack(kernels), problem.x)
+        for kernels in (teams(portable_library, 1), teams(made_libraries("generic"), 1))
+    ]
+    assert differing_rows(*by_library) == []

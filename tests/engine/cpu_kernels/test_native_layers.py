@@ -19,7 +19,7 @@ from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.support import depends_on_batch
-from outrider.model_hub.tiny import ARCHITECTURES, make_tiny_model
+from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
 
 pytestmark = pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 
@@ -44,14 +44,28 @@ def loaded(request, tmp_path_factory):
 
 @pytest.fixture
 def forward(loaded):
-    cache = PagedKVCache(loaded.spec.planes, num_blocks=32, block_size=16)
-    runner = ModelRunner(loaded, cache, make_attention_backend("torch_sdpa"))
+    return forward_of(loaded)
+
+
+def forward_of(model):
+    cache = PagedKVCache(model.spec.planes, num_blocks=32, block_size=16)
+    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa"))
     assert runner.attention_name == "native"
     return lambda *rows: runner.forward(build_input_batch(rows, 16)).clone()
 
 
+def random_ids(count):
+    return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
 def rows_of(token_ids, start, end, blocks):
     return SequenceRows(token_ids[start:end], start, blocks, end - start)
+
+
+def in_chunks(forward, token_ids, size, blocks):
+    """Logits of every token."""
+    starts = range(0, len(token_ids), size)
+    return torch.cat([forward(rows_of(token_ids, at, min(at + size, len(token_ids)), blocks)) for at in starts])
 
 
 def test_linear_layers_and_norms_are_replaced(loaded):
@@ -63,14 +77,10 @@ def test_linear_layers_and_norms_are_replaced(loaded):
 
 
 def test_a_row_has_the_same_bits_in_every_batch(loaded, forward):
-    token_ids = torch.randint(0, 300, (NUM_TOKENS,), generator=torch.Generator().manual_seed(3)).tolist()
+    token_ids = random_ids(NUM_TOKENS)
     whole = forward(rows_of(token_ids, 0, NUM_TOKENS, BLOCKS[0]))
     for size in (1, 5, 7):
-        chunks = [
-            forward(rows_of(token_ids, start, min(start + size, NUM_TOKENS), BLOCKS[1]))
-            for start in range(0, NUM_TOKENS, size)
-        ]
-        assert torch.equal(torch.cat(chunks), whole), f"in chunks of {size}"
+        assert torch.equal(in_chunks(forward, token_ids, size, BLOCKS[1]), whole), f"in chunks of {size}"
     mixed = forward(
         rows_of(token_ids, 30, 35, BLOCKS[1]),
         rows_of(token_ids, 0, NUM_TOKENS, BLOCKS[2]),
@@ -88,20 +98,10 @@ def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path,
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
     assert model.info.numerics == f"exact ({model.kernels.path}, by layers)"
-    cache = PagedKVCache(model.spec.planes, num_blocks=32, block_size=16)
-    runner = ModelRunner(model, cache, make_attention_backend("torch_sdpa"))
-    token_ids = torch.randint(0, 300, (250,), generator=torch.Generator().manual_seed(3)).tolist()
-
-    def logits(size, blocks):
-        parts = [
-            build_input_batch([rows_of(token_ids, start, min(start + size, 250), blocks)], 16)
-            for start in range(0, 250, size)
-        ]
-        return torch.cat([runner.forward(part).clone() for part in parts])
-
-    whole = logits(250, range(16))
+    forward, token_ids = forward_of(model), random_ids(250)
+    whole = in_chunks(forward, token_ids, 250, range(16))
     for size in (1, 5, 77):
-        assert torch.equal(logits(size, range(16, 32)), whole), f"in chunks of {size}"
+        assert torch.equal(in_chunks(forward, token_ids, size, range(16, 32)), whole), f"in chunks of {size}"
 
 
 def test_a_norm_of_another_kind_is_left_alone():

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.triton)
 
 
 @pytest.fixture(autouse=True)

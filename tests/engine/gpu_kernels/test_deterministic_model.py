@@ -13,7 +13,7 @@ from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.model_hub.support import describe_decoder
-from tests.interpreted_triton import interpreted_attention
+from tests.support.interpreted_triton import interpreted_attention
 
 layers = pytest.importorskip("triton") and pytest.importorskip("outrider.engine.gpu_kernels.layers")
 

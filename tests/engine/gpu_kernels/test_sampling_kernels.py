@@ -8,10 +8,10 @@ import torch
 
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel
-from outrider.engine.sampler.filters import Filters
-from outrider.engine.sampler.logit_blocks import LogitBlocks
+from outrider.engine.sampler.filters import limits_of
+from outrider.engine.sampler.order import order_keys
 from outrider.request import SamplingParams
-from tests.oracle.random_steps import SHAPES, Pair, logits_of, random_known, random_params, random_step
+from tests.oracle.random_steps import SHAPES, Pair, logits_of, random_known, random_params
 
 pytest.importorskip("triton")
 kernels = pytest.importorskip("outrider.engine.sampler.triton_decider")
@@ -50,11 +50,7 @@ def test_decisions_are_those_of_the_oracle(vocab_size, is_full):
     for _ in range(2 if is_full else 1):
         pair = Pair(vocab_size, random_known(rng, vocab_size))
         by_kernels(pair.samplers[0])
-        logits, parts = random_step(rng, pair, vocab_size, num_sequences=3)
-        before = logits.clone()
-        found, expected = pair.decide(logits, parts)
-        assert found == expected
-        assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
+        pair.check_random_step(rng, num_sequences=3)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +75,10 @@ def test_limits_of_every_filter_are_torchs(shape, num_ids):
     table = kernels.DecisionTable.of(decisions, num_ids=num_ids, device=CPU)
     found = kernels.limits_of(values, table.words, has_top_k=table.has_top_k, has_top_p=table.has_top_p)
 
-    blocks = LogitBlocks.of(values / np.float32(0.7))
-    filters = Filters.of(params, blocks, num_candidates=blocks.num_blocks)
-    expected = filters.limits_with_top_p().squeeze(1)
-    kept = [(filters.keys >= limits.unsqueeze(1))[:, :num_ids] for limits in (found, expected)]
+    divided = values / np.float32(0.7)
+    keys = order_keys(divided, torch.arange(num_ids))
+    expected = limits_of(params, divided, keys).squeeze(1)
+    kept = [keys >= limits.unsqueeze(1) for limits in (found, expected)]
     has_order = values.amax(dim=1) > -torch.inf
     assert torch.equal(kept[0][has_order], kept[1][has_order])
     assert (kept[0][has_order].sum(dim=1) >= 1).all()

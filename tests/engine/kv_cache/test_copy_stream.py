@@ -8,7 +8,7 @@ import torch
 
 from outrider.engine.kv_cache import copy_stream
 from outrider.engine.kv_cache.copy_stream import CopyStream
-from tests.fake_gpu import fake_streams
+from tests.support.fake_gpu import fake_streams
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_frames_are_gathered_and_scattered(log, dtype):
     assert torch.equal(frame, rows[:, taken])
     payload = frame.view(torch.uint8).reshape(-1).numpy()
     payload.flags.writeable = False  # as a message that has come in
-    copies.scatter(others, placed, payload)
+    copies.scatter(others, placed, payload, copies.fence())
     assert torch.equal(others[:, placed], frame)
     assert int(others.count_nonzero()) <= frame.numel()
 
@@ -45,6 +45,12 @@ def test_a_frame_is_read_after_its_layers_and_beside_the_next(log):
     ]
 
 
-def test_a_frame_is_written_behind_what_may_still_use_its_blocks(log):
-    CopyStream(torch.device("cpu")).scatter(torch.zeros((1, 4, 2)), torch.tensor([1]), np.zeros(8, dtype=np.uint8))
-    assert log == ["event in default", "copies wait for default", "event in copies", "host waits for copies"]
+def test_frames_are_written_behind_what_was_queued_when_their_blocks_were_reserved(log):
+    """And not behind each step that has been queued since."""
+    copies = CopyStream(torch.device("cpu"))
+    reserved = copies.fence()
+    log.append("a step is queued")
+    for slot in (1, 2):
+        copies.scatter(torch.zeros((1, 4, 2)), torch.tensor([slot]), np.zeros(8, dtype=np.uint8), reserved)
+    written = ["copies wait for default", "event in copies", "host waits for copies"]
+    assert log == ["event in default", "a step is queued", *written, *written]

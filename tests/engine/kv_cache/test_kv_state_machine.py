@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outrider.engine.fakes import ScriptedKVCache
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from tests.support.fake_kv_cache import ScriptedKVCache
 
 NUM_BLOCKS = 12
 BLOCK = 3
@@ -107,6 +107,7 @@ class KVMachine(RuleBasedStateMachine):
     def every_sequence_reads_its_own_tokens(self):
         for sequence in self.sequences:
             assert sequence.kv.num_tokens == len(sequence.token_ids)
+            assert sequence.kv.block_table().tolist() == sequence.kv.block_ids
             assert self.cache.context(sequence.kv.block_ids, sequence.kv.num_tokens) == sequence.token_ids
 
     def teardown(self):

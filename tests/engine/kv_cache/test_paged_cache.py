@@ -10,6 +10,7 @@ import torch
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
@@ -55,6 +56,19 @@ def test_the_payload_is_layer_by_layer_and_token_major():
     payload = cache.read("v", range(2), torch.tensor([3, 9])).view(np.float32).reshape(2, 2, 2, 4)
     assert torch.equal(torch.from_numpy(payload[1, 0]), cache.values[1][0, 3])
     assert torch.equal(torch.from_numpy(payload[0, 1]), cache.values[0][2, 1])
+
+
+def test_a_further_plane_is_kept_copied_and_handed_on_like_keys_and_values():
+    """With another number of layers and width: what a draft head needs of a token."""
+    planes = (*SPEC.planes, PlaneSpec("feature", 1, 1, 12, "bfloat16"))
+    source, destination = (PagedKVCache(planes, num_blocks=6, block_size=4) for _ in range(2))
+    (features,) = source.layers("feature")
+    features.normal_()
+    source.copy_blocks([(1, 5)])
+    assert torch.equal(features[5], features[1])
+    slots = torch.tensor([5, 22])
+    destination.write("feature", range(1), slots, source.read("feature", range(1), slots).data)
+    assert torch.equal(destination.layers("feature")[0].flatten(0, 1)[slots], features.flatten(0, 1)[slots])
 
 
 def test_some_heads_are_read_and_written_alone():
@@ -148,20 +162,18 @@ def test_threads_write_disjoint_blocks_at_the_same_time():
 BLOCK_BYTES = SPEC.bytes_per_token * 4
 
 
-def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows():
-    def blocks(free_bytes=10_000 * BLOCK_BYTES, **settings):
-        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(**settings), block_size=4, free_bytes=free_bytes)
+def blocks(free_bytes=10_000 * BLOCK_BYTES, **settings):
+    return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(block_size=4, **settings), free_bytes=free_bytes)
 
+
+def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows():
     assert blocks(num_blocks=50) == 50
-    assert blocks(memory_bytes=70 * BLOCK_BYTES + 1) == 70
-    assert blocks(memory_fraction=0.5) == 5000
-    assert blocks(free_bytes=40 * BLOCK_BYTES, memory_fraction=0.1) == 32  # two windows of 64 tokens
+    assert blocks(memory=f"{70 * BLOCK_BYTES + 1}B") == 70
+    assert blocks(memory="50%") == 5000
+    assert blocks(free_bytes=40 * BLOCK_BYTES, memory="10%") == 32  # two windows of 64 tokens
 
 
 def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
-    def blocks(free_bytes, **settings):
-        return PagedKVCache.num_blocks_for(SPEC, KVCacheConfig(**settings), block_size=4, free_bytes=free_bytes)
-
     with pytest.raises(ConfigError, match=r"num_blocks.*model\.max_model_len"):
         blocks(10**9, num_blocks=15)
     with pytest.raises(ConfigError, match=r"model\.max_model_len"):
@@ -169,11 +181,10 @@ def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
 
 
 def test_slots_move_together_in_all_layers_and_planes():
-    cache, before = make_cache("bfloat16"), make_cache("bfloat16")
-    for tensor, source in zip((*before.keys, *before.values), (*cache.keys, *cache.values), strict=True):
-        tensor.copy_(source)
+    cache = make_cache("bfloat16")
+    before = [tensor.clone() for tensor in (*cache.keys, *cache.values)]
     cache.move_slots([(9, 8), (11, 9), (14, 11)])
-    for moved, old in zip((*cache.keys, *cache.values), (*before.keys, *before.values), strict=True):
+    for moved, old in zip((*cache.keys, *cache.values), before, strict=True):
         expected = old.flatten(0, 1)[[*range(8), 9, 11, 10, 14, *range(12, 24)]]
         assert torch.equal(moved.flatten(0, 1), expected)
     cache.move_slots([])

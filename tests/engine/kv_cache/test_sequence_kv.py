@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from outrider.engine.kv_cache import block_hashes
-from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
+from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 
 BLOCK = 4
@@ -22,49 +22,6 @@ def computed(pool: BlockPool, token_ids: list[int]) -> SequenceKV:
     kv.reserve(len(token_ids))
     kv.advance(len(token_ids))
     return kv
-
-
-def test_a_new_sequence_without_cached_prefix_holds_nothing(pool):
-    kv = SequenceKV.create(pool, [1, 2, 3, 4, 5], max_cached_tokens=4)
-    assert (kv.block_ids, kv.num_tokens, kv.num_cached_tokens) == ([], 0, 0)
-
-
-def test_reserving_takes_as_many_blocks_as_it_says(pool):
-    kv = SequenceKV.create(pool, [], max_cached_tokens=0)
-    for num_tokens, num_blocks in [(1, 1), (4, 1), (5, 2), (9, 3), (9, 3)]:
-        needed = kv.num_blocks_needed(num_tokens)
-        before = pool.num_free_blocks
-        assert kv.reserve(num_tokens) == []
-        assert before - pool.num_free_blocks == needed
-        assert len(kv.block_ids) == num_blocks
-        assert kv.capacity == num_blocks * BLOCK
-
-
-def test_reserving_says_nothing_about_validity(pool):
-    kv = SequenceKV.create(pool, [], max_cached_tokens=0)
-    kv.reserve(6)
-    assert kv.num_tokens == 0
-    kv.advance(6)
-    assert kv.num_tokens == 6
-
-
-def test_validity_cannot_go_beyond_the_blocks(pool):
-    kv = SequenceKV.create(pool, [], max_cached_tokens=0)
-    kv.reserve(4)
-    with pytest.raises(AssertionError):
-        kv.advance(5)
-    with pytest.raises(AssertionError):
-        kv.truncate(5)
-
-
-def test_a_reservation_that_does_not_fit_changes_nothing(pool):
-    held = pool.allocate(6)
-    kv = computed(pool, [1, 2, 3])
-    table = kv.block_ids.copy()
-    with pytest.raises(NoFreeBlocksError):
-        kv.reserve(3 + 2 * BLOCK)
-    assert kv.block_ids == table
-    pool.check_integrity([held, table])
 
 
 def test_truncating_frees_whole_blocks_past_it(pool):
@@ -127,19 +84,6 @@ def test_only_valid_tokens_are_published(pool):
     assert pool.num_cached_blocks == 1
 
 
-def test_the_prefix_survives_its_sequence(pool):
-    tokens = list(range(8))
-    kv = computed(pool, tokens)
-    kv.publish(tokens)
-    blocks = kv.block_ids.copy()
-    kv.free()
-    kv.free()
-    assert kv.block_ids == []
-    again = SequenceKV.create(pool, tokens, max_cached_tokens=8)
-    assert again.block_ids == blocks
-    pool.check_integrity([again.block_ids])
-
-
 def test_publishing_step_by_step_gives_the_names_of_publishing_at_once(pool):
     tokens = list(range(100, 112))
     kv = SequenceKV.create(pool, tokens, max_cached_tokens=0)
@@ -168,59 +112,6 @@ def test_a_step_hashes_only_the_block_that_it_fills(pool, monkeypatch):
         kv.advance(len(tokens))
         kv.publish(tokens)
     assert num_bytes == [32 + 4 * BLOCK]
-
-
-def test_forks_share_every_valid_block_and_nothing_else(pool):
-    kv = computed(pool, [1, 2, 3, 4, 5])
-    kv.reserve(12)
-    other = kv.fork()
-    assert other.block_ids == kv.block_ids[:2]
-    assert other.num_tokens == 5
-    pool.check_integrity([kv.block_ids, other.block_ids])
-
-
-def test_writing_into_a_shared_partial_block_copies_it(pool):
-    kv = computed(pool, [1, 2, 3, 4, 5])
-    other = kv.fork()
-    shared = kv.block_ids[1]
-    assert kv.num_blocks_needed(6) == 1
-    assert kv.reserve(6) == [(shared, kv.block_ids[1])]
-    assert kv.block_ids[1] != shared
-    assert kv.block_ids[0] == other.block_ids[0]
-    assert other.reserve(6) == []  # the last holder writes in place
-    assert other.block_ids[1] == shared
-    pool.check_integrity([kv.block_ids, other.block_ids])
-
-
-def test_a_copy_and_new_blocks_are_reserved_together_or_not_at_all(pool):
-    kv = computed(pool, [1, 2, 3, 4, 5])
-    other = kv.fork()
-    held = pool.allocate(5)
-    assert kv.num_blocks_needed(9) == 2
-    with pytest.raises(NoFreeBlocksError):
-        kv.reserve(9)
-    assert kv.block_ids == other.block_ids
-    pool.release(held)
-    copies = kv.reserve(9)
-    assert len(copies) == 1
-    assert len(kv.block_ids) == 3
-    pool.check_integrity([kv.block_ids, other.block_ids])
-
-
-def test_a_fork_at_a_block_boundary_copies_nothing(pool):
-    kv = computed(pool, [1, 2, 3, 4])
-    other = kv.fork()
-    assert kv.num_blocks_needed(5) == 1
-    assert kv.reserve(5) == other.reserve(5) == []
-    assert kv.block_ids[0] == other.block_ids[0]
-    assert kv.block_ids[1] != other.block_ids[1]
-
-
-def test_reserving_what_is_valid_already_copies_nothing(pool):
-    kv = computed(pool, [1, 2, 3])
-    kv.fork()
-    assert kv.num_blocks_needed(3) == 0
-    assert kv.reserve(3) == []
 
 
 def test_a_published_block_that_is_written_again_leaves_the_cache(pool):
@@ -254,27 +145,3 @@ def test_a_fork_goes_on_publishing_under_its_own_tokens(pool):
         table.publish(prompt + tail)
     assert pool.match_prefix([*prompt, 6, 7, 8], max_tokens=8) == kv.block_ids
     assert pool.match_prefix([*prompt, 9, 9, 9], max_tokens=8) == other.block_ids
-
-
-def test_block_table_follows_every_change_of_the_blocks():
-    pool = BlockPool(num_blocks=300, block_size=4, hash_seed=b"", enable_prefix_cache=False)
-    kv = SequenceKV.create(pool, [], max_cached_tokens=0)
-
-    def check(*tables: SequenceKV) -> None:
-        for table in tables:
-            assert table.block_table().tolist() == table.block_ids
-
-    kv.reserve(600)
-    check(kv)
-    kv.advance(599)
-    kv.truncate(42)
-    check(kv)
-    other = kv.fork()
-    check(kv, other)
-    assert other.reserve(44), "the shared partial block is copied"
-    check(kv, other)
-    other.advance(44)
-    kv.reserve(80)
-    check(kv, other)
-    kv.free()
-    check(kv, other)

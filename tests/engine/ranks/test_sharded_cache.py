@@ -85,7 +85,7 @@ class Ranks:
 
     def step(self):
         batch = build_input_batch([SequenceRows([7], 0, [0], 1)], BLOCK_SIZE)
-        return self.group.running(Step(batch.arrays, batch.max_blocks, batch.block_size))
+        return self.group.running(Step(batch))
 
 
 @pytest.fixture(params=[2, 4])
@@ -186,7 +186,7 @@ def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
         assert (payload[own:] == 1).all()
         for runner in ranks.runners:
             runner.gates.put(True)
-    assert [runner.batches[0].token_ids.tolist() for runner in ranks.runners] == [[7]] * len(ranks.runners)
+    assert [runner.batches[0].arrays.token_ids.tolist() for runner in ranks.runners] == [[7]] * len(ranks.runners)
 
 
 def test_a_write_waits_for_the_commands_before_it_but_not_for_the_step_at_hand(ranks):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, block_arrivals, exponential, waits_behind_winner
+from outrider.engine.sampler.arrivals import RaceKey, RaceKeys, arrivals_of, exponential
+from tests.engine.sampler.reference import reference_arrivals
 from tests.oracle import arrivals as oracle
 
 CPU = torch.device("cpu")
@@ -13,12 +14,7 @@ GOLDEN_KEY = RaceKey(0x0123456789ABCDEF, 0, 1000)
 
 def all_arrivals(key: RaceKey, vocab_size: int) -> np.ndarray:
     """Full evaluation with what torch decides by: [vocab] float32."""
-    keys = RaceKeys.of([key], CPU)
-    num_blocks = -(-vocab_size // 64)
-    blocks = block_arrivals(keys, num_blocks)
-    times = blocks.first.unsqueeze(2) + waits_behind_winner(keys, torch.arange(num_blocks)[None])
-    times.scatter_(2, blocks.winner_offsets.unsqueeze(2), blocks.first.unsqueeze(2))
-    return times.flatten().numpy()[:vocab_size]
+    return arrivals_of(RaceKeys.of([key], CPU), vocab_size)[0].numpy()
 
 
 @pytest.mark.parametrize("implementation", [all_arrivals, oracle.all_arrivals], ids=["torch", "oracle"])
@@ -53,9 +49,9 @@ def test_torch_and_the_oracle_give_the_same_bits(num_ids):
 
 
 @pytest.mark.parametrize("implementation", [all_arrivals, oracle.all_arrivals], ids=["torch", "oracle"])
-def test_arrivals_agree_with_the_float64_reference(arrivals_reference, implementation):
+def test_arrivals_agree_with_the_float64_reference(implementation):
     for sample, position in [(0, 0), (5, 12345)]:
-        expected = arrivals_reference(99, sample, position, 200)
+        expected = reference_arrivals(99, sample, position, 200)
         assert implementation(RaceKey(99, sample, position), 200) == pytest.approx(expected, rel=1e-6)
 
 
@@ -71,17 +67,9 @@ def test_rows_are_those_computed_alone():
     keys = [
         RaceKey(seed, sample, position) for seed in (0, 7, 2**64 - 1) for sample in (0, 3) for position in range(20)
     ]
-    together = RaceKeys.of(keys, CPU)
-    blocks = block_arrivals(together, 5)
-    wanted = torch.tensor([4, 1]).expand(len(keys), 2)
-    waits = waits_behind_winner(together, wanted)
-    for i, key in enumerate(keys):
-        alone = RaceKeys.of([key], CPU)
-        expected = block_arrivals(alone, 5)
-        assert torch.equal(blocks.first[i], expected.first[0])
-        assert torch.equal(blocks.log_first[i], expected.log_first[0])
-        assert torch.equal(blocks.winner_offsets[i], expected.winner_offsets[0])
-        assert torch.equal(waits[i], waits_behind_winner(alone, wanted[:1])[0])
+    together = arrivals_of(RaceKeys.of(keys, CPU), 300)
+    for row, key in zip(together, keys, strict=True):
+        assert torch.equal(row, arrivals_of(RaceKeys.of([key], CPU), 300)[0])
 
 
 def test_arrivals_are_independent_unit_exponentials():
@@ -107,11 +95,9 @@ def test_arrivals_are_independent_unit_exponentials():
 
 def test_a_wait_without_the_first_arrival_is_noticed():
     """Negative control: without e_b in front, arrivals are no longer Exp(1)."""
-    keys = RaceKeys.of([RaceKey(5, 0, 0)], CPU)
-    blocks = block_arrivals(keys, 3200)
-    waits = waits_behind_winner(keys, torch.arange(3200)[None])
-    waits.scatter_(2, blocks.winner_offsets.unsqueeze(2), blocks.first.unsqueeze(2))
-    assert kolmogorov_smirnov(waits.flatten().numpy().astype(np.float64)) > 1.95
+    times = all_arrivals(RaceKey(5, 0, 0), 64 * 3200).reshape(-1, 64).astype(np.float64)
+    first = times.min(axis=1, keepdims=True)
+    assert kolmogorov_smirnov(np.where(times > first, times - first, times).ravel()) > 1.95
 
 
 def kolmogorov_smirnov(times: np.ndarray) -> float:

@@ -90,10 +90,3 @@ def test_bits_do_not_depend_on_where_an_element_lies():
         for start in (0, 1, 3, 5, 1000):
             for length in (1, 2, 3, 4, 7, 9, 15, 17, 27):
                 assert np.array_equal(function(values[start : start + length]), whole[start : start + length])
-
-
-def test_arguments_are_not_changed():
-    values = np.asarray([0.5, 2.0], dtype=np.float32)
-    logarithm(values)
-    masses_of(values, np.float32(2.0))
-    assert values.tolist() == [0.5, 2.0]

@@ -8,6 +8,7 @@ import torch
 
 from outrider.engine.sampler import SampleRows
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
+from tests.engine.sampler.reference import reference_distribution
 
 VOCAB_SIZE = 150
 
@@ -49,9 +50,7 @@ SETTINGS = [
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("num_top", [0, 3, 20])
-def test_logprobs_of_both_modes_are_those_of_the_reference(
-    ties, settings, num_top, make_sampler, distribution_reference
-):
+def test_logprobs_of_both_modes_are_those_of_the_reference(ties, settings, num_top, make_sampler):
     params = params_of(**settings)
     known = np.arange(VOCAB_SIZE) < 140
     known[17] = False
@@ -75,7 +74,7 @@ def test_logprobs_of_both_modes_are_those_of_the_reference(
                 values = logits[j].astype(np.float64)
                 logprobs = values - math.log(np.exp(values).sum())
             else:
-                logprobs = distribution_reference(
+                logprobs = reference_distribution(
                     logits[j],
                     params,
                     prompt_token_ids=prompt,
@@ -86,19 +85,6 @@ def test_logprobs_of_both_modes_are_those_of_the_reference(
                 # Logprobs order as the distribution does, but ties survive no logarithm.
                 values = np.round(logprobs, 9)
             check(answer, expected_logprobs(logprobs, values, token_id, num_top))
-
-
-def test_filtered_tokens_are_left_out_of_the_alternatives(make_sampler):
-    sampler = make_sampler(VOCAB_SIZE)
-    logits = torch.from_numpy(random_logits(1, ties=False))
-    wanted = LogprobsRequest(num_top=20, mode=LogprobsMode.SAMPLED)
-    state = sampler.start(params_of(top_k=3), sample=0, prompt_token_ids=[], logprobs=wanted)
-    answer = sampler.sample(logits, [SampleRows(state, 0)]).logprobs[0]
-    assert len(answer.top) == 3
-    assert sum(math.exp(logprob) for _, logprob in answer.top) == pytest.approx(1.0)
-    state = sampler.start(params_of(top_k=1), sample=0, prompt_token_ids=[], logprobs=wanted)
-    answer = sampler.sample(logits, [SampleRows(state, 0)]).logprobs[0]
-    assert (answer.logprob, answer.rank, answer.top) == (0.0, 1, ((answer.token_id, 0.0),))
 
 
 def test_asking_for_logprobs_changes_no_token_and_only_those_who_asked_get_them(make_sampler):
@@ -113,17 +99,3 @@ def test_asking_for_logprobs_changes_no_token_and_only_those_who_asked_get_them(
     sampled = sampler.sample(logits, rows)
     assert sampled.token_ids == sampler.sample(logits, plain).token_ids
     assert [answer is not None for answer in sampled.logprobs] == [row.state.logprobs is not None for row in rows]
-
-
-def test_model_mode_is_of_the_raw_logits_of_all_ids(make_sampler):
-    """Before everything that SamplingParams does, the mask of unknown ids included."""
-    sampler = make_sampler(4, np.asarray([True, True, True, False]))
-    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]])
-    params = params_of(temperature=0.0, logit_bias=((0, 50.0),))
-    state = sampler.start(params, sample=0, prompt_token_ids=[], logprobs=LogprobsRequest(num_top=2))
-    sampled = sampler.sample(logits, [SampleRows(state, 0)])
-    assert sampled.token_ids == [0]
-    answer = sampled.logprobs[0]
-    assert answer.rank == 4
-    assert answer.logprob == pytest.approx(float(torch.log_softmax(logits, 1)[0, 0]))
-    assert [token_id for token_id, _ in answer.top] == [3, 2]

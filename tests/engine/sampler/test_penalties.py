@@ -10,6 +10,7 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SequenceSampling
 from outrider.request import SamplingParams
+from tests.engine.sampler.reference import coupled_reference
 
 VOCAB_SIZE = 100
 
@@ -98,7 +99,7 @@ PENALTIES = [
 
 
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
-def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler, coupled_reference):
+def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
     """Row j counts the drafts before it: whatever they are, decisions equal those made token by token."""
     rng = np.random.default_rng(8)
     logits = (rng.standard_normal((8, VOCAB_SIZE)) * 2).astype(np.float32)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler.draw import first_of_largest
+from outrider.engine.sampler.order import first_of_largest
 from outrider.errors import InternalError
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
 
@@ -58,40 +58,6 @@ def test_a_row_does_not_depend_on_its_batch(make_sampler):
         together = sampler.sample(logits[chosen], [SampleRows(start(sampler, i), 10 + i) for i in chosen])
         assert together.token_ids == [alone[i].token_ids[0] for i in chosen]
         assert together.logprobs == [alone[i].logprobs[0] for i in chosen]
-
-
-def test_mixed_batches_agree_with_the_reference(make_sampler, coupled_reference):
-    sampler = make_sampler(VOCAB_SIZE)
-    logits = random_logits(21)
-    params = [params_of(seed=2**40 + i, **SETTINGS[i % len(SETTINGS)]) for i in range(21)]
-    states = [
-        sampler.start(each, sample=5, prompt_token_ids=[1, 2], generated_token_ids=[3], stop_token_ids=[9])
-        for each in params
-    ]
-    expected = [
-        coupled_reference(
-            logits[i].numpy(),
-            params[i],
-            sample=5,
-            position=4,
-            prompt_token_ids=[1, 2],
-            generated_token_ids=[3],
-            stop_token_ids=[9],
-        )
-        for i in range(21)
-    ]
-    assert sampler.sample(logits, [SampleRows(state, 4) for state in states]).token_ids == expected
-
-
-def test_logits_are_not_changed(make_sampler):
-    known = np.ones(VOCAB_SIZE, dtype=np.bool_)
-    known[[5, 299]] = False
-    logits = random_logits(7)
-    before = logits.clone()
-    sampler = make_sampler(VOCAB_SIZE, known)
-    for settings in SETTINGS:
-        draw(sampler, logits, params_of(**settings), prompt=[1, 2, 3])
-    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 9.9e-6])
@@ -153,13 +119,6 @@ def test_samples_have_streams_of_their_own_and_sample_zero_is_that_of_one(make_s
             assert sum(x == y for x, y in zip(one, other, strict=True)) < 8
 
 
-def test_both_halves_of_the_seed_count(make_sampler):
-    logits = torch.zeros(50, VOCAB_SIZE)
-    sampler = make_sampler(VOCAB_SIZE)
-    seeds = [0, 1, 2**32, 2**63, 2**64 - 1]
-    assert len({tuple(draw(sampler, logits, params_of(seed=seed))) for seed in seeds}) == len(seeds)
-
-
 def test_the_same_luck_makes_a_similar_drafter_agree(make_sampler):
     """A drafter with perturbed logits agrees more often than independent draws would."""
     logits = torch.randn(512, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 2
@@ -218,13 +177,6 @@ def test_a_row_of_nan_is_decided_for_the_first_of_them(make_sampler, settings):
     logits[3, 299] = np.nan
     fine = draw(make_sampler(VOCAB_SIZE, known), logits[:1], params_of(**settings))
     assert draw(make_sampler(VOCAB_SIZE, known), logits, params_of(**settings)) == [*fine, 1, 77, 299]
-
-
-def test_results_come_in_the_order_of_the_rows(make_sampler):
-    sampler = make_sampler(VOCAB_SIZE)
-    states = [sampler.start(params_of(temperature=0.0), sample=0, prompt_token_ids=[]) for _ in range(3)]
-    rows = [SampleRows(states[0], 0, (1, 2)), SampleRows(states[1], 5), SampleRows(states[2], 0, (1,))]
-    assert sampler.sample(torch.eye(6, VOCAB_SIZE), rows).token_ids == [0, 1, 2, 3, 4, 5]
 
 
 def test_logits_that_do_not_fit_are_refused(make_sampler):

@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 6;
+constexpr int32_t OUTRIDER_API_VERSION = 7;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -163,20 +163,20 @@ OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspa
                                              float* logits);
 
 // ---- turns.cpp: turns of processes that compute on the same processors. `turns` is memory that they share, zeros
-// at first, of outrider_turns_size() bytes and aligned to 64; each has a seat of its own, below outrider_turns_seats().
+// at first, of outrider_turns_size() bytes and aligned to 64; each has a slot of its own, below outrider_turns_slots().
 // Times are in nanoseconds.
 OUTRIDER_API int64_t outrider_turns_size(void);
-OUTRIDER_API int32_t outrider_turns_seats(void);
+OUTRIDER_API int32_t outrider_turns_slots(void);
 
 // Waits for the turn, in line. Returns 0 after `timeout` (and still stands in line), 1 with the turn, 2 with the turn
 // that was taken from a holder whose lease had run out.
-OUTRIDER_API int32_t outrider_turns_take(void* turns, int32_t seat, int64_t lease, int64_t timeout);
+OUTRIDER_API int32_t outrider_turns_take(void* turns, int32_t slot, int64_t lease, int64_t timeout);
 
 // Leases the turn for so long from now on. Returns 0 when it is another's by now.
-OUTRIDER_API int32_t outrider_turns_keep(void* turns, int32_t seat, int64_t lease);
+OUTRIDER_API int32_t outrider_turns_keep(void* turns, int32_t slot, int64_t lease);
 
 // Returns 1 when others stand in line.
-OUTRIDER_API int32_t outrider_turns_is_wanted(void* turns, int32_t seat);
+OUTRIDER_API int32_t outrider_turns_is_wanted(void* turns, int32_t slot);
 
 // Hands the turn to the next, who has `lease` to wake up and take it, and leaves the line.
-OUTRIDER_API void outrider_turns_give(void* turns, int32_t seat, int64_t lease);
+OUTRIDER_API void outrider_turns_give(void* turns, int32_t slot, int64_t lease);

@@ -51,19 +51,18 @@ static inline Floats load(const float* from) { return *reinterpret_cast<const Fl
 
 static inline void store(float* to, Floats value) { *reinterpret_cast<FloatsInMemory*>(to) = value; }
 
-// a * b + c, rounded once where the processor can. Written out, and contraction is off in
-// the flags: the same expression must round alike wherever the compiler unrolls it.
+// a * b + c, rounded once; by the C library where the processor cannot, so that a path has the same bits on
+// every machine. Written out, and contraction is off in the flags: the same expression must round alike
+// wherever the compiler unrolls it.
 static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
-#elif defined(__aarch64__)
+#else
   Floats sum;
   for (int i = 0; i < kWidth; i++) sum[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return sum;
-#else
-  return a * b + c;
 #endif
 }
 

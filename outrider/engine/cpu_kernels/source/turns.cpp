@@ -25,61 +25,61 @@ int64_t monotonic() {
 
 }  // namespace
 
-Turns::Taken Turns::take(int32_t seat, int64_t length, int64_t timeout) {
+Turns::Taken Turns::take(int32_t slot, int64_t length, int64_t timeout) {
   const int64_t deadline = monotonic() + timeout;
   for (;;) {
     // In this order: who finds the holder as it was, and then sleeps, is woken by any change since.
     const uint32_t seen = changes_;
     uint64_t holder = holder_;
     const int64_t now = monotonic();
-    if (seat_of(holder) == seat) {  // handed over
-      lease(seat, now, length);
+    if (slot_of(holder) == slot) {  // handed over
+      lease(slot, now, length);
       if (holder_ != holder) continue;  // too late: somebody has taken it since
-      tickets_[seat] = 0;
+      tickets_[slot] = 0;
       return Taken::kYes;
     }
-    const bool is_free = seat_of(holder) < 0;
+    const bool is_free = slot_of(holder) < 0;
     if (is_free || has_run_out(holder)) {
-      lease(seat, now, length);  // before it is ours, or it could be taken away at once
-      if (!holder_.compare_exchange_strong(holder, successor(holder, seat))) continue;
-      tickets_[seat] = 0;
-      announce();  // to the others in line, that there is another end to wait for
+      lease(slot, now, length);  // before it is ours, or it could be taken away at once
+      if (!holder_.compare_exchange_strong(holder, successor(holder, slot))) continue;
+      tickets_[slot] = 0;
+      announce();  // to the other waiters: the lease ends at another time
       return is_free ? Taken::kYes : Taken::kFromAnother;
     }
-    if (tickets_[seat] == 0) {
-      stand_in_line(seat);
+    if (tickets_[slot] == 0) {
+      enqueue(slot);
       continue;  // what was given before that was given to nobody
     }
     if (now >= deadline) return Taken::kNo;
-    wait(seen, std::min({deadline, lease_ends_[seat_of(holder)].load(), now + kLongestSleep}) - now);
+    wait(seen, std::min({deadline, lease_ends_[slot_of(holder)].load(), now + kLongestSleep}) - now);
   }
 }
 
-bool Turns::keep(int32_t seat, int64_t length) {
+bool Turns::keep(int32_t slot, int64_t length) {
   const uint64_t holder = holder_;
-  if (seat_of(holder) != seat) return false;
-  lease(seat, monotonic(), length);
+  if (slot_of(holder) != slot) return false;
+  lease(slot, monotonic(), length);
   return holder_ == holder;
 }
 
-bool Turns::is_wanted(int32_t seat) const {
-  for (int32_t other = 0; other < kSeats; other++) {
-    if (other != seat && tickets_[other] != 0) return true;
+bool Turns::is_wanted(int32_t slot) const {
+  for (int32_t other = 0; other < kSlots; other++) {
+    if (other != slot && tickets_[other] != 0) return true;
   }
   return false;
 }
 
-void Turns::give(int32_t seat, int64_t length) {
-  // Somebody may be handing the turn to this seat at this moment: then it is lost until that lease ends.
-  tickets_[seat] = 0;
+void Turns::give(int32_t slot, int64_t length) {
+  // Somebody may be handing the turn to this slot at this moment: then it is lost until that lease ends.
+  tickets_[slot] = 0;
   uint64_t holder = holder_;
-  if (seat_of(holder) != seat) return;
+  if (slot_of(holder) != slot) return;
   int32_t next;
   for (;;) {
-    next = first_in_line();
+    next = longest_waiter();
     if (next < 0) break;
     uint32_t ticket = tickets_[next];
-    // Out of the line by who gives: one that was killed there is handed the turn once and never again.
+    // Dequeued by the releaser: a waiter that was killed is handed the turn only once.
     if (ticket != 0 && tickets_[next].compare_exchange_strong(ticket, 0)) break;
   }
   if (next >= 0) lease(next, monotonic(), length);
@@ -87,31 +87,31 @@ void Turns::give(int32_t seat, int64_t length) {
   announce();
 }
 
-void Turns::lease(int32_t seat, int64_t now, int64_t nanoseconds) {
-  lease_ends_[seat] = now + std::min(nanoseconds, kLongestLease);
+void Turns::lease(int32_t slot, int64_t now, int64_t nanoseconds) {
+  lease_ends_[slot] = now + std::min(nanoseconds, kLongestLease);
 }
 
 bool Turns::has_run_out(uint64_t holder) const {
-  const int64_t end = lease_ends_[seat_of(holder)];
+  const int64_t end = lease_ends_[slot_of(holder)];
   const int64_t now = monotonic();  // after the end was read: an earlier time would make a fresh lease too long
   return end <= now || end - now > kLongestLease;  // of another life of this machine, whose clock was ahead
 }
 
-void Turns::stand_in_line(int32_t seat) {
+void Turns::enqueue(int32_t slot) {
   uint32_t ticket;
   do {
     ticket = last_ticket_.fetch_add(1) + 1;
   } while (ticket == 0);
-  tickets_[seat] = ticket;
+  tickets_[slot] = ticket;
 }
 
-int32_t Turns::first_in_line() const {
+int32_t Turns::longest_waiter() const {
   int32_t first = -1;
   uint32_t lowest = 0;
-  for (int32_t seat = 0; seat < kSeats; seat++) {
-    const uint32_t ticket = tickets_[seat];
+  for (int32_t slot = 0; slot < kSlots; slot++) {
+    const uint32_t ticket = tickets_[slot];
     if (ticket == 0 || (first >= 0 && static_cast<int32_t>(ticket - lowest) >= 0)) continue;
-    first = seat;
+    first = slot;
     lowest = ticket;
   }
   return first;
@@ -146,14 +146,14 @@ outrider::Turns& turns_at(void* memory) { return *static_cast<outrider::Turns*>(
 
 int64_t outrider_turns_size(void) { return sizeof(outrider::Turns); }
 
-int32_t outrider_turns_seats(void) { return outrider::Turns::kSeats; }
+int32_t outrider_turns_slots(void) { return outrider::Turns::kSlots; }
 
-int32_t outrider_turns_take(void* turns, int32_t seat, int64_t lease, int64_t timeout) {
-  return static_cast<int32_t>(turns_at(turns).take(seat, lease, timeout));
+int32_t outrider_turns_take(void* turns, int32_t slot, int64_t lease, int64_t timeout) {
+  return static_cast<int32_t>(turns_at(turns).take(slot, lease, timeout));
 }
 
-int32_t outrider_turns_keep(void* turns, int32_t seat, int64_t lease) { return turns_at(turns).keep(seat, lease); }
+int32_t outrider_turns_keep(void* turns, int32_t slot, int64_t lease) { return turns_at(turns).keep(slot, lease); }
 
-int32_t outrider_turns_is_wanted(void* turns, int32_t seat) { return turns_at(turns).is_wanted(seat); }
+int32_t outrider_turns_is_wanted(void* turns, int32_t slot) { return turns_at(turns).is_wanted(slot); }
 
-void outrider_turns_give(void* turns, int32_t seat, int64_t lease) { turns_at(turns).give(seat, lease); }
+void outrider_turns_give(void* turns, int32_t slot, int64_t lease) { turns_at(turns).give(slot, lease); }

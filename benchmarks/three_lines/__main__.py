@@ -1,0 +1,115 @@
+"""`python -m benchmarks.three_lines`: plain decoding, a drafter beside the target, and one across a network.
+
+The same prompts, interleaved. With --simulated, target and drafter have set step times: on one machine a real drafter
+may have to share the target's processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.bench.prompts import DEFAULT_PROMPTS
+from outrider.errors import OutriderError
+from outrider.speculation.proposers.factory import DRAFT_CHOICES
+
+if TYPE_CHECKING:
+    from benchmarks.three_lines.pair import Pair
+
+DEFAULT_ROUND_TRIPS_MS = (0.0, 1.0, 5.0, 20.0)
+NUM_BLOCKS = 1024
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the figures; the last line is the summary."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.three_lines", description=__doc__)
+    drafter = parser.add_mutually_exclusive_group(required=True)
+    drafter.add_argument("--simulated", action="store_true", help="a target and a drafter of set step times")
+    drafter.add_argument("--draft", metavar="PROPOSER", help=f"one of {', '.join(DRAFT_CHOICES[:-1])}")
+    parser.add_argument("--model", metavar="ID", help="as for `outrider up`")
+    parser.add_argument("--dtype", default="auto", help="as for `outrider up`")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, metavar="FILE", help="JSONL file")
+    parser.add_argument(
+        "--draft-cpus",
+        type=_processors,
+        default=(),
+        metavar="N,N",
+        help="processors of the remote drafter alone; default: shared",
+    )
+    parser.add_argument(
+        "--draft-rtt-ms",
+        type=_milliseconds,
+        default=DEFAULT_ROUND_TRIPS_MS,
+        metavar="MS,MS",
+        help="round trips to the drafter; default 0,1,5,20",
+    )
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 and 1")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
+    arguments = parser.parse_args(argv)
+    try:
+        pair = _pair(arguments)
+    except OutriderError as error:
+        parser.error(str(error))
+    from benchmarks.three_lines.lines import Comparison, as_text, compare_lines
+
+    comparison = Comparison(
+        pair=pair,
+        round_trips_ms=arguments.draft_rtt_ms,
+        temperatures=(0.0, 1.0) if arguments.temperature is None else (arguments.temperature,),
+        num_rounds=arguments.rounds,
+        num_sequences=arguments.sequences,
+        max_tokens=arguments.max_tokens,
+    )
+    figures = asyncio.run(compare_lines(comparison))
+    if arguments.json:
+        value = {"comparison": comparison.description, "lines": [asdict(each) for each in figures]}
+        arguments.json.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    print(as_text(comparison, figures))
+    return 0
+
+
+def _pair(arguments: argparse.Namespace) -> Pair:
+    """Raises: OutriderError."""
+    if arguments.simulated:
+        from benchmarks.three_lines.simulation import SimulatedPair, Simulation
+
+        return SimulatedPair(Simulation())
+    from outrider.engine.processor import prepare_environment, usable_cpus
+
+    cpus = tuple(cpu for cpu in usable_cpus() if cpu not in arguments.draft_cpus)
+    prepare_environment(cpus if arguments.draft_cpus else ())
+    # After that: it imports torch.
+    from benchmarks.three_lines.models import ModelPair
+    from outrider.engine.kv_cache.config import KVCacheConfig
+    from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
+
+    return ModelPair.open(
+        ModelConfig(id=arguments.model or DEFAULT_MODEL_ID, dtype=arguments.dtype),
+        arguments.draft,
+        kv_cache=KVCacheConfig(num_blocks=NUM_BLOCKS),
+        prompts_file=arguments.prompts,
+        draft_cpus=arguments.draft_cpus,
+    )
+
+
+def _processors(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _milliseconds(text: str) -> tuple[float, ...]:
+    values = tuple(float(part) for part in text.split(","))
+    if any(not 0.0 <= value <= 10_000.0 for value in values):
+        raise argparse.ArgumentTypeError(f"{text} are no round trips of 0 to 10000 ms")
+    return values
+
+
+if __name__ == "__main__":
+    sys.exit(main())

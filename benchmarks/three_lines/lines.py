@@ -1,0 +1,250 @@
+"""Plain decoding, a drafter beside the target, a drafter across a network: interleaved, on the same prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode, Passed
+from benchmarks.three_lines.delayed_link import delayed_link
+from benchmarks.three_lines.pair import Pair
+from decode_node.drafting.client import DraftClient, NoDrafts
+from outrider.bench.speed_model import SpeedModel, acceptance_of
+from outrider.errors import InternalError, PeerLostError
+from outrider.speculation.draft_stream import DraftHello
+
+PLAIN, COLOCATED = "plain", "colocated"
+CONNECT_SECONDS = 60.0
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What is run: all lines in each round, for each temperature."""
+
+    pair: Pair
+    round_trips_ms: tuple[float, ...] = (0.0, 1.0, 5.0, 20.0)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    num_rounds: int = 1
+    num_sequences: int = 1
+    max_tokens: int = 128
+
+    @property
+    def description(self) -> str:
+        return (
+            f"{self.pair.description}; sequences: {self.num_sequences}, rounds: {self.num_rounds}, "
+            f"tokens: {self.max_tokens}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineFigures:
+    """One line at one temperature."""
+
+    line: str
+    temperature: float
+    tokens_per_second: float
+    speedup: float  # over the plain line
+    predicted: float  # the same, by the speed model and the line's hit rate
+    explained: float  # the same, with measured times and the line's own draft length
+    acceptance_rate: float
+    hit_rate: float
+    tokens_per_step: float  # of one sequence
+    draft_tokens_per_step: float  # of one sequence, verified
+    step_seconds: float  # from one step to the next
+
+
+def remote(round_trip_ms: float) -> str:
+    return f"remote_{round_trip_ms:g}ms"
+
+
+async def compare_lines(comparison: Comparison) -> list[LineFigures]:
+    """Raises: InternalError where two lines have generated different tokens; PeerLostError without a drafter."""
+    figures: list[LineFigures] = []
+    for temperature in comparison.temperatures:
+        figures += await _at_temperature(comparison, temperature)
+    return figures
+
+
+async def _at_temperature(comparison: Comparison, temperature: float) -> list[LineFigures]:
+    pair = comparison.pair
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(_drafter_process(pair.drafter_arguments(temperature=temperature)))
+        beside = ColocatedDrafts(pair.proposer(temperature=temperature))
+        nodes = {PLAIN: LineNode(pair, NoDrafts()), COLOCATED: LineNode(pair, beside)}
+        for round_trip_ms in comparison.round_trips_ms:
+            link = await stack.enter_async_context(delayed_link(port, round_trip_seconds=round_trip_ms / 1000.0))
+            client = await stack.enter_async_context(_connected(link, pair))
+            nodes[remote(round_trip_ms)] = LineNode(pair, client)
+        for node in nodes.values():  # a process is slow at first
+            await asyncio.to_thread(
+                node.answer,
+                pair.prompts(-1, comparison.num_sequences),
+                temperature=temperature,
+                max_tokens=WARM_UP_TOKENS,
+            )
+            node.passed = Passed()
+        beside.seconds, beside.num_tokens = 0.0, 0
+        for number in range(comparison.num_rounds):
+            prompts = pair.prompts(number, comparison.num_sequences)
+            answers = {
+                name: await asyncio.to_thread(
+                    node.answer, prompts, temperature=temperature, max_tokens=comparison.max_tokens
+                )
+                for name, node in (list(nodes.items()) if number % 2 == 0 else reversed(nodes.items()))
+            }
+            if any(answer != answers[PLAIN] for answer in answers.values()):
+                raise InternalError(f"tokens depend on drafts in round {number} at temperature {temperature:g}")
+    passed = {name: node.passed for name, node in nodes.items()}
+    measured = _measured(passed, beside, num_sequences=comparison.num_sequences)
+    return [_figures(comparison, name, passed, measured, temperature) for name in passed]
+
+
+def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
+    """A table and the summary line, without an end of line at the end."""
+    rows = [
+        (
+            *("line", "temperature", "tokens/s", "speedup", "predicted", "by measured times", "acceptance", "hit rate"),
+            *("tokens/step", "drafted/step", "ms/step"),
+        )
+    ]
+    rows += [
+        (
+            each.line,
+            f"{each.temperature:g}",
+            f"{each.tokens_per_second:.1f}",
+            f"{each.speedup:.2f}",
+            f"{each.predicted:.2f}",
+            f"{each.explained:.2f}",
+            "-" if each.line == PLAIN else f"{each.acceptance_rate:.0%}",
+            f"{each.hit_rate:.0%}" if each.line not in (PLAIN, COLOCATED) else "-",
+            f"{each.tokens_per_step:.2f}",
+            f"{each.draft_tokens_per_step:.2f}",
+            f"{1000 * each.step_seconds:.1f}",
+        )
+        for each in figures
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        [
+            comparison.description,
+            *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows),
+            summary(comparison, figures),
+        ]
+    )
+
+
+def summary(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
+    """The last line of the output: speedups over plain decoding, means over the temperatures."""
+    means = {
+        name: (
+            _mean(each.speedup for each in figures if each.line == name),
+            _mean(each.predicted for each in figures if each.line == name),
+        )
+        for name in (PLAIN, COLOCATED, *map(remote, comparison.round_trips_ms))
+    }
+    parts = [f"{name}={speedup:.2f}" for name, (speedup, _) in means.items()]
+    if (name := remote(1.0)) in means:
+        parts.append(f"predicted_1ms={means[name][1]:.2f}")
+    return "three-lines: " + " ".join(parts)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _measured(passed: Mapping[str, Passed], beside: ColocatedDrafts, *, num_sequences: int) -> SpeedModel:
+    """The speed model's terms as the plain and the colocated line had them."""
+    plain, colocated = passed[PLAIN], passed[COLOCATED]
+    counts = colocated.counts
+    num_draft_tokens = counts.num_draft_tokens / max(1, counts.num_spec_steps)
+    plain_seconds = plain.seconds / plain.num_steps
+    drafting_seconds = beside.seconds / colocated.num_steps
+    num_drafted = beside.num_tokens / colocated.num_steps / num_sequences
+    share = counts.num_spec_steps / colocated.num_steps / num_sequences
+    mean_seconds = colocated.seconds / colocated.num_steps - drafting_seconds
+    accepted = counts.num_accepted_draft_tokens / max(1, counts.num_spec_steps)
+    return SpeedModel(
+        acceptance=acceptance_of(1.0 + accepted, num_draft_tokens),
+        num_draft_tokens=num_draft_tokens,
+        step_seconds=plain_seconds,
+        token_seconds=drafting_seconds / num_drafted if num_drafted else 0.0,
+        verify_seconds=max(plain_seconds, plain_seconds + (mean_seconds - plain_seconds) / share) if share else 0.0,
+    )
+
+
+def _figures(
+    comparison: Comparison, name: str, passed: Mapping[str, Passed], measured: SpeedModel, temperature: float
+) -> LineFigures:
+    own, counts = passed[name], passed[name].counts
+    rate, plain_rate = (each.num_tokens / each.seconds for each in (own, passed[PLAIN]))
+    hit_rate = counts.num_hit_steps / counts.num_wanting_steps if counts.num_wanting_steps else 0.0
+    share = counts.num_spec_steps / own.num_steps / comparison.num_sequences if name == COLOCATED else hit_rate
+    own_length = replace(measured, num_draft_tokens=counts.num_draft_tokens / max(1, counts.num_spec_steps))
+    num_sequence_steps = own.num_steps * comparison.num_sequences
+    return LineFigures(
+        line=name,
+        temperature=temperature,
+        tokens_per_second=rate,
+        speedup=rate / plain_rate,
+        predicted=_predicted(comparison.pair.speed_model(measured), name, share),
+        explained=_predicted(own_length, name, share),
+        acceptance_rate=counts.num_accepted_draft_tokens / max(1, counts.num_draft_tokens),
+        hit_rate=hit_rate,
+        tokens_per_step=own.num_tokens / num_sequence_steps,
+        draft_tokens_per_step=counts.num_draft_tokens / num_sequence_steps,
+        step_seconds=own.seconds / own.num_steps,
+    )
+
+
+def _predicted(model: SpeedModel, line: str, drafted_share: float) -> float:
+    if line == PLAIN:
+        return 1.0
+    return model.colocated(drafted_share) if line == COLOCATED else model.ahead(drafted_share)
+
+
+@contextlib.asynccontextmanager
+async def _connected(port: int, pair: Pair) -> AsyncIterator[DraftClient]:
+    hello = DraftHello(
+        incarnation=os.urandom(16),
+        name="three-lines",
+        vocab_size=pair.vocab_size,
+        vocabulary_fingerprint=pair.vocabulary_fingerprint,
+        max_model_len=pair.max_model_len,
+    )
+    client = DraftClient([f"127.0.0.1:{port}"], hello)
+    await client.start()
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            while not any(target.is_connected for target in client.status().nodes):  # noqa: ASYNC110 a thread's state
+                await asyncio.sleep(0.01)
+        yield client
+    except TimeoutError as error:
+        raise PeerLostError("the drafter does not answer", node="drafter") from error
+    finally:
+        await client.stop()
+
+
+@contextlib.asynccontextmanager
+async def _drafter_process(arguments: Sequence[str]) -> AsyncIterator[int]:
+    """The port of a draft node that ends with this block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.three_lines.drafter", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        line = await process.stdout.readline()
+        if not line:
+            raise PeerLostError("the drafter has ended", node="drafter")
+        yield int(line)
+    finally:
+        process.stdin.close()
+        await process.wait()

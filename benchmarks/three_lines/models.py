@@ -1,0 +1,139 @@
+"""Decode node and drafter around real models, which may have to share processors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.bench.prompts import BenchPrompt, load_prompts
+from outrider.client import ChatMessage
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_graphs import GraphShapes
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.open import open_model
+from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
+from outrider.speculation.proposers.model_forward import ModelForward
+
+if TYPE_CHECKING:
+    from outrider.bench.speed_model import SpeedModel
+    from outrider.engine.kv_cache.config import KVCacheConfig
+    from outrider.model_hub.loaded_model import LoadedModel
+    from outrider.speculation.proposers.base import Proposer
+
+PROMPT_TOKENS = 160
+"""Of each prompt, at most: they are computed by the decode node itself."""
+
+MAX_RUNNING = 64
+MAX_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPair:
+    """A target model, and the proposer of a draft node, with its own model where it needs one."""
+
+    model: LoadedModel
+    proposer_name: str
+    settings: ProposerSettings
+    kv_cache: KVCacheConfig
+    prompts_file: Path
+    num_speculative_tokens: int = 5
+    shares_processors: bool = True  # whether the drafter that is a process of its own computes on the target's
+    _token_ids: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls,
+        config: ModelConfig,
+        drafter: str,
+        *,
+        kv_cache: KVCacheConfig,
+        prompts_file: Path,
+        draft_cpus: Sequence[int],
+    ) -> ModelPair:
+        """`drafter` as in `--draft`. Raises: what `open_model` raises, for the target's model."""
+        choice = parse_draft_choice(drafter)
+        own = replace(config, id=choice.model_id or config.id, cpus=tuple(draft_cpus))
+        return cls(
+            model=open_model(config),
+            proposer_name=choice.proposer,
+            settings=ProposerSettings(model=own, kv_cache=kv_cache),
+            kv_cache=kv_cache,
+            prompts_file=prompts_file,
+            shares_processors=not draft_cpus,
+        )
+
+    @property
+    def description(self) -> str:
+        drafter = self.proposer_name
+        if drafter not in LOOKUP_NAMES:
+            drafter += f":{self.settings.model.id}"
+        where = "the target's processors" if self.shares_processors else "processors of its own"
+        return (
+            f"{self.model.info.name}, drafter {drafter} on {where}, at most {self.num_speculative_tokens} draft tokens"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.info.vocab_size
+
+    @property
+    def vocabulary_fingerprint(self) -> str:
+        return self.model.info.vocabulary_fingerprint
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.info.max_model_len
+
+    def engine(self) -> Engine:
+        forward = ModelForward.of(
+            self.model,
+            kv_cache=replace(self.kv_cache, prefix_cache=False),
+            graphs=GraphShapes(has_trees=True) if self.settings.model.cuda_graphs else None,
+        )
+        scheduler = Scheduler(forward.pool, max_running=MAX_RUNNING, max_rows_per_step=MAX_ROWS)
+        return Engine(forward.pool, scheduler, forward.kv_cache, forward.runner, forward.sampler)
+
+    def proposer(self, *, temperature: float) -> Proposer:
+        return make_proposer(self.proposer_name, self.settings)
+
+    def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
+        settings = {
+            "proposer": self.proposer_name,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "look_ahead": "off" if self.shares_processors else "auto",
+            "model": asdict(self.settings.model),
+            "kv_cache": asdict(self.settings.kv_cache),
+        }
+        return ("models", json.dumps(settings))
+
+    def speed_model(self, measured: SpeedModel) -> SpeedModel:
+        return measured
+
+    def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
+        if not self._token_ids:
+            self._token_ids.extend(self._encoded(each) for each in mixed(load_prompts(self.prompts_file)))
+        first = (number + 1) * num_sequences
+        return [self._token_ids[(first + place) % len(self._token_ids)] for place in range(num_sequences)]
+
+    def _encoded(self, prompt: BenchPrompt) -> list[int]:
+        from tokenizers import Tokenizer
+
+        content = prompt.content
+        if not isinstance(content, str):
+            content = "\n".join(turn.content for turn in content if isinstance(turn, ChatMessage))
+        tokenizer = Tokenizer.from_str(self.model.tokenizer_files["tokenizer.json"].decode())
+        token_ids: list[int] = tokenizer.encode(content).ids[:PROMPT_TOKENS]
+        return token_ids
+
+
+def mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
+    """One of each kind by turns."""
+    by_kind: dict[str, list[BenchPrompt]] = {}
+    for prompt in prompts:
+        by_kind.setdefault(prompt.kind, []).append(prompt)
+    longest = max(map(len, by_kind.values()))
+    return [kind[place] for place in range(longest) for kind in by_kind.values() if place < len(kind)]

@@ -1,0 +1,51 @@
+"""A target and a drafter, as the three lines need them: simulated ones, or real models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from outrider.bench.speed_model import SpeedModel
+    from outrider.engine.engine import Engine
+    from outrider.speculation.proposers.base import Proposer
+
+
+class Pair(Protocol):
+    """Makes the parts of each line; lines share nothing but the models."""
+
+    @property
+    def description(self) -> str:
+        """For people: what is run."""
+
+    @property
+    def num_speculative_tokens(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def vocabulary_fingerprint(self) -> str:
+        """Empty: any drafter will do."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def shares_processors(self) -> bool:
+        """Whether the remote drafter computes on the target's processors."""
+
+    def engine(self) -> Engine:
+        """Of the target, with a KV cache for one line."""
+
+    def proposer(self, *, temperature: float) -> Proposer:
+        """The drafter beside the target."""
+
+    def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
+        """Of `python -m benchmarks.three_lines.drafter`: the same drafter as a process of its own."""
+
+    def speed_model(self, measured: SpeedModel) -> SpeedModel:
+        """By which lines are predicted: with times and acceptance as they were set, or as they were measured."""
+
+    def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
+        """Of the round of that number; the warm-up has -1."""

@@ -1,0 +1,322 @@
+"""What the decode node knows about its sequences' drafts: newest states out, proposals in, found by each step.
+
+Bookkeeping without IO, so that the whole protocol can be tested in microseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
+from decode_node.drafting.drafted_sequence import Assignment, DraftedSequence
+from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.prefix_hash import HashedTokens
+
+MAX_TOKENS_PER_UPDATE = 4096
+"""A longer remainder of one sequence goes out in pieces, each after the last was acknowledged."""
+
+MAX_TOKENS_PER_MESSAGE = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounters:
+    """Since start."""
+
+    lead_seconds: float = 0.0  # of all drafts found: how long each had been here
+    num_stale_answers: int = 0  # for sequences that ended, moved, never were or are answered
+    num_quarantined: int = 0
+
+
+class Found(NamedTuple):
+    """What is at hand for a step, by sequence id."""
+
+    trees: dict[int, DraftTree]
+    requested: list[int]  # sequences that want drafts
+    missing: list[int]  # of them, those whose draft may come while the step waits
+
+
+class DraftBook:
+    """Newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
+
+    A sequence has at most one unanswered update. So however long a node is frozen, it finds one message when it
+    thaws, and the next is made from the state of that moment.
+
+    One node serves a sequence at a time: the connected one with the fewest of them when it is opened, another one
+    when that is lost, late or full, or answers nonsense. Each such assignment has a stream id of its own.
+    """
+
+    def __init__(self, *, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._nodes = DraftNodes()
+        self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
+        self._served: dict[int, DraftedSequence] = {}  # by stream id
+        self._unserved: dict[DraftedSequence, None] = {}  # no node has room for them, or none is there
+        self._stream_ids = itertools.count(1)
+        self._lead_seconds = 0.0
+        self._num_stale_answers = 0
+        self._num_quarantined = 0
+        self.has_unsent = False
+
+    # The engine thread's side.
+
+    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """`token_ids`: prompt and what is generated already."""
+        assert sequence_id not in self._sequences, "a sequence is opened once"
+        drafted = DraftedSequence(start, HashedTokens(token_ids), num_wanted)
+        self._sequences[sequence_id] = drafted
+        self._assign(drafted, self._clock())
+
+    def update(self, sequence_id: int, new_token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """Newly committed tokens; an unknown sequence is ignored."""
+        drafted = self._sequences.get(sequence_id)
+        if drafted is not None:
+            drafted.commit(new_token_ids, num_wanted=num_wanted)
+            self._note_news(drafted)
+
+    def close(self, sequence_id: int) -> None:
+        drafted = self._sequences.pop(sequence_id, None)
+        if drafted is None:
+            return
+        self._unserved.pop(drafted, None)
+        if drafted.assignment is not None:
+            drafted.assignment.node.retry_at = 0.0  # where it had no room, it has some now
+            self._unassign(drafted, drafted.assignment)
+
+    def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> Found:
+        """Drafts at hand, uncut. `wait_seconds`: how long the caller would wait for those that are missing."""
+        now = self._clock()
+        found = Found({}, [], [])
+        trees, requested, missing = found
+        sequences = self._sequences
+        for sequence_id in sequence_ids:
+            drafted = sequences.get(sequence_id)
+            if drafted is None or drafted.num_wanted <= 0:
+                continue
+            requested.append(sequence_id)
+            kept = drafted.trees.take(drafted.committed)
+            if kept is not None:
+                trees[sequence_id] = kept.tree
+                self._lead_seconds += now - kept.arrived_at
+            elif wait_seconds > 0.0 and self._may_come(drafted, now, wait_seconds):
+                missing.append(sequence_id)
+        return found
+
+    def observe_step(self, seconds: float) -> None:
+        """How long a step of the engine took. The sequences of nodes that are late by it move to others."""
+        self._nodes.observe_step(seconds)
+        now = self._clock()
+        for node in self._nodes:
+            is_late = node.is_connected and self._nodes.is_late(node, now)
+            if not is_late:
+                node.gave_away = False
+            elif not node.gave_away and any(self._nodes.is_usable(other, now) for other in self._nodes):
+                node.gave_away = True
+                self._move_away(node, keep=1)
+
+    # The streams' side.
+
+    def add_node(self, *, rank: int = 0) -> DraftNodeState:
+        """One more. `rank` decides between nodes that serve equally many sequences: decode nodes that rank the same
+        nodes differently do not all begin with the same one.
+        """
+        return self._nodes.add(rank=rank)
+
+    def remove_node(self, node: DraftNodeState) -> None:
+        """Its stream is gone and will not come back."""
+        self.disconnected(node)
+        self._nodes.remove(node)
+
+    def connected(self, node: DraftNodeState) -> None:
+        """A new stream is up: its node knows nothing yet."""
+        node.is_connected = True
+        node.retry_seconds = 0.0
+        self._assign_unserved(self._clock())
+
+    def disconnected(self, node: DraftNodeState) -> None:
+        """The stream is gone; its sequences go to other nodes, from their start."""
+        node.disconnected()
+        self._move_away(node, keep=0)
+
+    def take_updates(self, node: DraftNodeState) -> list[SequenceUpdate]:
+        """The newest state of what this node has not been told; empty when there is nothing to send now."""
+        if not node.is_connected:
+            return []
+        now = self._clock()
+        if self._unserved and any(other.is_connected and other.has_room(now) for other in self._nodes):
+            self._assign_unserved(now)
+        updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
+        node.closed.clear()
+        tokens_left = MAX_TOKENS_PER_MESSAGE
+        self.has_unsent = any(other.news or other.closed for other in self._nodes if other is not node)
+        for drafted in tuple(node.news):
+            served = drafted.assignment
+            assert served is not None
+            if served.asked is None and now < served.ready_at:
+                continue  # the clock brings us back
+            if served.asked is None and drafted.has_news:
+                if tokens_left <= 0:
+                    self.has_unsent = True
+                    break
+                update = drafted.make_update(served, now, max_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left))
+                node.asked[served.stream_id] = now
+                tokens_left -= len(update.token_ids)
+                updates.append(update)
+            del node.news[drafted]  # its answer notes what is left
+        return updates
+
+    def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
+        """Keeps of one answer what can be true. Never raises: a peer may say anything.
+
+        Args:
+            node: whose stream it came on.
+            answer: as it was parsed.
+            is_well_formed: what the function of that name says of it.
+
+        Returns:
+            False for nonsense: the node is not believed about this sequence any more.
+        """
+        now = self._clock()
+        drafted = self._served.get(answer.sequence_id)
+        served = None if drafted is None else drafted.assignment
+        if drafted is None or served is None or served.node is not node:
+            self._note_stale(node)  # it ended, or moved
+            return True
+        if answer.status is DraftStatus.AHEAD:
+            return self._take_ahead(drafted, served, answer, now, is_well_formed=is_well_formed)
+        if not served.is_awaited:
+            self._note_stale(node)
+            return True
+        if not is_well_formed or not drafted.is_plausible(served, answer):
+            self._quarantine(drafted, served, now)
+            return False
+        node.num_unsolicited = 0
+        if answer.status is DraftStatus.NO_ROOM:
+            node.has_refused(served.stream_id, now)
+            self._unassign(drafted, served)
+            self._assign(drafted, now)
+            return True
+        seconds = drafted.take_answer(served, answer, now)
+        if seconds is not None:
+            node.observe_answer(seconds)
+        if served.asked is None:
+            node.asked.pop(served.stream_id, None)
+        is_accepted = answer.status is not DraftStatus.UNKNOWN_PREFIX
+        if is_accepted and node.has_accepted(served.stream_id, now, others_wait=bool(self._unserved)):
+            self._assign_unserved(now)
+        self._note_news(drafted)
+        return True
+
+    # Views.
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step of the engine takes at present; 0: none was done."""
+        return self._nodes.step_seconds
+
+    def is_late(self, node: DraftNodeState) -> bool:
+        """Whether it is not waited for; one that is not connected is late as well."""
+        return not self._nodes.is_usable(node, self._clock())
+
+    def counters(self) -> DraftCounters:
+        return DraftCounters(
+            lead_seconds=self._lead_seconds,
+            num_stale_answers=self._num_stale_answers,
+            num_quarantined=self._num_quarantined,
+        )
+
+    # Inside.
+
+    def _take_ahead(
+        self,
+        drafted: DraftedSequence,
+        served: Assignment,
+        answer: SequenceProposals,
+        now: float,
+        *,
+        is_well_formed: bool,
+    ) -> bool:
+        """Branches besides answers: as many as updates have allowed. What exceeds that is stale."""
+        num_allowed = min(len(answer.branches), served.num_ahead_allowed)
+        if num_allowed < max(1, len(answer.branches)):  # a message without any is one too many
+            self._note_stale(served.node)
+        if not num_allowed:
+            return True
+        if not is_well_formed or not drafted.is_plausible(served, answer):
+            self._quarantine(drafted, served, now)
+            return False
+        drafted.take_ahead(served, answer.branches[:num_allowed], now)
+        return True
+
+    def _may_come(self, drafted: DraftedSequence, now: float, wait_seconds: float) -> bool:
+        """Whether a draft may arrive in time: its node's answers usually take about as long as is left to wait.
+
+        A sequence that had nothing last time is not waited for, nor a late node: a late draft serves all the same.
+        """
+        served = drafted.assignment
+        if served is None or served.had_nothing or served.answered_length >= len(drafted.committed.token_ids):
+            return False
+        usual = served.node.answer_seconds
+        age = 0.0 if served.asked is None else now - served.asked.at
+        return usual - wait_seconds <= age <= usual + wait_seconds and not self._nodes.is_late(served.node, now)
+
+    def _note_news(self, drafted: DraftedSequence) -> None:
+        if drafted.has_news and drafted.assignment is not None:
+            drafted.assignment.node.news[drafted] = None
+            self.has_unsent = True
+
+    def _note_stale(self, node: DraftNodeState) -> None:
+        node.num_unsolicited += 1
+        self._num_stale_answers += 1
+
+    def _quarantine(self, drafted: DraftedSequence, served: Assignment, now: float) -> None:
+        """This node is not believed about this sequence any more; another one may be."""
+        drafted.refused.add(served.node.node_id)
+        drafted.trees.clear()
+        self._num_quarantined += 1
+        self._unassign(drafted, served)
+        self._assign(drafted, now)
+
+    def _assign(self, drafted: DraftedSequence, now: float) -> None:
+        node = self._nodes.choose(now, refused=drafted.refused)
+        if node is None:
+            self._unserved[drafted] = None
+            return
+        self._unserved.pop(drafted, None)
+        stream_id = next(self._stream_ids)
+        drafted.assignment = Assignment(stream_id, node)
+        drafted.has_news = True
+        self._served[stream_id] = drafted
+        node.num_sequences += 1
+        if node.retry_seconds:
+            node.trial = stream_id
+        self._note_news(drafted)
+
+    def _assign_unserved(self, now: float) -> None:
+        for drafted in tuple(self._unserved):
+            self._assign(drafted, now)
+
+    def _unassign(self, drafted: DraftedSequence, served: Assignment) -> None:
+        node, stream_id = served.node, served.stream_id
+        drafted.assignment = None
+        del self._served[stream_id]
+        node.num_sequences -= 1
+        node.news.pop(drafted, None)
+        node.asked.pop(stream_id, None)
+        if node.trial == stream_id:
+            node.trial = None
+        if node.is_connected and served.sent_length > 0:
+            node.closed.append(stream_id)
+            self.has_unsent = True
+
+    def _move_away(self, node: DraftNodeState, *, keep: int) -> None:
+        """All but `keep` of a node's sequences go to others."""
+        now = self._clock()
+        assigned = [(drafted, drafted.assignment) for drafted in self._served.values()]
+        moving = [(drafted, served) for drafted, served in assigned if served is not None and served.node is node]
+        for drafted, served in moving[keep:]:
+            self._unassign(drafted, served)
+            self._assign(drafted, now)

@@ -1,0 +1,209 @@
+"""The decode node's client of its draft nodes: proposals that are here when a step wants them.
+
+Two threads meet here. The engine thread calls `open`, `update`, `close` and `take`, none
+of which does IO; the event loop owns one bidirectional stream for each draft node
+(`link`). Between them lies the `DraftBook`, which knows the newest state of every
+sequence, guarded by one lock; a message is made from it when a stream can be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from decode_node.drafting.book import DraftBook, DraftCounters
+from decode_node.drafting.link import DraftLink
+from outrider.rpc.peer_security import PLAINTEXT
+from outrider.service.peers import PeerSet
+from outrider.service.resolver import Resolver, resolve_with_dns
+from outrider.speculation.draft_stream import DraftHello, SequenceStart
+from outrider.speculation.draft_tree import DraftTree
+
+DEFAULT_RESOLVE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """Drafts for one step, by sequence id; sequences without one are absent."""
+
+    trees: Mapping[int, DraftTree] = field(default_factory=dict)
+    requested: AbstractSet[int] = frozenset()  # sequences that wanted some
+    hits: AbstractSet[int] = frozenset()  # of them, those that found a draft node's waiting for them
+    waited_seconds: float = 0.0  # for draft nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNodeStatus:
+    """One draft node, for metrics and logs."""
+
+    address: str
+    name: str  # empty until the first hello
+    is_connected: bool
+    is_late: bool  # steps do not wait for it; also while it is not connected
+    refusal: str  # why it is incompatible; empty: it is not
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftClientStatus:
+    nodes: tuple[DraftNodeStatus, ...] = ()
+    counters: DraftCounters = field(default_factory=DraftCounters)
+
+
+class DraftClient:
+    """One stream to each draft node behind `addresses`, which may be names of several. Any can serve any sequence.
+
+    `start`, `stop` and `status` belong to the event loop; `open`, `update`, `close` and
+    `take` to the engine thread. Nothing here raises because of a draft node.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        hello: DraftHello,
+        *,
+        resolver: Resolver = resolve_with_dns,
+        resolve_interval_seconds: float = DEFAULT_RESOLVE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        open_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT.open_channel,
+    ) -> None:
+        self._hello = hello
+        self._changed = threading.Condition()
+        self._book = DraftBook(clock=clock)
+        self._links_by_node: dict[bytes, DraftLink] = {}
+        self._nodes = PeerSet(
+            addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
+        )
+        self._open_channel = open_channel
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Begins to connect, and returns at once: drafts come when they come."""
+        self._loop = asyncio.get_running_loop()
+        self._nodes.start()
+
+    async def stop(self) -> None:
+        """Ends all streams. Later calls of the engine thread find no proposals."""
+        self._loop = None
+        await self._nodes.stop()
+
+    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """Announces a sequence as early as its prompt is known, and asks for its first draft."""
+        with self._changed:
+            self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
+        self._wake()
+
+    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """What a step committed: (sequence id, new token ids, draft tokens wanted next)."""
+        with self._changed:
+            for sequence_id, new_token_ids, num_wanted in updates:
+                self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
+        self._wake()
+
+    def close(self, sequence_id: int) -> None:
+        """The sequence has ended; an unknown one is fine."""
+        with self._changed:
+            self._book.close(sequence_id)
+        self._wake()
+
+    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
+        """Proposals for this step: what is here, after waiting at most `wait_seconds` for what is not.
+
+        Never waits for a node that is late or not connected, nor for a sequence whose node has answered that it has
+        nothing, or whose last answer was nothing.
+        """
+        started = self._clock()
+        with self._changed:
+            trees, requested, missing = self._book.find(sequence_ids, wait_seconds=wait_seconds)
+            hits = frozenset(trees)
+            deadline = started + wait_seconds
+            if missing:
+                self._wake()
+            while missing and (remaining := deadline - self._clock()) > 0.0:
+                if not self._changed.wait(remaining):
+                    break
+                more = self._book.find(missing, wait_seconds=wait_seconds)
+                trees |= more.trees
+                missing = more.missing
+        return StepDrafts(trees, requested=set(requested), hits=hits, waited_seconds=self._clock() - started)
+
+    def observe_step(self, seconds: float) -> None:
+        """How long a step of the engine took."""
+        with self._changed:
+            self._book.observe_step(seconds)
+
+    def _open_link(self, _name: str, address: str) -> DraftLink:
+        return DraftLink(
+            address,
+            self._hello,
+            book=self._book,
+            changed=self._changed,
+            links_by_node=self._links_by_node,
+            open_channel=self._open_channel,
+        )
+
+    def status(self) -> DraftClientStatus:
+        with self._changed:
+            return DraftClientStatus(
+                nodes=tuple(
+                    DraftNodeStatus(
+                        address=link.address,
+                        name=link.node_name,
+                        is_connected=link.node.is_connected,
+                        is_late=self._book.is_late(link.node),
+                        refusal=link.refusal,
+                        num_sequences=link.node.num_sequences,
+                    )
+                    for link in self._nodes.peers
+                ),
+                counters=self._book.counters(),
+            )
+
+    def _wake(self) -> None:
+        """Lets the streams look for something to send. From any thread."""
+        loop = self._loop  # read once: `stop` may clear it between two reads
+        if loop is None or not self._book.has_unsent:
+            return
+        try:
+            loop.call_soon_threadsafe(self._wake_links)
+        except RuntimeError:  # the loop has ended between the two lines: nobody is left to tell
+            self._loop = None
+
+    def _wake_links(self) -> None:
+        for link in self._nodes.peers:
+            link.wake()
+
+
+class NoDrafts:
+    """No draft nodes: the same interface, nothing behind it."""
+
+    async def start(self) -> None:
+        return
+
+    async def stop(self) -> None:
+        return
+
+    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        return
+
+    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        return
+
+    def close(self, sequence_id: int) -> None:
+        return
+
+    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
+        return StepDrafts()
+
+    def observe_step(self, seconds: float) -> None:
+        return
+
+    def status(self) -> DraftClientStatus:
+        return DraftClientStatus()

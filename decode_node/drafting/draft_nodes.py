@@ -1,0 +1,132 @@
+"""The draft nodes of a decode node: which is connected, how late its answers are, and whether it has room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from decode_node.drafting.drafted_sequence import DraftedSequence
+
+LATE_STEPS = 4.0
+"""A node is late while its answers take longer than so many steps."""
+
+MIN_STEP_SECONDS = 0.0125
+"""Shorter steps count as this long: a pause of some milliseconds on either machine says nothing about a node."""
+
+SMOOTHING = 0.2
+
+LOST_SECONDS = 1.0
+"""A stream that ends counts as an answer that took so long, and so does any slower answer. After that a node is late
+until some fourteen answers in a row were in time."""
+
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 30.0
+"""How long a node that has no room is left alone, doubled each time that it has none again."""
+
+MAX_UNSOLICITED_IN_A_ROW = 4096
+"""Answers to nothing, before a stream is ended. Some are normal: they were under way when their sequence ended."""
+
+
+@dataclass(slots=True, eq=False)
+class DraftNodeState:
+    """One draft node, as the book sees it. Guarded by the book's lock."""
+
+    node_id: int  # never used twice
+    rank: int  # among nodes with equally many sequences, the lowest comes first
+    is_connected: bool = False
+    num_sequences: int = 0
+    closed: list[int] = field(default_factory=list)  # stream ids that it has still to forget
+    news: dict[DraftedSequence, None] = field(default_factory=dict)  # its sequences that may have something to tell
+    asked: dict[int, float] = field(default_factory=dict)  # stream id → when its unanswered update went; oldest first
+    answer_seconds: float = 0.0  # running mean
+    gave_away: bool = False  # its sequences but one, since it is late
+    num_unsolicited: int = 0  # in a row
+    retry_seconds: float = 0.0  # 0: as far as is known it has room
+    retry_at: float = 0.0
+    trial: int | None = None  # stream id of the one sequence that tries whether there is room again
+
+    def delay(self, now: float) -> float:
+        """How long an answer takes: the mean, or the age of the oldest unanswered update if that is more."""
+        oldest = next(iter(self.asked.values()), now)
+        return max(self.answer_seconds, now - oldest)
+
+    def observe_answer(self, seconds: float) -> None:
+        """One answer to an update that wanted drafts."""
+        self.answer_seconds += SMOOTHING * (min(seconds, LOST_SECONDS) - self.answer_seconds)
+
+    def disconnected(self) -> None:
+        """A node whose streams end is as good as one that answers late."""
+        if self.is_connected:
+            self.answer_seconds = LOST_SECONDS
+        self.is_connected = False
+        self.num_unsolicited = 0
+        self.closed.clear()
+        self.asked.clear()
+
+    # Room. A node that has refused a sequence is given one at a time until it takes all that wait.
+
+    def has_room(self, now: float) -> bool:
+        """Whether one more sequence may be given to it, by what it has said."""
+        return self.retry_seconds == 0.0 or (self.trial is None and now >= self.retry_at)
+
+    def has_refused(self, stream_id: int, now: float) -> None:
+        if self.retry_seconds == 0.0 or stream_id == self.trial:
+            self.retry_seconds = min(2.0 * self.retry_seconds or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
+            self.retry_at = now + self.retry_seconds
+
+    def has_accepted(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
+        """Whether this was the sequence that tried: the next one may."""
+        if stream_id != self.trial:
+            return False
+        self.trial = None
+        self.retry_seconds = MIN_RETRY_SECONDS if others_wait else 0.0
+        self.retry_at = now
+        return True
+
+    @property
+    def is_flooding(self) -> bool:
+        """Whether it sends answer after answer to nothing."""
+        return self.num_unsolicited > MAX_UNSOLICITED_IN_A_ROW
+
+
+class DraftNodes:
+    """Every draft node at present. Guarded by its owner's lock."""
+
+    def __init__(self) -> None:
+        self._nodes: list[DraftNodeState] = []
+        self._num_ever = 0
+        self._long_step_seconds = MIN_STEP_SECONDS  # running mean of a step's time, at least that
+        self.step_seconds = 0.0  # the same, as it is; 0: no step was done
+
+    def __iter__(self) -> Iterator[DraftNodeState]:
+        return iter(self._nodes)
+
+    def observe_step(self, seconds: float) -> None:
+        weight = SMOOTHING if self.step_seconds > 0.0 else 1.0
+        self.step_seconds += weight * (seconds - self.step_seconds)
+        self._long_step_seconds += SMOOTHING * (max(seconds, MIN_STEP_SECONDS) - self._long_step_seconds)
+
+    def add(self, *, rank: int) -> DraftNodeState:
+        self._num_ever += 1
+        node = DraftNodeState(self._num_ever, rank)
+        self._nodes.append(node)
+        return node
+
+    def remove(self, node: DraftNodeState) -> None:
+        self._nodes.remove(node)
+
+    def is_late(self, node: DraftNodeState, now: float) -> bool:
+        """Whether steps should not wait for it, and its sequences are better served by another."""
+        return node.delay(now) > LATE_STEPS * self._long_step_seconds
+
+    def is_usable(self, node: DraftNodeState, now: float) -> bool:
+        return node.is_connected and not self.is_late(node, now)
+
+    def choose(self, now: float, *, refused: AbstractSet[int]) -> DraftNodeState | None:
+        """The connected node with the fewest sequences that has room; a late one gets one at most while others work."""
+        able = [node for node in self if node.is_connected and node.node_id not in refused and node.has_room(now)]
+        preferred = [node for node in able if node.num_sequences == 0 or not self.is_late(node, now)]
+        return min(preferred or able, key=lambda node: (node.num_sequences, node.rank, node.node_id), default=None)

@@ -1,0 +1,209 @@
+"""One sequence as the draft streams see it: what its node knows, what was asked of it, what it has proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from decode_node.drafting.draft_nodes import DraftNodeState
+from outrider.speculation.draft_stream import (
+    MAX_AHEAD_BRANCHES,
+    MAX_BRANCH_TOKENS,
+    MAX_BRANCHES_PER_SEQUENCE,
+    MAX_SIBLINGS,
+    DraftStatus,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+    most_tokens_offered,
+)
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.prefix_hash import HashedTokens
+from outrider.speculation.proposal_table import ProposalTable
+from outrider.speculation.token_distribution import TokenDistribution
+
+MAX_TOKENS_AHEAD = 64
+"""A branch may begin so far after what is committed: the node drafted past its own draft."""
+
+KEEP_UP_TOKENS = 32
+"""A node is told of a sequence that wants no drafts once it has so many new tokens, not after each step."""
+
+RESEND_SECONDS = 1.0
+"""Between two times that a sequence is sent from its start to the same node."""
+
+
+class Asked(NamedTuple):
+    """The update that waits for its answer."""
+
+    length: int
+    num_wanted: int
+    at: float
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A sequence on one node's stream, from when the node serves it until it does no longer.
+
+    Each has a stream id of its own, so an answer to an earlier one is never taken for an answer to this one.
+    """
+
+    stream_id: int
+    node: DraftNodeState
+    acked_length: int = 0
+    sent_length: int = 0  # the most that was sent
+    max_wanted: int = 0  # the most that any update asked for
+    asked: Asked | None = None
+    is_catching_up: bool = False  # an answer follows, whether more is asked or not
+    answered_length: int = -1  # newest state of which a wish was answered
+    last_was_empty: bool = False
+    resent_at: float = float("-inf")
+    ready_at: float = 0.0  # before that nothing is sent
+    num_ahead_allowed: int = 0  # branches that may come besides answers
+
+    @property
+    def had_nothing(self) -> bool:
+        """Whether the last answer to a wish was that there is nothing, or nothing yet."""
+        return self.last_was_empty or self.is_catching_up
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether an answer is due."""
+        return self.asked is not None or self.is_catching_up
+
+
+@dataclass(slots=True, eq=False)
+class DraftedSequence:
+    """Newest state of one sequence, and the drafts at hand for it. Times are the owner's clock, in seconds."""
+
+    start: SequenceStart
+    committed: HashedTokens
+    num_wanted: int
+    assignment: Assignment | None = None
+    has_news: bool = True  # that its node was not told
+    refused: set[int] = field(default_factory=set)  # ids of nodes that have answered nonsense about it
+    trees: ProposalTable = field(default_factory=lambda: ProposalTable(max_trees=MAX_BRANCHES_PER_SEQUENCE))
+
+    def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """The engine's side: newly committed tokens, and how many draft tokens are wanted next."""
+        self.committed.extend(token_ids)
+        only_keeps_up = num_wanted <= 0 and self.num_wanted <= 0
+        self.num_wanted = num_wanted
+        if only_keeps_up:
+            num_sent = 0 if self.assignment is None else self.assignment.sent_length
+            if len(self.committed.token_ids) - num_sent < KEEP_UP_TOKENS:
+                return
+        self.has_news = True
+
+    def make_update(self, served: Assignment, now: float, *, max_tokens: int) -> SequenceUpdate:
+        """What its node does not have, at most `max_tokens` of it; drafts are asked for once it has all."""
+        assert served.asked is None, "at most one update is unanswered"
+        committed, known = self.committed, self.committed.token_ids
+        start, length, num_wanted = served.acked_length, len(known), self.num_wanted
+        self.has_news = length > start + max_tokens
+        if self.has_news:
+            length, num_wanted = start + max_tokens, 0
+        served.asked = Asked(length, num_wanted, now)
+        served.sent_length = max(served.sent_length, length)
+        # What the update before allowed may still be under way.
+        served.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(served.num_ahead_allowed, MAX_AHEAD_BRANCHES)
+        served.max_wanted = max(served.max_wanted, num_wanted)
+        return SequenceUpdate(
+            served.stream_id,
+            self.start if start == 0 else None,
+            start,
+            tuple(known[start:length]),
+            length,
+            committed.hash_at(length) if self.has_news else committed.hash,
+            num_wanted,
+        )
+
+    def is_plausible(self, served: Assignment, answer: SequenceProposals) -> bool:
+        """Whether an honest node could say this now; the rest is `is_well_formed`'s."""
+        if answer.acked_length > served.sent_length:
+            return False
+        takes_trees, committed = self.start.takes_trees, self.committed
+        num_committed = len(committed.token_ids)
+        max_tokens = most_tokens_offered(served.max_wanted, takes_trees=takes_trees)
+        for tree in answer.branches:
+            num_tokens = len(tree.token_ids)
+            if num_tokens > max_tokens or (tree.parents and not takes_trees):
+                return False
+            num_since = num_committed - tree.length
+            if -num_since > MAX_TOKENS_AHEAD:
+                return False
+            # A branch that serves no more is not hashed: the hash of a prefix far back costs its whole length. An
+            # assumption may have turned out wrong by the time it comes: that is no lie.
+            is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
+            serves = 0 <= num_since < num_tokens
+            if serves and not is_assumption and tree.prefix_hash != committed.hash_at(tree.length):
+                return False
+        return True
+
+    def take_ahead(self, served: Assignment, trees: Sequence[DraftTree], now: float) -> None:
+        """Plausible branches, as many as are allowed."""
+        served.num_ahead_allowed -= len(trees)
+        self._keep(trees, now)
+
+    def take_answer(self, served: Assignment, answer: SequenceProposals, now: float) -> float | None:
+        """A plausible one that is due. Returns how long it took, in seconds, where it answers a wish."""
+        if answer.status is DraftStatus.UNKNOWN_PREFIX:
+            self._begin_again(served, now)
+            return None
+        served.acked_length = max(served.acked_length, answer.acked_length)
+        asked = served.asked
+        is_of_newest = asked is not None and answer.acked_length >= asked.length
+        if answer.status is DraftStatus.CATCHING_UP:
+            served.is_catching_up = True
+            if is_of_newest:
+                served.asked = None
+            return None
+        self._keep(answer.branches, now)
+        if asked is None:  # the end of catching up
+            served.is_catching_up = False
+            served.answered_length = max(served.answered_length, answer.acked_length)
+            served.last_was_empty = not answer.branches
+        elif is_of_newest:
+            served.asked = None
+            served.is_catching_up = False
+            if asked.num_wanted > 0:
+                served.answered_length = max(served.answered_length, asked.length)
+                served.last_was_empty = not answer.branches
+                return now - asked.at
+        return None
+
+    def _begin_again(self, served: Assignment, now: float) -> None:
+        """Its node has nothing of it: it is sent from the start, later where that was done just now."""
+        if now - served.resent_at < RESEND_SECONDS:
+            served.ready_at = served.resent_at + RESEND_SECONDS
+        served.resent_at = now
+        served.acked_length = 0
+        served.asked = None
+        served.is_catching_up = False
+        self.has_news = True
+
+    def _keep(self, trees: Sequence[DraftTree], now: float) -> None:
+        num_committed = len(self.committed.token_ids)
+        for tree in trees:
+            if num_committed - tree.length < len(tree.token_ids):  # else as much was committed since as it proposes
+                self.trees.add(tree, self.committed, now=now)
+
+
+def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:
+    """Whether sizes, ids, trees and distributions of an answer can be true of any sequence. Needs no lock."""
+    return len(answer.branches) <= MAX_BRANCHES_PER_SEQUENCE and all(
+        _is_well_formed(tree, vocab_size) for tree in answer.branches
+    )
+
+
+def _is_well_formed(tree: DraftTree, vocab_size: int) -> bool:
+    token_ids, distributions = tree.token_ids, tree.distributions
+    if len(token_ids) > MAX_BRANCH_TOKENS + MAX_SIBLINGS:
+        return False
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return False
+    if not tree.is_well_formed:
+        return False
+    return not distributions or (
+        len(distributions) == len(token_ids) and all(map(TokenDistribution.can_have_drawn, distributions, token_ids))
+    )

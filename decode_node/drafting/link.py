@@ -1,0 +1,233 @@
+"""One draft node's stream, on the event loop: connect, say hello, write newest state, read proposals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+import xxhash
+
+from decode_node.drafting.book import DraftBook
+from decode_node.drafting.drafted_sequence import is_well_formed
+from outrider.errors import MismatchError, PeerLostError
+from outrider.node import NodeInfo
+from outrider.rpc.status import from_rpc_error
+from outrider.service.telemetry.logging import get_logger
+from outrider.speculation.draft_stream import (
+    MAX_ANSWERS_PER_MESSAGE,
+    MAX_BRANCHES_PER_MESSAGE,
+    DraftHello,
+    check_fits,
+)
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.draft import hello_to_proto, proposals_from_proto, updates_to_proto
+from outrider.wire.node import info_from_proto
+
+FIRST_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 2.0
+STABLE_SECONDS = 10.0
+"""A stream that lasted so long was a good one: the first attempt after it is made at once."""
+
+REFUSED_BACKOFF_SECONDS = 10.0
+HELLO_TIMEOUT_SECONDS = 5.0
+
+LOOK_SECONDS = 0.25
+"""How often a stream looks for updates that were put off and are due."""
+
+DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
+
+_log = get_logger("drafts")
+
+
+class DraftLink:
+    """Keeps one stream up until `run` is cancelled. Owned by the event loop; the book is shared under `changed`."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: DraftHello,
+        *,
+        book: DraftBook,
+        changed: threading.Condition,
+        links_by_node: dict[bytes, DraftLink],
+        open_channel: Callable[[str], grpc.aio.Channel],
+    ) -> None:
+        """`links_by_node`: the connected link to each draft process, shared by all links."""
+        self.address = address
+        self.node_name = ""
+        self.refusal = ""
+        self._hello = hello
+        self._book = book
+        self._changed = changed
+        self._links_by_node = links_by_node
+        self._open_channel = open_channel
+        self._wake = asyncio.Event()
+        with changed:
+            self.node = book.add_node(rank=draft_rank(hello, address))
+
+    @property
+    def is_connected(self) -> bool:
+        return self.node.is_connected
+
+    def wake(self) -> None:
+        """There may be something to send. On the event loop."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Connects, serves, and connects again, until cancelled; then its place in the book is gone."""
+        try:
+            await self._stay_connected()
+        finally:
+            with self._changed:
+                self._book.remove_node(self.node)
+                self._changed.notify_all()
+
+    async def _stay_connected(self) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        clock = asyncio.get_running_loop().time
+        while True:
+            began_at = clock()
+            try:
+                await self._serve_one_stream()
+            except MismatchError as error:
+                if error.message != self.refusal:
+                    _log.warning("draft node refused", target=self.address, error=error.message)
+                self.refusal = error.message
+                backoff = REFUSED_BACKOFF_SECONDS
+            except PeerLostError as error:
+                if self.node_name:
+                    _log.warning("draft node lost", target=self.address, error=error.message)
+                else:
+                    _log.debug("draft node not there", target=self.address, error=error.message)
+                self.node_name = ""
+            if clock() - began_at > STABLE_SECONDS:
+                backoff = FIRST_BACKOFF_SECONDS
+            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))  # noqa: S311 spreads reconnects, no secret
+            backoff = min(backoff * 2.0, MAX_BACKOFF_SECONDS)
+
+    async def _serve_one_stream(self) -> None:
+        """Raises: MismatchError for a node that does not fit, PeerLostError when the stream ends."""
+        channel = self._open_channel(self.address)
+        call: DraftCall = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        try:
+            info = await self._exchange_hellos(call)
+            self._claim(info)
+            self.node_name, self.refusal = info.name, ""
+            _log.info("draft node connected", target=self.address, node=info.name, proposer=_proposer(info))
+            with self._changed:
+                self._book.connected(self.node)
+            await self._exchange_state(call)
+        except grpc.RpcError as error:
+            found = from_rpc_error(error, target=self.address)
+            if isinstance(found, MismatchError):
+                raise found from error
+            raise PeerLostError(found.message, node=self.address) from error
+        except (asyncio.InvalidStateError, ValueError, TimeoutError) as error:
+            reason = str(error) or "no answer in time"
+            raise PeerLostError(f"{self.address}: {reason}", node=self.address) from error
+        finally:
+            call.cancel()
+            self._release()
+            with self._changed:
+                self._book.disconnected(self.node)
+                self._changed.notify_all()
+            await channel.close()
+
+    async def _exchange_hellos(self, call: DraftCall) -> NodeInfo:
+        async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
+            await call.write(draft_pb2.DraftUpdate(hello=hello_to_proto(self._hello)))
+            first = await call.read()
+        if not isinstance(first, draft_pb2.DraftProposals) or not first.HasField("hello"):
+            # Ended without a hello: the status says why.
+            if not isinstance(first, draft_pb2.DraftProposals) and await call.code() is not grpc.StatusCode.OK:
+                raise grpc.aio.AioRpcError(
+                    await call.code(),
+                    await call.initial_metadata(),
+                    await call.trailing_metadata(),
+                    await call.details(),
+                )
+            raise PeerLostError(f"{self.address} sends no hello", node=self.address)
+        info = info_from_proto(first.hello)
+        check_fits(self._hello, info)
+        return info
+
+    def _claim(self, info: NodeInfo) -> None:
+        """One link to each process. Raises: MismatchError when another target leads to this one."""
+        other = self._links_by_node.setdefault(info.incarnation, self)
+        if other is not self:
+            raise MismatchError(f"{info.name} is reached as {other.address} already", reason="SAME_NODE")
+
+    def _release(self) -> None:
+        for incarnation in [key for key, link in self._links_by_node.items() if link is self]:
+            del self._links_by_node[incarnation]
+
+    async def _exchange_state(self, call: DraftCall) -> None:
+        tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in reversed(outcomes):  # the reader knows better why a stream has ended
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _write(self, call: DraftCall) -> None:
+        """Sends newest state whenever the stream is writable and there is any."""
+        self._wake.set()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()
+            with self._changed:
+                updates = self._book.take_updates(self.node)
+                step_seconds = self._book.step_seconds
+            if updates:
+                await call.write(updates_to_proto(updates, step_seconds=step_seconds))
+
+    async def _read(self, call: DraftCall) -> None:
+        """Takes proposals in until the stream ends. Raises: PeerLostError, grpc.RpcError."""
+        while True:
+            message = await call.read()
+            if not isinstance(message, draft_pb2.DraftProposals):
+                raise PeerLostError(f"{self.address} ended the stream", node=self.address)
+            num_answers = len(message.sequences)
+            if num_answers > MAX_ANSWERS_PER_MESSAGE or _num_branches(message) > MAX_BRANCHES_PER_MESSAGE:
+                raise PeerLostError(f"{self.address} sends {num_answers} answers at once", node=self.address)
+            num_refused = sum([not self._take(proto) for proto in message.sequences])
+            with self._changed:
+                self._changed.notify_all()
+                has_unsent = self._book.has_unsent
+            if self.node.is_flooding:
+                raise PeerLostError(f"{self.address} sends what nobody has asked for", node=self.address)
+            if num_refused:
+                _log.warning("draft node answers nonsense", node=self.node_name, num_sequences=num_refused)
+            if has_unsent:
+                self._wake.set()
+
+    def _take(self, proto: draft_pb2.SequenceProposals) -> bool:
+        """False for nonsense. What needs no lock is checked without it, and steps may have it between two answers."""
+        answer = proposals_from_proto(proto)
+        is_sound = is_well_formed(answer, vocab_size=self._hello.vocab_size)
+        with self._changed:
+            return self._book.take_answer(self.node, answer, is_well_formed=is_sound)
+
+
+def _num_branches(message: draft_pb2.DraftProposals) -> int:
+    return sum(len(answer.branches) for answer in message.sequences)
+
+
+def draft_rank(hello: DraftHello, address: str) -> int:
+    """Rendezvous hashing: each decode node has an order of its own among draft nodes, whoever comes and goes."""
+    return xxhash.xxh3_64_intdigest(hello.incarnation + address.encode())
+
+
+def _proposer(info: NodeInfo) -> str:
+    return info.model.proposer if info.model is not None else ""

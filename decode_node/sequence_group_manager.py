@@ -1,0 +1,379 @@
+"""The life of sequence groups on this node: grants, transfers, cancels, ends. Engine thread only."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from decode_node.admission import Admission
+from decode_node.commands import (
+    EventsBySession,
+    GroupCancelled,
+    GroupOpened,
+    GroupRetargeted,
+    TransferCompleted,
+    TransferFailed,
+)
+from decode_node.drafting.gather import DraftGatherer
+from decode_node.fair_shares import FairShares
+from decode_node.groups import GroupTable, Sample, SequenceGroup
+from decode_node.ingest import Ingest
+from decode_node.reservations import Reservations
+from decode_node.statistics import PrefixLookups
+from outrider.engine.engine import Engine
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.scheduler import EngineSequence
+from outrider.faults import fault_point
+from outrider.session import (
+    OpenSequenceGroup,
+    Rejected,
+    RejectReason,
+    SampleStart,
+    SequenceGroupEvent,
+    SequenceGroupFailed,
+)
+
+INTERNAL = 13  # google.rpc.Code
+UNAVAILABLE = 14
+
+
+class SequenceGroupManager:
+    """Admits groups, starts their samples when the prompt's KV is there, frees them when they end.
+
+    Every path out of here frees what the group held: blocks, scheduler entry, draft
+    state, transfer. A transfer is closed (drained) before its blocks are freed.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        drafts: DraftGatherer,
+        ingest: Ingest,
+        admission: Admission,
+        max_local_prefill_tokens: int,
+        transfer_timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._drafts = drafts
+        self._admission = admission
+        self._fair_shares = FairShares(engine.pool, max_running_sequences=admission.max_running_sequences, clock=clock)
+        self._max_local_prefill_tokens = max_local_prefill_tokens
+        self._groups = GroupTable()
+        self._reservations = Reservations(
+            ingest,
+            engine.pool,
+            timeout_seconds=transfer_timeout_seconds,
+            clock=clock,
+            report=self.report,
+        )
+        self._events: defaultdict[int, list[SequenceGroupEvent]] = defaultdict(list)  # by session
+        self._num_arrived = 0
+        self.prefix_lookups = PrefixLookups()  # replaced as a whole: other threads may read it
+        self._led: dict[SequenceGroup, None] = {}  # whose first sample computes what all begin with
+        self.is_draining = False
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups whose KV is on its way, and preempted sequences."""
+        return len(self._reservations) + self._engine.scheduler.num_waiting
+
+    @property
+    def num_prompts_awaited(self) -> int:
+        """Groups whose KV is on its way."""
+        return len(self._reservations)
+
+    @property
+    def num_sequences_free(self) -> int:
+        """Samples for which there may be room; none while preempted ones wait for it. May be read by any thread."""
+        if self._engine.scheduler.num_waiting:
+            return 0
+        return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
+
+    def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
+        """Whose they are, in order."""
+        return self._groups.samples_of(sequences)
+
+    def samples_at_decode_row(self) -> list[Sample]:
+        """Running samples that have all their KV but the newest token's: the ones that can use drafts."""
+        return self._groups.samples_of(
+            sequence
+            for sequence in self._engine.scheduler.running
+            if sequence.kv is not None and sequence.kv.num_tokens == len(sequence.token_ids) - 1
+        )
+
+    def report(self, group: SequenceGroup, event: SequenceGroupEvent) -> None:
+        self._events[group.session_id].append(event)
+
+    def report_all(self, events: Iterable[tuple[SequenceGroup, SequenceGroupEvent]]) -> None:
+        for group, event in events:
+            self._events[group.session_id].append(event)
+
+    def take_events(self) -> EventsBySession:
+        events, self._events = self._events, defaultdict(list)
+        return events
+
+    # --- coming ---------------------------------------------------------------------------
+
+    def open(self, command: GroupOpened) -> None:
+        """Granted or Rejected, at once."""
+        fault_point("decode.before_grant")
+        opened = command.group
+        if self.is_draining:
+            self._reject(command, RejectReason.DRAINING, "the node is draining")
+            return
+        is_used = opened.transfer_id and self._reservations.is_known(opened.transfer_id)
+        if is_used or self._groups.find(command.session_id, opened.sequence_group_id) is not None:
+            self._reject(command, RejectReason.INVALID, "the sequence group or transfer id is in use")
+            return
+        invalid = self._admission.why_invalid(opened)
+        if invalid is not None:
+            self._reject(command, *invalid)
+            return
+        shared = opened.shared_token_ids()
+        kv = SequenceKV.create(
+            self._engine.pool, shared, max_cached_tokens=len(shared), cache_salt=opened.options.cache_salt
+        )
+        needed = self._admission.blocks_needed(
+            opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
+        )
+        if self._has_no_room(command, needed):
+            kv.free()
+            return
+        self._num_arrived += 1
+        self.prefix_lookups = self.prefix_lookups.plus(
+            num_query_tokens=len(shared) + 1, num_hit_tokens=kv.num_cached_tokens
+        )
+        group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv)
+        self._groups.add(group)
+        for start in opened.samples:
+            group.sequence_ids[start.sample] = self._groups.next_sequence_id()
+            self._drafts.open(group.sequence_ids[start.sample], opened, start)
+        if len(shared) - kv.num_tokens > self._max_local_prefill_tokens:
+            kv.reserve(len(shared))
+            if opened.transfer_id:
+                self._reservations.add(group, opened.transfer_id)
+                return
+        self._reservations.grant(group, opened.transfer_id)
+        self._start_samples(group)
+
+    def _has_no_room(self, command: GroupOpened, num_blocks: int) -> bool:
+        """Rejects the group where it finds no room, or where the room there is goes to another router first."""
+        session_id, num_samples, pool = command.session_id, len(command.group.samples), self._engine.pool
+        is_short = num_blocks > pool.num_free_blocks or num_samples > self.num_sequences_free
+        wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
+        if not is_short and not wait_seconds:
+            self._fair_shares.settle(session_id)
+            return False
+        if is_short:
+            self._fair_shares.claim(session_id)
+        message = "no room at present" if is_short else "another router waits for room, and this one has its share"
+        self._report_no_room(session_id, command.group, num_blocks, message, wait_seconds=wait_seconds)
+        return True
+
+    def _report_no_room(
+        self, session_id: int, opened: OpenSequenceGroup, num_blocks: int, message: str, *, wait_seconds: float = 0.0
+    ) -> None:
+        rejected = Rejected(
+            sequence_group_id=opened.sequence_group_id,
+            reason=RejectReason.NO_ROOM,
+            message=message,
+            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # when all are free the node is empty
+            num_sequences_needed=len(opened.samples),
+            wait_seconds=wait_seconds,
+        )
+        self._events[session_id].append(rejected)
+
+    def retarget(self, command: GroupRetargeted) -> None:
+        """Another try to fill the reservation; nothing for a group that has its KV, or is gone."""
+        retarget = command.retarget
+        group = self._groups.find(command.session_id, retarget.sequence_group_id)
+        if group is None or not group.is_waiting_for_kv:
+            return
+        if retarget.transfer_id and self._reservations.is_known(retarget.transfer_id):
+            self._fail(group, "the transfer id is in use", code=INTERNAL)
+        elif self._reservations.retarget(group, retarget.transfer_id, keeps_received=retarget.keeps_received):
+            self._start_samples(group)
+
+    def transfer_completed(self, command: TransferCompleted) -> None:
+        group = self._reservations.complete(command.transfer_id, command.stats)
+        if group is not None:
+            self._start_samples(group)
+
+    def transfer_failed(self, command: TransferFailed) -> None:
+        self._reservations.fail(command.transfer_id, command.reason)
+
+    def tend_groups(self) -> None:
+        """Starts what can start, and gives up what nobody fills."""
+        for group in tuple(self._led):
+            (leader,) = group.samples.values()
+            if leader.sequence.num_computed >= len(group.shared_token_ids):
+                self._start_followers(group, leader)
+        starting, overdue = self._reservations.tend()
+        for group in starting:
+            self._start_samples(group)
+        for group in overdue:
+            self._fail(group, "the KV transfer failed, and no other came")
+
+    def reclaim_reservation(self, sequence: EngineSequence) -> bool:
+        """Takes the blocks of one group that no KV has come for, if one ranks behind the sequence.
+
+        It is rejected like one that comes when there is no room: less is lost than by preempting
+        a sequence, whose KV would be computed again.
+        """
+        group = self._reservations.idle_behind((-sequence.priority, sequence.arrival))
+        if group is None:
+            return False
+        pool, num_shared = self._engine.pool, len(group.shared_token_ids)
+        num_free = pool.num_free_blocks
+        self._free(group)
+        needed = self._admission.blocks_needed(
+            group.opened, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
+        )
+        self._report_no_room(group.session_id, group.opened, needed, "a running sequence needed its blocks")
+        return pool.num_free_blocks > num_free
+
+    def _start_samples(self, group: SequenceGroup) -> None:
+        """The samples share the blocks of what they begin with; the first write into a shared one copies it.
+
+        Where some of that is missing, the first sample computes it and the others follow. What
+        a sample has of its own already, it computes in its first rows.
+        """
+        kv, group.kv = group.kv, None
+        assert kv is not None
+        first, *others = group.wanted_samples
+        if len(group.shared_token_ids) > kv.num_tokens and others:
+            group.followers, others = others, []
+            self._led[group] = None
+        tables = [kv.fork() for _ in others]
+        self._start_sample(group, first, kv)
+        for start, table in zip(others, tables, strict=True):
+            self._start_sample(group, start, table)
+        fault_point("decode.before_first_token")
+
+    def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
+        """The leader has computed what all begin with, or ends: the others have as much of it as there is."""
+        del self._led[group]
+        starts, group.followers = group.followers, []
+        num_shared, kv = len(group.shared_token_ids), leader.sequence.kv
+        for start in starts:
+            if kv is None:  # preempted
+                table = SequenceKV.create(
+                    self._engine.pool,
+                    group.shared_token_ids,
+                    max_cached_tokens=num_shared,
+                    cache_salt=group.opened.options.cache_salt,
+                )
+            else:
+                table = kv.fork()
+                table.truncate(min(table.num_tokens, num_shared))
+            self._start_sample(group, start, table)
+
+    def _start_sample(self, group: SequenceGroup, start: SampleStart, kv: SequenceKV) -> None:
+        opened = group.opened
+        sequence = EngineSequence(
+            key=group.sequence_ids[start.sample],
+            token_ids=list(opened.known_token_ids(start)),
+            kv=kv,
+            priority=opened.options.priority,
+            arrival=group.arrival,
+            cache_salt=opened.options.cache_salt,
+        )
+        sampling = self._engine.sampler.start(
+            opened.options.sampling,
+            sample=start.sample,
+            prompt_token_ids=opened.prompt_token_ids,
+            generated_token_ids=start.generated_token_ids,
+            stop_token_ids=opened.options.stop_token_ids,
+            logprobs=opened.options.logprobs,
+        )
+        sample = Sample(group, start.sample, sequence, sampling, frozenset(opened.options.stop_token_ids))
+        self._groups.add_sample(sample)
+        self._engine.scheduler.add_running(sequence)
+
+    def _reject(self, command: GroupOpened, reason: RejectReason, message: str) -> None:
+        event = Rejected(sequence_group_id=command.group.sequence_group_id, reason=reason, message=message)
+        self._events[command.session_id].append(event)
+
+    # --- going ----------------------------------------------------------------------------
+
+    def finish(self, sample: Sample) -> None:
+        """Its tokens are all decided."""
+        fault_point("decode.done")
+        self._admission.observe_finished(sample.num_generated)
+        self._drop(sample)
+
+    def cancel(self, command: GroupCancelled) -> None:
+        group = self._groups.find(command.session_id, command.cancel.sequence_group_id)
+        if group is None:  # it ended by itself meanwhile
+            return
+        if not command.cancel.samples:
+            self._free(group)
+            return
+        if group.is_waiting_for_kv:
+            group.cancelled_samples.update(command.cancel.samples)
+            self._close_drafts(group, command.cancel.samples)
+            if not group.wanted_samples:
+                self._free(group)
+            return
+        for index in command.cancel.samples:
+            group.followers = [start for start in group.followers if start.sample != index]
+            sample = group.samples.get(index)
+            if sample is not None:
+                self._drop(sample)
+        self._close_drafts(group, command.cancel.samples)
+
+    def end_session(self, session_id: int) -> None:
+        """The lease is over. Nobody is left to report to."""
+        self._fair_shares.settle(session_id)
+        for group in self._groups.of_session(session_id):
+            self._free(group)
+        self._events.pop(session_id, None)
+
+    def refuse_new_groups(self) -> None:
+        self.is_draining = True
+
+    def give_up_all(self, why: str) -> None:
+        for group in self._groups:
+            self._fail(group, why)
+
+    def free_all(self) -> None:
+        for group in self._groups:
+            self._free(group)
+
+    def _fail(self, group: SequenceGroup, message: str, *, code: int = UNAVAILABLE) -> None:
+        self.report(
+            group,
+            SequenceGroupFailed(sequence_group_id=group.opened.sequence_group_id, code=code, message=message),
+        )
+        self._free(group)
+
+    def _free(self, group: SequenceGroup) -> None:
+        self._led.pop(group, None)
+        group.followers.clear()
+        if group.is_waiting_for_kv:
+            self._reservations.drop(group)
+        for sample in tuple(group.samples.values()):
+            self._drop(sample)
+        self._close_drafts(group, tuple(group.sequence_ids))
+        self._groups.remove(group)
+
+    def _drop(self, sample: Sample) -> None:
+        if sample.group in self._led:
+            self._start_followers(sample.group, sample)
+        self._engine.scheduler.remove(sample.sequence)
+        self._close_drafts(sample.group, (sample.index,))
+        self._groups.remove_sample(sample)
+
+    def _close_drafts(self, group: SequenceGroup, samples: Sequence[int]) -> None:
+        """These have ended, or will not start."""
+        for index in samples:
+            sequence_id = group.sequence_ids.pop(index, None)
+            if sequence_id is not None:
+                self._drafts.close(sequence_id)

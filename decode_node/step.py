@@ -1,0 +1,185 @@
+"""One step's values, in order: what is planned for each sequence, what was decided for it, and what is reported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from decode_node.groups import Sample, SequenceGroup
+from decode_node.statistics import StepStats
+from outrider.engine.input_batch import SequenceRows
+from outrider.engine.sampler import SampleRows
+from outrider.engine.scheduler import Scheduled, StepPlan
+from outrider.profile import StepKind
+from outrider.request import FinishReason, TokenLogprobs
+from outrider.session import SampleDone, SampleTokens, SequenceGroupEvent, SpeculationCounts
+from outrider.speculation.draft_controller import ChosenDraft
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.verify.base import DraftRows, Verified
+
+NO_DRAFT = DraftTree(0)
+
+
+class PlannedSequence(NamedTuple):
+    """What was scheduled, for which sample, and the draft that is verified."""
+
+    scheduled: Scheduled
+    sample: Sample
+    draft: DraftTree  # in the order of its rows
+
+    @classmethod
+    def of(cls, scheduled: Scheduled, sample: Sample, chosen: ChosenDraft | None) -> PlannedSequence:
+        """With as much of the chosen draft as got rows."""
+        if chosen is None:
+            return cls(scheduled, sample, NO_DRAFT)
+        draft = chosen.tree.cut(scheduled.num_draft_tokens)
+        return cls(scheduled, sample, draft.depth_first() if draft.parents else draft)
+
+    def rows(self) -> SequenceRows:
+        """Tokens without KV, then the draft tokens."""
+        sequence, draft, num_rows = self.scheduled.sequence, self.draft, self.scheduled.num_rows
+        kv, known = sequence.kv, sequence.token_ids
+        assert kv is not None
+        start = kv.num_tokens
+        return SequenceRows(
+            (*known[start : start + num_rows], *draft.token_ids) if num_rows > 1 else (known[start], *draft.token_ids),
+            start,
+            kv.block_table(),
+            1 + len(draft.token_ids) if self.scheduled.reaches_end else 0,
+            draft.parents,
+        )
+
+    def draft_rows(self) -> DraftRows:
+        """What the verifier decides: what follows the known tokens, and what follows each draft token."""
+        sample, draft = self.sample, self.draft
+        rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
+        return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
+
+    def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
+        """Accepted tokens of a tree that do not lie where their positions are: (source, destination) slots."""
+        kv = self.scheduled.sequence.kv
+        assert kv is not None
+        first = len(self.scheduled.sequence.token_ids)
+        for place, index in enumerate(outcome.path):
+            if index != place:
+                yield kv.slot(first + index), kv.slot(first + place)
+
+
+class Verdict(NamedTuple):
+    """The tokens that are committed by this step, in order, and why the sample ends with them, if it does."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]  # empty, or one for each token
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+    num_draft_tokens: int
+    num_accepted: int  # accepted draft tokens, those behind a stop included
+
+
+def apply_stop_conditions(
+    verified: Verified, *, num_draft_tokens: int, stop_token_ids: frozenset[int], num_tokens_left: int
+) -> Verdict:
+    """The accepted draft tokens and one token more, cut after the first token that ends the sample.
+
+    On one token STOP wins over LENGTH. `num_tokens_left`: of max_tokens, at least 1.
+    """
+    token_ids = verified.token_ids
+    if len(token_ids) < num_tokens_left and stop_token_ids.isdisjoint(token_ids):
+        return Verdict(token_ids, _requested(verified.logprobs), None, None, num_draft_tokens, len(token_ids) - 1)
+    token_ids = token_ids[:num_tokens_left]
+    reason = FinishReason.LENGTH if len(token_ids) == num_tokens_left else None
+    stop_token_id = None
+    if not stop_token_ids.isdisjoint(token_ids):
+        end = next(index for index, token_id in enumerate(token_ids) if token_id in stop_token_ids)
+        token_ids, reason, stop_token_id = token_ids[: end + 1], FinishReason.STOP, token_ids[end]
+    logprobs = _requested(verified.logprobs[: len(token_ids)])
+    return Verdict(token_ids, logprobs, reason, stop_token_id, num_draft_tokens, verified.num_accepted)
+
+
+def _requested(logprobs: tuple[TokenLogprobs | None, ...]) -> tuple[TokenLogprobs, ...]:
+    return tuple([value for value in logprobs if value is not None]) if logprobs else ()
+
+
+@lru_cache(maxsize=4096)
+def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool, hit: bool) -> SpeculationCounts:  # noqa: FBT001 of one caller
+    """What one verdict adds to its request's counts: one value for all that went alike."""
+    drafted = num_draft_tokens > 0
+    return SpeculationCounts(
+        num_spec_steps=int(drafted),
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_draft_tokens=num_accepted,
+        acceptance_histogram=(0,) * num_accepted + (1,) if drafted else (),
+        num_wanting_steps=int(requested),
+        num_hit_steps=int(hit),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Committed verdicts not yet reported. Made into events before the next step commits."""
+
+    samples: Sequence[Sample]
+    verdicts: Sequence[Verdict]  # of each sample
+    requested: AbstractSet[int]  # sequences that wanted drafts
+    hits: AbstractSet[int]  # of them, those that found a draft node's waiting
+    stats: StepStats
+
+    def events(self) -> Iterator[tuple[SequenceGroup, SequenceGroupEvent]]:
+        """In the order of the batch, each sample's tokens before its end."""
+        requested, hits = self.requested, self.hits
+        for sample, verdict in zip(self.samples, self.verdicts, strict=True):
+            sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
+            group_id = group.opened.sequence_group_id
+            counts = speculation_counts(
+                verdict.num_draft_tokens, verdict.num_accepted, sequence.key in requested, sequence.key in hits
+            )
+            first = len(sequence.token_ids) - len(token_ids)
+            yield group, SampleTokens(group_id, sample.index, first, token_ids, verdict.logprobs, counts)
+            if verdict.finish_reason is not None:
+                done = SampleDone(
+                    sequence_group_id=group_id,
+                    sample=sample.index,
+                    reason=verdict.finish_reason,
+                    stop_token_id=verdict.stop_token_id,
+                )
+                yield group, done
+
+    def publish_blocks(self) -> None:
+        """Of samples that go on; those that ended, or were preempted since, have published theirs."""
+        for sample in self.samples:
+            sequence = sample.sequence
+            if sequence.kv is not None:
+                sequence.kv.publish(sequence.token_ids)
+
+
+def step_kind(plan: StepPlan) -> StepKind:
+    if any(item.num_rows > 1 for item in plan.scheduled):
+        return StepKind.PROMPT
+    return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
+
+
+def step_stats(
+    plan: StepPlan,
+    drafts: Sequence[DraftRows],
+    verdicts: Sequence[Verdict],
+    *,
+    num_rows: int,
+    seconds: float,
+    nanoseconds: Mapping[str, int],
+) -> StepStats:
+    return StepStats(
+        seconds=seconds,
+        nanoseconds=nanoseconds,
+        num_rows=num_rows,
+        num_sequences=len(plan.scheduled),
+        num_preempted=len(plan.preempted),
+        num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
+        num_drafts=sum([verdict.num_draft_tokens > 0 for verdict in verdicts]),
+        num_draft_tokens=sum([verdict.num_draft_tokens for verdict in verdicts]),
+        num_accepted_draft_tokens=sum([verdict.num_accepted for verdict in verdicts]),
+        num_drafts_by_method=Counter([draft.method for draft in drafts if draft.rows.draft_token_ids]),
+    )

@@ -1,0 +1,153 @@
+"""What the two clients share: channels, streams and how they are opened, but no waiting."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, Unpack
+
+import grpc
+
+from outrider.client.continuation import Continuation, Step
+from outrider.client.options import (
+    DEFAULT_RESUME_WINDOW_SECONDS,
+    GenerateOptions,
+    Prompt,
+    make_request,
+    with_request_id,
+    with_resume_window,
+)
+from outrider.client.record import StreamRecord
+from outrider.client.retry import ONE_ATTEMPT, Attempts, RetryPolicy
+from outrider.client.stream_request import StreamRequest
+from outrider.client.targets import DEFAULT_TARGET, Targets
+from outrider.errors import OutriderError
+from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.status import from_rpc_error
+from outrider.v1 import router_pb2, router_pb2_grpc
+
+DEFAULT_TIMEOUT_SECONDS = 30.0
+"""For the calls that answer at once; generation has no limit unless asked for."""
+ABORT_SECONDS = 1.0
+"""How long the end of a stream may wait for a router to say that it has stopped the request."""
+
+
+class BaseStream(StreamRecord):
+    """One answer that is streamed, over as many calls as that takes."""
+
+    _make_event: Callable[[], Any]
+
+    def __init__(
+        self,
+        wanted: StreamRequest,
+        *,
+        open_call: Callable[[Step, float | None], Any],
+        abort: Callable[[str], Any],
+        targets: Targets,
+        attempts: Attempts,
+    ) -> None:
+        super().__init__(wanted)
+        self._cancelled = self._make_event()
+        self._open_call = open_call
+        self._abort = abort
+        self._continuation = Continuation(self, wanted, targets=targets, attempts=attempts)
+        self._call = self._open()
+
+    def _open(self) -> Any:
+        return self._open_call(self._continuation.step, self._continuation.remaining_seconds())
+
+    def _next_step(self, rpc_error: grpc.RpcError) -> Step:
+        """The call that follows one that failed. Raises: OutriderError when there is none."""
+        try:
+            return self._continuation.next_after(from_rpc_error(rpc_error, target=self._continuation.step.target))
+        except OutriderError as last:
+            raise last from rpc_error
+
+
+StreamT = TypeVar("StreamT", bound=BaseStream)
+
+
+class BaseClient(Generic[StreamT]):
+    """Channels to every target, and the streams that are open."""
+
+    _make_stream: type[StreamT]
+    _open_channel: Callable[..., Any]  # as a staticmethod
+
+    def __init__(
+        self,
+        target: str | Sequence[str] = DEFAULT_TARGET,
+        *,
+        tls: TlsConfig | None = None,
+        token: str | None = None,
+        retry: RetryPolicy = ONE_ATTEMPT,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        self._targets = Targets(target)
+        self._timeout_seconds = timeout_seconds
+        self._retry = retry
+        credentials, several = client_credentials(tls, token), len(self._targets) > 1
+        self._channels = {
+            target: self._open_channel(target, credentials=credentials, is_replaceable=several)
+            for target in self._targets.all
+        }
+        self._stubs = {target: router_pb2_grpc.RouterServiceStub(channel) for target, channel in self._channels.items()}
+        self._streams: weakref.WeakSet[StreamT] = weakref.WeakSet()
+        self._streams_lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def _abort_anywhere(self, request_id: str) -> Any:
+        raise NotImplementedError
+
+    @property
+    def target(self) -> str:
+        """The one that answered last, at first the first one."""
+        return self._targets.current
+
+    # ------------------------------------------------------------ streams
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> StreamT:
+        """Streams an answer."""
+        request = make_request(prompt, with_resume_window(options, self._targets))
+        return self.generate_message(request, timeout_seconds=options.get("timeout_seconds"))
+
+    def generate_message(self, request: router_pb2.GenerateRequest, *, timeout_seconds: float | None = None) -> StreamT:
+        """Streams an answer to a message that was made elsewhere."""
+        return self._stream(StreamRequest.answer_to(with_request_id(request)), timeout_seconds=timeout_seconds)
+
+    def resume(
+        self,
+        request_id: str,
+        next_positions: Mapping[int, int] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        resume_window_seconds: float = DEFAULT_RESUME_WINDOW_SECONDS,
+    ) -> StreamT:
+        """Streams the rest of an answer that was begun with a resume window.
+
+        `next_positions`: by sample, the position of the first token that is wanted; a sample
+        that is left out starts at the end of the prompt. The stream that had the answer
+        before, in whatever process, ends with AbortedError. `resume_window_seconds`: how long
+        this one tries to go on where its connection breaks.
+        """
+        wanted = StreamRequest(
+            request_id=request_id,
+            request=None,
+            resume_window_seconds=resume_window_seconds,
+            next_positions=next_positions or {},
+        )
+        return self._stream(wanted, timeout_seconds=timeout_seconds)
+
+    def _stream(self, wanted: StreamRequest, *, timeout_seconds: float | None) -> StreamT:
+        stream = self._make_stream(
+            wanted,
+            open_call=lambda step, seconds: getattr(self._stubs[step.target], step.method)(
+                step.request, timeout=seconds
+            ),
+            abort=self._abort_anywhere,
+            targets=self._targets,
+            attempts=Attempts(self._retry, timeout_seconds=timeout_seconds),
+        )
+        with self._streams_lock:
+            self._streams.add(stream)
+        return stream

@@ -1,0 +1,51 @@
+"""The blocks of a KV cache that one transfer fills, by token position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from outrider.kv_transfer.base import Region
+
+if TYPE_CHECKING:
+    from outrider.engine.kv_cache.base import KVCache
+
+
+class ReservedBlocks:
+    """A `KvSink`. Called from any thread; made by the engine thread after the blocks were allocated.
+
+    Safe beside running forwards: reserved blocks are in no running sequence's block table, and whoever
+    frees them has waited for the copies under way. Work that was queued before the reservation may use
+    them still, so writes wait for it: one fence for all frames.
+    """
+
+    def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
+        self._kv_cache = kv_cache
+        self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
+        self._reserved = kv_cache.fence()
+
+    def write(self, region: Region, payload: memoryview) -> None:
+        self._kv_cache.write(
+            region.plane, region.layers, self._slots_of(region), payload, self._reserved, heads=region.heads
+        )
+
+    def read(self, region: Region, after: Any = None) -> memoryview:
+        """As of `after`, a fence of the cache, or of now."""
+        slots = self._slots_of(region)
+        return self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads).data
+
+    def _slots_of(self, region: Region) -> Tensor:
+        return self._slots[region.start_token : region.end_token]
+
+
+def slots_of(block_ids: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
+    """Cache slots of tokens [0, num_tokens).
+
+    Returns:
+        [num_tokens] int64
+    """
+    positions = torch.arange(num_tokens)
+    return torch.tensor(block_ids, dtype=torch.int64)[positions // block_size] * block_size + positions % block_size

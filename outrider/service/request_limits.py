@@ -1,0 +1,126 @@
+"""What is refused before a servicer hears of it: unknown callers, and requests that are too large or malformed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from outrider.errors import InvalidRequestError, NotAllowedError, UnauthenticatedError
+from outrider.rpc.peer_security import PeerSecurity
+from outrider.service.health import HEALTH_SERVICE
+from outrider.service.node_service import SERVICE_NAME as NODE_SERVICE
+from outrider.service.reflection import REFLECTION_SERVICES
+from outrider.service.rpc_errors import abort_with
+
+ROUTER_SERVICE = "outrider.v1.RouterService"
+OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, ROUTER_SERVICE})
+"""For everybody who passes the handshake. A router asks its clients for tokens itself."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Any
+"""A grpc.RpcMethodHandler, which is generic in its stubs only."""
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Authenticate = Callable[[Iterable[tuple[str, str | bytes]] | None], None]
+"""Of a call's metadata; raises UnauthenticatedError. Runs in the task that serves the call."""
+
+_MAKE = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class RequestLimits(grpc.aio.ServerInterceptor):
+    """Wraps every handler of a server.
+
+    - RouterService is for clients that `authenticate` knows, NodeService for services of the cluster and operators,
+      every other service for services of the cluster; health and reflection are for everybody.
+    - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop,
+      where 16 MiB of empty submessages take seconds, and what its parser raises would be UNKNOWN. Messages of request
+      streams are for their servicers (`rpc_errors`): their senders are nodes and routers.
+    """
+
+    def __init__(self, *, max_request_bytes: int, security: PeerSecurity, authenticate: Authenticate | None) -> None:
+        self._max_request_bytes = max_request_bytes
+        self._security = security
+        self._authenticate = authenticate
+
+    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Handler:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        service = details.method.rpartition("/")[0].strip("/")
+        if service == ROUTER_SERVICE and self._authenticate is not None:
+            try:
+                self._authenticate(details.invocation_metadata)
+            except UnauthenticatedError as error:
+                return _refusing(handler, error)
+        if handler.request_streaming and not self._asks_for_certificates(service):
+            return handler
+        return self._guarded(handler, service)
+
+    def _asks_for_certificates(self, service: str) -> bool:
+        return self._security.is_enabled and service not in OPEN_SERVICES
+
+    def _guarded(self, handler: Handler, service: str) -> Handler:
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def answer(request: Any, context: Context) -> Any:
+            await self._check(request, context, service)
+            return await behaviour(request, context)
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            await self._check(request, context, service)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        parse = handler.request_deserializer
+        return _MAKE[handler.request_streaming, handler.response_streaming](
+            stream if inspect.isasyncgenfunction(behaviour) else answer,
+            request_deserializer=parse if handler.request_streaming or parse is None else self._reader(parse),
+            response_serializer=handler.response_serializer,
+        )
+
+    async def _check(self, request: Any, context: Context, service: str) -> None:
+        """Ends the call where it must not go on."""
+        if self._asks_for_certificates(service):
+            caller = context.auth_context()
+            is_operator = service == NODE_SERVICE and self._security.is_operator(caller)
+            if not is_operator and not self._security.is_peer(caller):
+                await abort_with(context, NotAllowedError(self._security.explain_refusal(caller)))
+        if isinstance(request, InvalidRequestError):
+            await abort_with(context, request)
+
+    def _reader(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        """As `parse`; where a request cannot be read, the error takes its place."""
+
+        def read(data: bytes) -> Any:
+            if len(data) > self._max_request_bytes:
+                return InvalidRequestError(
+                    f"the request has {len(data)} bytes; at most {self._max_request_bytes} are allowed",
+                    field="",
+                    reason="REQUEST_TOO_LARGE",
+                )
+            try:
+                return parse(data)
+            except DecodeError:
+                return InvalidRequestError("the request does not parse: is a text not UTF-8?", field="")
+
+        return read
+
+
+def _refusing(handler: Handler, error: UnauthenticatedError) -> Handler:
+    """Its messages are not read."""
+
+    async def refuse(_request: Any, context: Context) -> None:
+        await abort_with(context, error)
+
+    return _MAKE[handler.request_streaming, handler.response_streaming](refuse)

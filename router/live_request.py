@@ -1,0 +1,166 @@
+"""A request by its name: its answer, the task that computes it, and the client's stream of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from outrider.answer import AnswerEvent
+from outrider.errors import AbortedError, InternalError, OutriderError
+from outrider.service.telemetry.logging import get_logger
+from router.answer import Answer
+from router.answer_budget import AnswerAccount
+from router.request_figures import RequestFigures, Trailers
+from router.request_flow import RequestFlow
+
+_log = get_logger("requests")
+Message = TypeVar("Message")
+
+
+class LiveRequest:
+    """Owned by the event loop.
+
+    The answer outlives its streams by the resume window; without one it ends with its only stream.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        answer: Answer,
+        figures: RequestFigures,
+        *,
+        window_seconds: float | None,
+        on_change: Callable[[LiveRequest], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`window_seconds`: how long the answer can be resumed; None: it ends with its stream.
+
+        `on_change` is called whenever `is_idle` or `is_closed` may have changed.
+        """
+        self.key = key  # the client's name for it, behind the client's own where clients have one
+        self.answer = answer
+        self.figures = figures
+        self.window_seconds = window_seconds
+        self.stalled_since: float | None = None  # seconds of `clock`: the client has left a message untaken since then
+        self.delivered_at: float | None = None  # seconds of `clock`: it was read to its end, and nobody reads now
+        self.left_at: float | None = None  # seconds of `clock`: its client is away
+        self.is_closed = False
+        self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
+        self._on_change = on_change
+        self._clock = clock
+        self._account: AnswerAccount | None = None
+        self._flow: RequestFlow | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._writer: asyncio.Task[object] | None = None  # of the stream that is attached
+        self._given_up: OutriderError | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed and nobody reads: the answer only waits for its client to come back."""
+        return self.is_closed or (self.answer.has_ended and not self.answer.has_reader)
+
+    def start(self, account: AnswerAccount, flow: RequestFlow) -> None:
+        """Starts to compute. The account is closed with the request."""
+        self._account, self._flow = account, flow
+        self._task = asyncio.create_task(flow.run(), name=f"request {self.key}")
+        self._task.add_done_callback(self._take_end)
+
+    def trailers(self) -> Trailers:
+        """What a call's trailers say of the answer so far."""
+        return self.figures.trailers(num_generated_tokens=self.answer.num_generated_tokens, is_kept=self.is_kept)
+
+    def abort(self) -> bool:
+        """Whether there was something to stop."""
+        return self._flow is not None and self._flow.abort()
+
+    def fail(self, error: OutriderError) -> None:
+        """The request ends with this error, unless it has ended."""
+        if self._flow is not None:
+            self._flow.fail(error)
+
+    async def write(
+        self,
+        write: Callable[[Message], Awaitable[None]],
+        render: Callable[[AnswerEvent], Message],
+        next_positions: Mapping[int, int] | None = None,
+    ) -> None:
+        """Passes the answer on from these positions (by sample), message by message, as the client takes them.
+
+        The stream that was attached before ends. Raises: OutOfRangeError for positions that the answer does not
+        have; what the answer ends with; AbortedError when another stream is attached; what `give_up` says.
+        """
+        reader = self.answer.read(render, next_positions)
+        self._stop_expiry()
+        self.delivered_at = self.left_at = None
+        self._on_change(self)
+        writer = self._writer = asyncio.current_task()
+        try:
+            while messages := await reader.next():
+                for message in messages:
+                    self.stalled_since = self._clock()
+                    await write(message)
+                    self.stalled_since = None
+            if self._writer is writer:
+                self.delivered_at = self._clock()
+        except asyncio.CancelledError:
+            if self._given_up is None or writer is None:
+                raise
+            writer.uncancel()  # it was us
+            raise self._given_up from None
+        finally:
+            reader.close()
+            if self._writer is writer:
+                self._writer = self.stalled_since = None
+            self.leave()
+
+    def give_up(self, error: OutriderError) -> None:
+        """Ends the answer, and the stream that its client does not read, and drops it."""
+        self.fail(error)
+        if self._writer is not None:
+            self._given_up = error
+            self._writer.cancel()
+        self.close()
+
+    def close(self) -> None:
+        """Drops the answer and frees the name; what still computes is stopped. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._stop_expiry()
+        if self._account is not None:
+            self._account.close()
+        if self._task is not None and not self._task.done():
+            _log.info("client left", request_id=self.key)
+            self._task.cancel()
+        if self.answer.has_reader:
+            self.answer.fail(AbortedError("the answer was dropped", reason="DROPPED"))  # its reader waits for no more
+        self._on_change(self)
+
+    def leave(self) -> None:
+        """A call that could read the answer is over. Unless another one reads, the resume window begins.
+
+        There is nothing to come back to where the request was refused before it began: its name is free.
+        """
+        if self.answer.has_reader or self.is_closed or self._expiry is not None:
+            return
+        was_refused = self.answer.failure is not None and self.answer.started is None
+        if self.window_seconds is None or was_refused:
+            self.close()
+        else:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(self.window_seconds, self.close)
+            self.left_at = self._clock()
+            self._on_change(self)
+
+    def _take_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a request's flow failed", request_id=self.key, exc_info=error)
+            self.answer.fail(InternalError(f"the request's flow failed: {error}"))
+        self._on_change(self)
+
+    def _stop_expiry(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None

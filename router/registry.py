@@ -1,0 +1,270 @@
+"""Requests by name: created, found, aborted and restored. The inner interface of every front; it knows no gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from outrider.answer import Started
+from outrider.errors import AbortedError, AlreadyRunningError, NotFoundError, OutriderError, PeerLostError, StoreError
+from outrider.request import Request, VerificationMethod
+from outrider.v1 import router_pb2
+from router.answer import make_answer
+from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
+from router.answer_reader import DeliveryBatcher
+from router.clients import Caller, Clients, split_key
+from router.live_request import LiveRequest
+from router.losses import Losses
+from router.node_directory import NodeDirectory
+from router.request_figures import RequestFigures
+from router.request_flow import RequestFlow
+from router.request_parsing import complete_proto, read_request, resume_window_seconds
+from router.services import Services
+from router.store.base import StoredAnswer
+from router.validation import check_request
+from router.work import Work
+
+
+class RequestRegistry:
+    """Owned by the event loop. `services` raises PeerLostError until the router serves."""
+
+    def __init__(self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients) -> None:
+        self._nodes = nodes
+        self._clients = clients
+        self._services = services
+        self._by_key: dict[str, LiveRequest] = {}
+        self._beginning: set[str] = set()  # names of requests that are being encoded
+        self._busy: set[LiveRequest] = set()  # those that are not idle
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._batcher = DeliveryBatcher()
+        self.keeper: Keeper = NoKeeper()
+        self.is_draining = False
+
+    def __len__(self) -> int:
+        """Names in use: resumable answers that have ended count."""
+        return len(self._by_key) + len(self._beginning)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._by_key or key in self._beginning
+
+    # ------------------------------------------------------------ what fronts ask
+
+    async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
+        """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
+        self._check_serving()
+        services, served = self._services(), self._nodes.model()
+        arrived_at = services.clock()
+        check_request(proto, served.info)
+        caller.check_priority(proto.priority)
+        request_id = proto.request_id or str(uuid.UUID(bytes=services.random_bytes(16), version=4))
+        key = caller.key_of(request_id)
+        with self._name(key):
+            request = await read_request(
+                proto,
+                served,
+                caller,
+                request_id=request_id,
+                random_bytes=services.random_bytes,
+                default_method=VerificationMethod(services.config.verification_method),
+            )
+            self._check_serving()
+            window = resume_window_seconds(proto)
+            live = self._make(key, request, arrived_at=arrived_at, window=window)
+            self._start(live, client=caller.share)
+        if window is None:
+            return live
+        try:  # while the prompt is being computed; nobody has been told of the request yet
+            stored = stored_request(
+                key,
+                request,
+                complete_proto(proto, request).SerializeToString(),
+                fingerprint=served.info.fingerprint,
+                window=window,
+                numerics=self._nodes.exact_numerics() if request.options.is_reproducible else "",
+            )
+            live.is_kept = await self.keeper.keep(live, live.answer, stored)
+        except StoreError as error:
+            live.fail(error)
+            live.close()
+            raise
+        except BaseException:
+            live.close()
+            raise
+        return live
+
+    async def find(self, request_id: str, next_positions: Mapping[int, int], caller: Caller) -> LiveRequest:
+        """The caller's request whose answer can be read again, here or from a router that is gone.
+
+        Raises: OutriderError.
+        """
+        key = caller.key_of(request_id)
+        if key in self._beginning and not self.keeper.is_claiming(key):
+            raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
+        live = self._by_key.get(key)
+        if live is not None and not self.keeper.is_claiming(key):
+            if live.window_seconds is None:
+                raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
+            if await self._is_ours(key):
+                return live
+            if self._by_key.get(key, live) is not live:  # another call has brought it back meanwhile
+                return await self.find(request_id, next_positions, caller)
+            live.fail(AbortedError("another router has taken the request over", reason="RESUMED_ELSEWHERE"))
+            live.close()
+        self._check_serving()  # a router that drains cannot tell whether another one has it
+        if not self.keeper.is_claiming(key):
+            self._check_known(request_id, await self.keeper.read(key), next_positions)
+            if key in self._by_key:
+                return await self.find(request_id, next_positions, caller)
+        return await self.keeper.resume(key, fingerprint=self._nodes.model().info.fingerprint)
+
+    async def _is_ours(self, key: str) -> bool:
+        """Whether no other router has taken the request over: its tokens there may be newer, and differ."""
+        try:
+            stored = await self.keeper.read(key)
+        except StoreError:
+            return True
+        return stored is None or stored.is_ours
+
+    def _check_known(self, request_id: str, stored: StoredAnswer | None, next_positions: Mapping[int, int]) -> None:
+        """Before the request is claimed from a router that may have all its tokens.
+
+        Raises: NotFoundError when tokens that are not known here would be computed again, and could differ from
+        those that the client has.
+        """
+        if stored is None or self._is_exact(stored):
+            return
+        output = router_pb2.GenerateRequest.FromString(stored.request.request).output
+        known = {} if output.HasField("top_logprobs") else stored.token_ids  # logprobs are not stored
+        start = stored.request.start_position
+        if any(position > start + len(known.get(sample, ())) for sample, position in next_positions.items()):
+            raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
+
+    def _is_exact(self, stored: StoredAnswer) -> bool:
+        """Whether all nodes compute what they computed when the request began."""
+        numerics = stored.request.numerics
+        return bool(numerics) and numerics == self._nodes.exact_numerics()
+
+    async def abort(self, request_id: str, caller: Caller) -> bool:
+        """Whether there was something of the caller's to stop, here or on another router.
+
+        What frees is never refused; a call that stops nothing here is charged like others.
+        Raises: StoreError; CapacityError beyond the caller's rate.
+        """
+        key = caller.key_of(request_id)
+        live = self._by_key.get(key)
+        was_running = live is not None and live.abort()
+        if not was_running:
+            self._clients.charge(caller)
+        if live is None:
+            return await self.keeper.abort(key)
+        with suppress(StoreError):  # which another router may have taken over meanwhile
+            await self.keeper.abort(key)
+        return was_running
+
+    async def restore(self, stored: StoredAnswer) -> LiveRequest:
+        """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
+        services, served = self._services(), self._nodes.model()
+        proto = router_pb2.GenerateRequest.FromString(stored.request.request)
+        key = stored.request.request_id
+        name, request_id = split_key(key)
+        caller = self._clients.named(name)
+        with self._name(key):
+            request = await read_request(
+                proto, served, caller, request_id=request_id, random_bytes=services.random_bytes
+            )
+            window = stored.request.resume_window_seconds
+            live = self._make(key, request, arrived_at=services.clock(), window=window)
+            take_known_tokens(live.answer, stored)
+            live.answer.may_be_behind = self._is_exact(stored)
+            self._start(live, client=caller.share, was_admitted=True)
+        if stored.is_aborted:
+            live.abort()
+        return live
+
+    # ------------------------------------------------------------ the router's end
+
+    def fail_all(self, error: OutriderError) -> None:
+        """Every request that runs ends with this error."""
+        for live in tuple(self._by_key.values()):
+            live.fail(error)
+
+    def close_all(self) -> None:
+        """Drops every answer."""
+        for live in tuple(self._by_key.values()):
+            live.close()
+
+    async def wait_until_idle(self) -> None:
+        """Until nothing is computed and no stream is attached."""
+        await self._is_idle.wait()
+
+    def _check_serving(self) -> None:
+        if self.is_draining:
+            raise PeerLostError("the router is draining", reason="DRAINING")
+
+    # ------------------------------------------------------------ a request's beginning
+
+    @contextmanager
+    def _name(self, key: str) -> Iterator[None]:
+        """Takes the name; it is free again afterwards unless the request lives. Raises: AlreadyRunningError."""
+        if key in self:
+            raise AlreadyRunningError(f"request {key!r} is running", reason="DUPLICATE_REQUEST_ID")
+        self._beginning.add(key)
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._beginning.discard(key)
+            self._note_idle()
+
+    def _make(self, key: str, request: Request, *, arrived_at: float, window: float | None) -> LiveRequest:
+        services, served = self._services(), self._nodes.model()
+        started = Started(
+            request_id=request.request_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            seed=request.options.sampling.seed,
+            model=served.info.name,
+            router=services.router_address,
+        )
+        answer = make_answer(
+            request,
+            tokenizer=served.tokenizer,
+            started=started,
+            batcher=self._batcher,
+        )
+        figures = RequestFigures(request, services.metrics, services.clock, arrived_at)
+        return LiveRequest(
+            key, answer, figures, window_seconds=window, on_change=self._take_change, clock=services.clock
+        )
+
+    def _start(self, live: LiveRequest, *, client: str, was_admitted: bool = False) -> None:
+        """Raises: CapacityError when there is no memory for the answer, InvalidRequestError."""
+        services, answer = self._services(), live.answer
+        work = Work(
+            answer=answer,
+            figures=live.figures,
+            account=services.answers.open(answer.request, live),
+            losses=Losses(answer),
+            served=self._nodes.model(),
+            services=services,
+        )
+        self._by_key[live.key] = live
+        live.start(work.account, RequestFlow(work, client=client, was_admitted=was_admitted))
+        self._take_change(live)
+
+    def _take_change(self, live: LiveRequest) -> None:
+        if live.is_closed and self._by_key.get(live.key) is live:
+            del self._by_key[live.key]
+        if live.is_idle:
+            self._busy.discard(live)
+        else:
+            self._busy.add(live)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._busy or self._beginning:
+            self._is_idle.clear()
+        else:
+            self._is_idle.set()

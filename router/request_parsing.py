@@ -1,0 +1,101 @@
+"""A public request to a complete one: checked, encoded, defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.request import Request, VerificationMethod
+from outrider.v1 import router_pb2
+from outrider.wire.enums import VERIFICATION_METHODS
+from outrider.wire.request import chat_from_proto, request_from_proto, skips_special_tokens
+from router.clients import Caller
+from router.node_directory import ServedModel
+from router.validation import check_lengths
+
+MAX_RESUME_WINDOW_SECONDS = 3600.0
+"""Of longer windows an hour counts: answers that nobody comes back to take memory, here and in the store."""
+SEED_LIMIT = 1 << 53
+"""Drawn seeds are exact in every language's floating-point numbers."""
+
+
+async def read_request(
+    proto: router_pb2.GenerateRequest,
+    served: ServedModel,
+    caller: Caller,
+    *,
+    request_id: str,
+    random_bytes: Callable[[int], bytes],
+    default_method: VerificationMethod = VerificationMethod.COUPLED,
+) -> Request:
+    """The request that nodes will see. `proto` has passed `check_request`.
+
+    `default_method`: how drafts are verified where the request does not say.
+
+    Raises: InvalidRequestError when the prompt does not fit; CapacityError when too many texts wait.
+    """
+    tokenizer = served.tokenizer
+    if proto.HasField("text"):
+        check_lengths(proto, max(tokenizer.least_num_tokens(proto.text), 1), served.info)
+    token_ids = await encode_prompt(proto, served, client=caller.share)
+    max_tokens = check_lengths(proto, len(token_ids), served.info)
+    prompt_text = ""
+    if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
+        skip = skips_special_tokens(proto.output)
+        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip, client=caller.share)
+    seed = proto.sampling.seed if proto.sampling.HasField("seed") else _draw_seed(random_bytes)
+    return request_from_proto(
+        proto,
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        prompt_text=prompt_text,
+        seed=seed,
+        max_tokens=max_tokens,
+        eos_token_ids=served.info.eos_token_ids,
+        cache_salt=caller.cache_salt,
+        default_method=default_method,
+    )
+
+
+def _draw_seed(random_bytes: Callable[[int], bytes]) -> int:
+    return int.from_bytes(random_bytes(8)) % SEED_LIMIT
+
+
+def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
+    """The public request that means the same anywhere: prompt as token ids, seed, length and method filled in."""
+    complete = router_pb2.GenerateRequest()
+    complete.CopyFrom(proto)
+    complete.request_id = request.request_id
+    complete.token_ids.ids[:] = request.prompt_token_ids
+    complete.sampling.seed = request.options.sampling.seed
+    complete.sampling.max_tokens = request.options.sampling.max_tokens
+    complete.speculation.method = VERIFICATION_METHODS.to_proto(request.options.verification_method)
+    return complete
+
+
+def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
+    """At most `MAX_RESUME_WINDOW_SECONDS`. None: the answer ends with its stream."""
+    if not proto.HasField("resume_window"):
+        return None
+    return min(proto.resume_window.seconds + proto.resume_window.nanos / 1e9, MAX_RESUME_WINDOW_SECONDS)
+
+
+async def encode_prompt(
+    proto: router_pb2.GenerateRequest | router_pb2.TokenizeRequest, served: ServedModel, *, client: str = ""
+) -> list[int]:
+    """Raises: InvalidRequestError when the chat template refuses the messages or the window is too small for certain.
+
+    CapacityError when too many texts wait.
+    """
+    tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
+    if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
+        return list(proto.token_ids.ids)
+    if proto.HasField("chat"):
+        messages, add_generation_prompt = chat_from_proto(proto.chat)
+        return await tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            num_bytes=proto.chat.ByteSize(),
+            client=client,
+            max_tokens=max_tokens,
+        )
+    return await tokenizer.encode_text(proto.text, client=client, max_tokens=max_tokens)

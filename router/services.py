@@ -1,0 +1,30 @@
+"""What every request of a router uses."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.service.telemetry.metrics import RouterMetrics
+from router.answer_budget import AnswerBudget
+from router.config import RouterConfig
+from router.hedge_budget import HedgeBudget
+from router.placement import Placement
+from router.request_queue import RequestQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Made once a node serves, by `router.router.Router`."""
+
+    config: RouterConfig
+    queue: RequestQueue
+    placement: Placement
+    hedges: HedgeBudget
+    answers: AnswerBudget
+    metrics: RouterMetrics
+    router_address: str
+    clock: Callable[[], float] = time.monotonic  # for measurements; deadlines are the event loop's
+    random_bytes: Callable[[int], bytes] = os.urandom  # for ids and seeds

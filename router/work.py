@@ -1,0 +1,62 @@
+"""What all attempts at one request share, and how an attempt can end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError, PeerLostError
+from outrider.session import Rejected
+from router.answer import Answer
+from router.answer_budget import AnswerAccount
+from router.losses import Losses
+from router.node_directory import ServedModel
+from router.node_link import NodeLink
+from router.request_figures import RequestFigures
+from router.services import Services
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Every sample that was opened has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The decode node keeps nothing of it."""
+
+    rejected: Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The work is gone, or must not go on where it was; what the answer has is kept."""
+
+    error: PeerLostError
+    cause: str  # one word, for metrics
+    is_counted: bool = True  # False: planned, or counted before
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """No other node would do better."""
+
+    error: OutriderError
+
+
+Outcome = Completed | Refused | Lost | Fatal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What all attempts at one request share."""
+
+    answer: Answer
+    figures: RequestFigures
+    account: AnswerAccount
+    losses: Losses
+    served: ServedModel
+    services: Services
+
+    def note_move(self, link: NodeLink, cause: str, error: PeerLostError | None = None) -> None:
+        num_tokens = self.answer.num_generated_tokens
+        self.figures.add_move(cause, node=link.name, error=error, num_generated_tokens=num_tokens)

@@ -1,0 +1,93 @@
+"""`python -m benchmarks.three_lines --simulated`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from benchmarks.three_lines.__main__ import main
+from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode
+from benchmarks.three_lines.lines import Comparison, LineFigures, compare_lines, summary
+from benchmarks.three_lines.models import ModelPair, mixed
+from benchmarks.three_lines.simulation import SimulatedPair, Simulation, simulated_drafter
+from decode_node.drafting.client import NoDrafts
+from outrider.bench.prompts import DEFAULT_PROMPTS as PROMPTS
+from outrider.bench.prompts import load_prompts
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
+
+QUICK = Simulation(step_seconds=0.0, token_seconds=0.0, num_speculative_tokens=4, vocab_size=64)
+PAIR = SimulatedPair(QUICK)
+
+
+def test_a_round_trip_is_no_negative_time():
+    with pytest.raises(SystemExit):
+        main(["--simulated", "--draft-rtt-ms", "-1"])
+
+
+@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_beside_the_target_changes_no_token(temperature):
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    plain = LineNode(PAIR, NoDrafts())
+    colocated = LineNode(PAIR, ColocatedDrafts(simulated_drafter(QUICK, noise=0.1)))
+    answers = [node.answer(prompts, temperature=temperature, max_tokens=12) for node in (plain, colocated)]
+    assert answers[0] == answers[1]
+    assert [len(answer) for answer in answers[0]] == [12, 12]
+    assert colocated.passed.counts.num_accepted_draft_tokens > 0
+    assert plain.passed.counts.num_draft_tokens == 0
+
+
+def test_the_summary_has_every_line_in_order():
+    comparison = Comparison(pair=PAIR, round_trips_ms=(0.0, 1.0))
+    figures = [
+        LineFigures(
+            line=line,
+            temperature=temperature,
+            tokens_per_second=1.0,
+            speedup=speedup,
+            predicted=3.0,
+            acceptance_rate=0.5,
+            hit_rate=0.9,
+            explained=2.9,
+            tokens_per_step=3.0,
+            draft_tokens_per_step=4.0,
+            step_seconds=0.03,
+        )
+        for line, speedup in (("plain", 1.0), ("colocated", 2.0), ("remote_0ms", 2.5), ("remote_1ms", 2.4))
+        for temperature in (0.0, 1.0)
+    ]
+    assert summary(comparison, figures) == (
+        "three-lines: plain=1.00 colocated=2.00 remote_0ms=2.50 remote_1ms=2.40 predicted_1ms=3.00"
+    )
+
+
+def test_all_lines_generate_the_same_tokens(is_full):
+    if not is_full:
+        pytest.skip("starts a process: make test-all")
+    comparison = Comparison(
+        pair=SimulatedPair(Simulation(step_seconds=0.01, token_seconds=0.0005)),
+        round_trips_ms=(0.0, 5.0),
+        max_tokens=24,
+    )
+    figures = asyncio.run(compare_lines(comparison))  # raises where they differ
+    assert [each.line for each in figures] == ["plain", "colocated", "remote_0ms", "remote_5ms"] * 2
+    assert all(each.speedup > 0.0 for each in figures)
+
+
+def test_real_models_generate_the_same_tokens_on_every_line(is_full):
+    if not is_full:
+        pytest.skip("loads a model and starts a process: make test-all")
+    models = ModelPair.open(
+        ModelConfig(), "ngram", kv_cache=KVCacheConfig(num_blocks=1024), prompts_file=PROMPTS, draft_cpus=()
+    )
+    comparison = Comparison(pair=models, round_trips_ms=(0.0,), max_tokens=24)
+    figures = asyncio.run(compare_lines(comparison))  # raises where they differ
+    assert [each.line for each in figures] == ["plain", "colocated", "remote_0ms"] * 2
+
+
+def test_prompts_of_real_models_are_of_each_kind_by_turns():
+    kinds = [prompt.kind for prompt in mixed(load_prompts(PROMPTS))]
+    assert len(set(kinds[:3])) == 3
+    assert kinds[:3] == kinds[3:6]

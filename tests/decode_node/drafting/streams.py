@@ -1,0 +1,154 @@
+"""Draft nodes on loopback, or impostors, and clients of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from decode_node.drafting.client import DraftClient, NoDrafts
+from draft_node.config import DraftNodeConfig
+from draft_node.node import DraftNode
+from outrider.node import ModelInfo, NodeInfo, NodeRole, NodeState
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import DraftHello, SequenceStart
+from outrider.speculation.proposers.ngram import NgramProposer
+from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.wire.draft import proposals_to_proto, update_from_proto
+from outrider.wire.node import info_to_proto
+
+VOCAB_SIZE = 100
+HELLO = DraftHello(
+    incarnation=bytes(16),
+    name="decode@test",
+    vocab_size=VOCAB_SIZE,
+    vocabulary_fingerprint="vocabulary-of-the-target",
+    max_model_len=4096,
+)
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 20
+PATIENCE_SECONDS = 30.0
+GENEROUS_WAIT_SECONDS = 30.0
+
+
+def open_sequence(client: DraftClient | NoDrafts, sequence_id: int, prompt=TEXT, *, num_wanted: int = 4) -> None:
+    params = SamplingParams(seed=1, max_tokens=1000)
+    start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=len(prompt))
+    client.open(sequence_id, start, tuple(prompt), num_wanted=num_wanted)
+
+
+def tokens(drafts, num_tokens: int = 2) -> dict[int, tuple[int, ...]]:
+    """The first tokens of each draft."""
+    return {sequence_id: tree.token_ids[:num_tokens] for sequence_id, tree in drafts.trees.items()}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds; fails after a while."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer_or_service, port: int = 0) -> AsyncIterator[int]:
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    is_node = isinstance(servicer_or_service, DraftNode)
+    if is_node:
+        servicer_or_service.add_to(server)
+    else:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer_or_service, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    if is_node:
+        await servicer_or_service.start(f"127.0.0.1:{bound}")
+    try:
+        yield bound
+    finally:
+        await server.stop(0)
+        if is_node:
+            await servicer_or_service.stop()
+
+
+def draft_node(proposer=None, *, name="draft@test", **settings) -> DraftNode:
+    config = DraftNodeConfig(**settings)
+    return DraftNode(config, name=name, registry=CollectorRegistry(), proposer=proposer or NgramProposer())
+
+
+@contextlib.asynccontextmanager
+async def client_of(*ports: int, hello: DraftHello = HELLO) -> AsyncIterator[DraftClient]:
+    async with started(DraftClient([f"127.0.0.1:{port}" for port in ports], hello)) as client:
+        await until(lambda: len(client.status().nodes) == len(ports))
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def started(client: DraftClient) -> AsyncIterator[DraftClient]:
+    client.observe_step(30.0)  # so nothing is late on a busy machine
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+async def take(client: DraftClient, *sequence_ids: int, wait_seconds: float = GENEROUS_WAIT_SECONDS):
+    """As the engine thread would."""
+    return await asyncio.to_thread(client.take, sequence_ids, wait_seconds=wait_seconds)
+
+
+def is_connected(client: DraftClient) -> Callable[[], bool]:
+    return lambda: all(target.is_connected for target in client.status().nodes)
+
+
+class Impostor(draft_pb2_grpc.DraftServiceServicer):
+    """Says hello, records every message, and answers with whatever it is told to."""
+
+    def __init__(self, answer=lambda _update: [], *, says_hello=True) -> None:
+        self.messages: list[list] = []
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self._answer = answer
+        self._says_hello = says_hello
+
+    async def Draft(self, request_iterator, context):
+        await anext(request_iterator)
+        if not self._says_hello:
+            await asyncio.Event().wait()
+        model = ModelInfo(
+            name="impostor",
+            vocab_size=0,
+            max_model_len=0,
+            eos_token_ids=(),
+            dtype="",
+            fingerprint="",
+            vocabulary_fingerprint="",
+        )
+        info = NodeInfo(
+            incarnation=bytes(16),
+            name="impostor",
+            role=NodeRole.DRAFT,
+            state=NodeState.SERVING,
+            version="",
+            model=model,
+        )
+        await context.write(draft_pb2.DraftProposals(hello=info_to_proto(info)))
+        while True:
+            await self.may_read.wait()
+            message = await anext(request_iterator, None)
+            if message is None:
+                return
+            updates = [update_from_proto(proto) for proto in message.sequences]
+            self.messages.append(updates)
+            answers = [proposals_to_proto(answer) for update in updates for answer in self._answer(update)]
+            if answers:
+                await context.write(draft_pb2.DraftProposals(sequences=answers))
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

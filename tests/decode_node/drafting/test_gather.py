@@ -1,0 +1,90 @@
+"""When draft nodes hear of a sequence, and whose acceptance decides how many tokens it drafts."""
+
+from __future__ import annotations
+
+from outrider.session import Granted, KvReady, SampleStart
+from outrider.speculation.step_cost import StepCostModel
+from tests.support.fake_drafts import TextDrafts
+from tests.support.scripted_proposer import ScriptedProposer
+
+PROMPT = tuple(range(1, 21))  # longer than what the node computes itself
+SAMPLES = (SampleStart(0, ()), SampleStart(1, (7,)))
+
+
+def node_with(make_scripted_node, **drafting):
+    return make_scripted_node(num_blocks=200, num_speculative_tokens=3, **drafting)
+
+
+def test_a_sequence_is_announced_at_the_grant_so_that_drafters_compute_its_prompt_meanwhile(make_scripted_node):
+    client = TextDrafts()
+    node = node_with(make_scripted_node, drafts=client)
+    group = node.open(prompt=PROMPT, samples=SAMPLES, sampling={"n": 2})
+    node.iterate()
+    assert node.find(Granted, group)
+    assert not node.find(KvReady, group)
+    announced = dict(client.announced)
+    assert sorted(announced.values()) == [(0, PROMPT), (1, (*PROMPT, 7))]
+    node.push(group, PROMPT)
+    node.iterate()
+    assert node.find(KvReady, group)
+    assert client.announced == announced
+    node.run()
+    assert client.announced == {}
+
+
+def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes(make_scripted_node):
+    client = TextDrafts()
+    node = node_with(make_scripted_node, drafts=client)
+    group, other = node.open(prompt=PROMPT, samples=SAMPLES, sampling={"n": 2}), node.open(prompt=PROMPT[::-1])
+    node.iterate()
+    node.cancel(group, 0)
+    node.iterate()
+    assert sorted(client.announced.values()) == [(0, PROMPT[::-1]), (1, (*PROMPT, 7))]
+    node.cancel(group)
+    node.cancel(other)
+    node.iterate()
+    assert client.announced == {}
+
+
+def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_node):
+    """Not when the sequence is first drafted for: a long prompt would make that step long."""
+    fallback = ScriptedProposer([])
+    node = node_with(make_scripted_node, proposers=[fallback])
+    node.open()  # something to step for
+    node.iterate()
+    waiting = node.open(prompt=PROMPT)
+    node.iterate()
+    assert [(each.token_ids, each.num_wanted) for each in fallback.requests if each.token_ids == PROMPT] == [
+        (PROMPT, 0)
+    ]
+    assert not node.find(KvReady, waiting)
+    node.iterate()
+    assert sum(each.token_ids == PROMPT for each in fallback.requests) == 1, "once is enough"
+
+
+def test_a_fallback_that_is_always_wrong_does_not_switch_a_good_drafter_off(make_scripted_node, monkeypatch):
+    """The drafter knows every fourth draft only; between them the fallback guesses wrong."""
+    turn = [0]
+
+    def propose(token_ids, num_wanted):
+        turn[0] += 1
+        return node.model.generate(token_ids, num_wanted) if turn[0] % 4 == 0 else ()
+
+    class WrongProposer(ScriptedProposer):
+        def _continuation(self, token_ids, num_wanted):
+            right = node.model.generate(list(token_ids), num_wanted)
+            return tuple((token_id + 1) % 64 for token_id in right)
+
+    client = TextDrafts(propose)
+    node = node_with(make_scripted_node, drafts=client, proposers=[WrongProposer([])])
+    # What rows cost is set: too much, if all drafts were one proposer's.
+    monkeypatch.setattr(
+        StepCostModel, "seconds", lambda *_, num_more=0: [1.0 + 0.45 * row for row in range(num_more + 1)]
+    )
+    node.open(sampling={"max_tokens": 150})
+    node.iterate()
+    num_steps = 0
+    while node.engine.scheduler.has_work:
+        node.iterate()
+        num_steps += 1
+    assert len(client.num_wanted) > 0.9 * num_steps  # it is asked to the end

@@ -1,0 +1,156 @@
+"""DraftClient against nodes that freeze, flap, lie or flood."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decode_node.drafting import link
+from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftStatus, SequenceProposals
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.prefix_hash import prefix_hash
+from tests.decode_node.drafting.streams import (
+    GENEROUS_WAIT_SECONDS,
+    TEXT,
+    VOCAB_SIZE,
+    Impostor,
+    client_of,
+    is_connected,
+    open_sequence,
+    serving,
+    take,
+    tokens,
+    until,
+)
+
+
+async def test_a_frozen_node_is_waited_for_once():
+    async with serving(Impostor()) as port, client_of(port) as client:
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        taken = await take(client, 7, wait_seconds=0.02)
+        assert taken.waited_seconds >= 0.019
+        client.update([(7, (1,), 3)])
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            taken = await take(client, 7, wait_seconds=0.02)
+            assert taken.waited_seconds < 0.015
+
+
+async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
+    impostor = Impostor(lambda update: [SequenceProposals(update.sequence_id, DraftStatus.NOTHING, update.length)])
+    async with serving(impostor) as port, client_of(port) as client:
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        await until(lambda: len(impostor.messages) == 1)
+        impostor.may_read.clear()
+        text = list(TEXT)
+        for step in range(300):
+            text.append(step % 10)
+            client.update([(7, (step % 10,), 3)])
+            await asyncio.sleep(0)
+        impostor.may_read.set()
+        await until(lambda: impostor.messages[-1][-1].length == len(text))
+        assert len(impostor.messages) <= 4  # one that was under way, one that waited, the newest
+        assert impostor.messages[-1][-1].prefix_hash == prefix_hash(text)
+
+
+async def test_a_node_that_says_no_hello_is_given_up_and_costs_nothing(monkeypatch):
+    monkeypatch.setattr(link, "HELLO_TIMEOUT_SECONDS", 0.05)
+    async with serving(Impostor(says_hello=False)) as port, client_of(port) as client:
+        open_sequence(client, 7)
+        taken = await take(client, 7)
+        assert tokens(taken) == {}
+        assert taken.waited_seconds < GENEROUS_WAIT_SECONDS / 2
+        assert not client.status().nodes[0].is_connected
+
+
+async def test_a_node_whose_streams_end_at_once_is_dialled_ever_more_rarely(monkeypatch):
+    pauses = []
+    sleep = asyncio.sleep
+
+    async def note_pause(seconds):
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def end(_link, _call):
+        raise link.PeerLostError("ended", node="x")
+
+    monkeypatch.setattr(link.asyncio, "sleep", note_pause)
+    monkeypatch.setattr(link.DraftLink, "_exchange_state", end)
+    async with serving(Impostor()) as port, client_of(port):
+        async with asyncio.timeout(GENEROUS_WAIT_SECONDS):
+            while len([each for each in pauses if each > link.FIRST_BACKOFF_SECONDS / 2]) < 8:
+                await sleep(0.002)
+    dialled = [each for each in pauses if each > link.FIRST_BACKOFF_SECONDS / 2]
+    assert max(dialled[-3:]) > 0.7 * link.MAX_BACKOFF_SECONDS
+
+
+def lie(**changes):
+    """An answer that is right but for `changes`."""
+
+    def answer(update):
+        branch = DraftTree(
+            changes.get("length", update.length),
+            changes.get("prefix_hash", update.prefix_hash),
+            changes.get("token_ids", (1, 2)),
+        )
+        answer = SequenceProposals(
+            sequence_id=changes.get("sequence_id", update.sequence_id),
+            status=DraftStatus.PROPOSED,
+            acked_length=changes.get("acked_length", update.length),
+            branches=(branch,) * changes.get("num_branches", 1),
+        )
+        return [answer]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"token_ids": (VOCAB_SIZE, 1)},
+        {"token_ids": (2**32 - 1,)},
+        {"token_ids": (1,) * 200},
+        {"prefix_hash": 12345},
+        {"length": 10**6},
+        {"num_branches": 50},
+        {"acked_length": 10**6},
+    ],
+    ids=str,
+)
+async def test_a_lying_node_is_not_believed_about_that_sequence_any_more(lies):
+    first = []  # stream id of the first sequence
+
+    def answer(update):
+        first[:] = first or [update.sequence_id]
+        return lie(**lies)(update) if update.sequence_id in first else lie()(update)
+
+    async with serving(Impostor(answer)) as port, client_of(port) as client:
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        await until(lambda: client.status().counters.num_quarantined == 1)
+        assert tokens(await take(client, 7)) == {}
+        open_sequence(client, 8)
+        assert tokens(await take(client, 8)) == {8: (1, 2)}
+        assert client.status().nodes[0].is_connected
+
+
+async def test_answers_about_unknown_sequences_are_counted_and_ignored():
+    impostor = Impostor(lambda update: [*lie(sequence_id=999)(update), *lie()(update)])
+    async with serving(impostor) as port, client_of(port) as client:
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        assert tokens(await take(client, 7)) == {7: (1, 2)}
+        assert client.status().counters.num_stale_answers == 1
+        assert client.status().counters.num_quarantined == 0
+
+
+async def test_a_node_that_sends_too_many_answers_at_once_loses_its_stream():
+    impostor = Impostor(lambda update: lie(sequence_id=999)(update) * (MAX_ANSWERS_PER_MESSAGE + 1))
+    async with serving(impostor) as port, client_of(port) as client:
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        await until(lambda: not is_connected(client)())
+        assert client.status().counters.num_stale_answers == 0

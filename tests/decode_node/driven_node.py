@@ -1,0 +1,80 @@
+"""A decode loop driven by hand: what a test tells it, and what it has said."""
+
+from __future__ import annotations
+
+import itertools
+
+from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted
+from outrider.request import RequestOptions, SamplingParams
+from outrider.session import (
+    CancelSequenceGroup,
+    OpenSequenceGroup,
+    RetargetSequenceGroup,
+    SampleStart,
+    SampleTokens,
+)
+
+SESSION = 1
+
+
+class DrivenNode:
+    """Subclasses set `loop`, `groups` and `engine`, and emit to `_emit`."""
+
+    prompt: tuple[int, ...]  # of groups for which a test names none
+    max_tokens: int
+    reached_host: str
+
+    def __init__(self):
+        self.events = []
+        self.stats = []
+        self._ids = itertools.count(1)
+
+    def _emit(self, events, stats):
+        self.events += itertools.chain.from_iterable(events.values())
+        if stats is not None:
+            self.stats.append(stats)
+
+    @property
+    def num_preempted(self):
+        return sum(stats.num_preempted for stats in self.stats)
+
+    def submit(self, command):
+        self.loop.submit(command)
+
+    def open(self, *, prompt=None, session=SESSION, transfer_id=None, sampling=None, samples=None, **fields):
+        group_id = next(self._ids).to_bytes(16, "big")
+        sampling = {"seed": 7, "max_tokens": self.max_tokens, "temperature": 0.0, **(sampling or {})}
+        group = OpenSequenceGroup(
+            sequence_group_id=group_id,
+            transfer_id=group_id[::-1] if transfer_id is None else transfer_id,
+            request_id="r",
+            prompt_token_ids=self.prompt if prompt is None else prompt,
+            samples=samples or tuple(map(SampleStart, range(sampling.get("n", 1)))),
+            options=RequestOptions(sampling=SamplingParams(**sampling), **fields),
+        )
+        self.submit(GroupOpened(session, group, self.reached_host))
+        return group_id
+
+    def cancel(self, group_id, *samples, session=SESSION):
+        cancel = CancelSequenceGroup(sequence_group_id=group_id, samples=samples)
+        self.submit(GroupCancelled(session, cancel))
+
+    def retarget(self, group_id, transfer_id, *, keeps_received=False):
+        retarget = RetargetSequenceGroup(
+            sequence_group_id=group_id, transfer_id=transfer_id, keeps_received=keeps_received
+        )
+        self.submit(GroupRetargeted(SESSION, retarget))
+
+    def find(self, kind, group_id):
+        return [event for event in self.events if isinstance(event, kind) and event.sequence_group_id == group_id]
+
+    def tokens(self, group_id, sample=0):
+        tokens = [event for event in self.find(SampleTokens, group_id) if event.sample == sample]
+        return [token_id for event in tokens for token_id in event.token_ids]
+
+    def assert_nothing_is_held(self):
+        pool = self.engine.pool
+        pool.check_integrity(())
+        assert pool.num_free_blocks == pool.num_blocks
+        assert self.groups.num_groups == 0
+        assert len(self.groups._reservations) == 0

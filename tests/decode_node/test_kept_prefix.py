@@ -1,0 +1,137 @@
+"""What a lost transfer has brought whole is kept, where the router says that the next node has equal numerics."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from decode_node.commands import SessionEnded
+from outrider.kv_transfer.base import Region
+from outrider.session import KvFailed
+from tests.decode_node.driven_node import SESSION
+from tests.decode_node.test_reservations import PATIENCE_SECONDS, PROMPT, SECOND, THIRD, RowCounter
+
+NUM_BROUGHT = 18  # four blocks and a half
+
+
+@pytest.fixture
+def node(make_scripted_node):
+    return make_scripted_node()
+
+
+def lose_transfer(node, *, breaks, brings=NUM_BROUGHT):
+    """A group whose transfer ends in the middle of its prompt: its stream breaks, or its sender is late."""
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    node.push(group_id, PROMPT, until=brings)
+    if breaks:
+        node.ingest.inbox.fail(group_id[::-1], "the stream broke")
+    return group_id
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["its stream breaks", "its sender is late"])
+def test_the_next_transfer_brings_what_is_missing(node, breaks):
+    group_id = lose_transfer(node, breaks=breaks)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    granted = node.granted(group_id)
+    assert (granted.transfer_id, granted.held_prefix_length, granted.num_tokens_to_compute) == (SECOND, NUM_BROUGHT, 1)
+    held = node.ingest.inbox.read(
+        SECOND, Region(plane="k", start_layer=0, end_layer=1, start_token=0, end_token=NUM_BROUGHT, end_head=1)
+    )
+    assert list(memoryview(held[1]).cast("i")) == list(PROMPT[:NUM_BROUGHT])
+    node.push(group_id, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    assert bool(node.find(KvFailed, group_id)) is breaks
+    node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("breaks", [True, False], ids=["its stream breaks", "its sender is late"])
+def test_without_a_prefill_node_the_node_goes_on_from_there(node, breaks):
+    group_id = lose_transfer(node, breaks=breaks)
+    node.retarget(group_id, b"", keeps_received=True)
+    counter = RowCounter(node)
+    granted = node.granted(group_id)
+    assert (granted.held_prefix_length, granted.num_tokens_to_compute) == (NUM_BROUGHT, len(PROMPT) - NUM_BROUGHT)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    assert counter.num_rows == len(PROMPT) - NUM_BROUGHT + 4
+    node.assert_nothing_is_held()
+
+
+def test_what_several_transfers_have_brought_adds_up_until_a_node_of_other_numerics_goes_on(node):
+    group_id = lose_transfer(node, breaks=True)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    node.granted(group_id)
+    node.push(group_id, PROMPT, transfer_id=SECOND, until=25)
+    node.retarget(group_id, THIRD, keeps_received=True)
+    assert node.granted(group_id).held_prefix_length == 25
+    node.retarget(group_id, b"")
+    granted = node.granted(group_id)
+    assert (granted.held_prefix_length, granted.num_tokens_to_compute) == (0, len(PROMPT))
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()
+
+
+def test_tokens_that_lack_a_plane_or_a_layer_are_not_kept(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    sender = node.push(group_id, PROMPT, until=8)
+    payload = memoryview(bytes(4 * 8))
+    sender.put(Region(plane="k", start_layer=0, end_layer=1, start_token=8, end_token=16, end_head=1), payload)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    assert node.granted(group_id).held_prefix_length == 8
+
+
+def test_a_write_that_was_lost_keeps_nothing(node, monkeypatch):
+    group_id = lose_transfer(node, breaks=False)
+
+    def refuse(*_arguments, **_options):
+        raise RuntimeError("the cache refuses")
+
+    monkeypatch.setattr(node.ingest.cache, "write", refuse)
+    region = Region(plane="k", start_layer=0, end_layer=1, start_token=20, end_token=21, end_head=1)
+    transfer = node.ingest.inbox._find(group_id[::-1])
+    node.ingest.inbox._write(transfer, region, memoryview(bytes(4)))
+    node.retarget(group_id, SECOND, keeps_received=True)
+    assert node.granted(group_id).held_prefix_length == 0
+
+
+@pytest.mark.parametrize("then", ["cancel", "session ends", "retarget"])
+def test_nothing_is_left_behind_whenever_it_ends(node, then):
+    group_id = lose_transfer(node, breaks=True)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    node.granted(group_id)
+    node.push(group_id, PROMPT, transfer_id=SECOND, until=25)
+    if then == "cancel":
+        node.cancel(group_id)
+    elif then == "session ends":
+        node.loop.submit(SessionEnded(SESSION))
+    else:
+        node.retarget(group_id, b"", keeps_received=True)
+    node.run()
+    node.assert_nothing_is_held()
+
+
+def test_a_frame_that_is_being_written_is_waited_for(node):
+    group_id = node.open(prompt=PROMPT)
+    first = node.granted(group_id)
+    sender = node.push(group_id, PROMPT, until=8)
+    node.ingest.gate.clear()
+    node.ingest.writing.clear()
+    region = Region(plane="k", start_layer=0, end_layer=1, start_token=8, end_token=9, end_head=1)
+    pushing = threading.Thread(target=sender.put, args=(region, memoryview(bytes(4))))
+    pushing.start()
+    assert node.ingest.writing.wait(PATIENCE_SECONDS)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    assert node.granted(group_id) == first, "not yet"
+    node.ingest.gate.set()
+    pushing.join(PATIENCE_SECONDS)
+    granted = node.granted(group_id)
+    assert (granted.transfer_id, granted.held_prefix_length) == (SECOND, 8)
+    node.push(group_id, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()

@@ -1,0 +1,170 @@
+"""Grants, transfers, cancels and ends on a scripted engine: nothing is lost, whoever misbehaves."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from decode_node.commands import DrainStarted, SessionEnded, TransferCompleted
+from outrider.request import LogprobsRequest
+from outrider.session import KvReady, Rejected, RejectReason, SampleDone
+from tests.decode_node.test_reservations import put_one_frame
+
+LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
+SHORT_PROMPT = (1, 2, 3)  # computed here
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def node(make_scripted_node):
+    return make_scripted_node()
+
+
+def test_a_pushed_prompt_gives_the_tokens_of_one_that_is_computed_here(node):
+    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
+    node.granted(group_id)
+    node.push(group_id, LONG_PROMPT)
+    node.run()
+    assert len(node.find(KvReady, group_id)) == 1
+    assert [node.tokens(group_id, sample) for sample in range(3)] == [node.model.generate(LONG_PROMPT, 5)] * 3
+    node.assert_nothing_is_held()
+
+
+def test_samples_cancelled_before_the_kv_is_there_never_start(node):
+    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
+    node.granted(group_id)
+    node.cancel(group_id, 0, 2, 7)
+    node.iterate()
+    node.push(group_id, LONG_PROMPT)
+    node.run()
+    assert node.tokens(group_id, 1) == node.model.generate(LONG_PROMPT, 5)
+    assert [done.sample for done in node.find(SampleDone, group_id)] == [1]
+    all_cancelled = node.open(prompt=LONG_PROMPT[::-1], sampling={"n": 2})
+    node.granted(all_cancelled)
+    node.cancel(all_cancelled, 0)
+    node.cancel(all_cancelled, 1)
+    node.iterate()
+    node.assert_nothing_is_held()
+
+
+def test_a_completed_transfer_behind_a_cancel_starts_nothing(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.cancel(group_id)
+    node.push(group_id, LONG_PROMPT)
+    completed = node.loop._inbox.get(0.0)
+    assert isinstance(completed, TransferCompleted)
+    node.iterate()
+    node.loop.submit(completed)
+    node.run()
+    assert not node.find(KvReady, group_id)
+    node.assert_nothing_is_held()
+
+
+def test_a_write_that_does_not_end_holds_its_blocks_but_not_the_steps(node):
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.ingest.gate.clear()
+    pushing = threading.Thread(target=put_one_frame, args=(node, group_id[::-1]))
+    pushing.start()
+    assert node.ingest.writing.wait(PATIENCE_SECONDS)
+    other = node.open()
+    node.cancel(group_id)
+    node.run()
+    assert node.tokens(other) == node.model.generate(SHORT_PROMPT, 5)
+    assert node.groups.num_groups == 0
+    pool = node.engine.pool
+    assert pool.num_free_blocks == pool.num_blocks - 7
+
+    too_large_now = node.open(prompt=tuple(range(30, 60)), sampling={"max_tokens": 150})
+    held = pool.allocate(pool.num_free_blocks - 4)
+    node.iterate()
+    assert node.find(Rejected, too_large_now)[0].reason is RejectReason.NO_ROOM
+    pool.release(held)
+
+    node.ingest.gate.set()
+    pushing.join(PATIENCE_SECONDS)
+    node.iterate()
+    node.assert_nothing_is_held()
+
+
+def test_a_transfer_id_that_was_used_is_refused(node):
+    """Else news of the first transfer would be taken for news of the second, whose blocks are empty."""
+    group_id = node.open(prompt=LONG_PROMPT)
+    node.granted(group_id)
+    node.cancel(group_id)
+    node.push(group_id, LONG_PROMPT)
+    again = node.open(prompt=LONG_PROMPT[::-1], transfer_id=group_id[::-1])
+    node.run()
+    assert node.find(Rejected, again)[0].reason is RejectReason.INVALID
+    node.assert_nothing_is_held()
+
+
+def test_a_session_that_ends_behind_its_own_commands_leaves_nothing(node):
+    node.open(prompt=LONG_PROMPT)
+    node.open(sampling={"n": 2})
+    node.loop.submit(SessionEnded(1))
+    node.run()
+    node.assert_nothing_is_held()
+    assert node.events == []
+
+
+def test_a_loop_is_not_drained_while_commands_are_left_to_answer(node):
+    late = [node.open() for _ in range(50)]  # more than one iteration takes
+    node.loop.submit(DrainStarted())
+    node.iterate()
+    assert not node.loop.is_drained
+    node.iterate()
+    assert node.loop.is_drained
+    assert [node.find(Rejected, group_id)[0].reason for group_id in late] == [RejectReason.DRAINING] * 50
+
+
+def test_a_flood_of_commands_does_not_keep_steps_from_running(node):
+    group_id = node.open(sampling={"max_tokens": 50})
+    node.iterate()
+    before = len(node.tokens(group_id))
+    find = node.groups.cancel
+
+    def cancel_and_ask_again(command):
+        find(command)
+        node.cancel(bytes(16))
+
+    node.groups.cancel = cancel_and_ask_again
+    node.cancel(bytes(16))
+    node.iterate()
+    assert len(node.tokens(group_id)) == before + 1
+
+
+def test_a_short_prompt_of_several_samples_is_computed_once(make_scripted_node):
+    node = make_scripted_node()
+    group = node.open(prompt=SHORT_PROMPT, sampling={"n": 3, "max_tokens": 1})
+    num_rows = []
+    emit = node.loop._emit
+    node.loop._emit = lambda events, stats: (num_rows.append(stats.num_rows if stats else 0), emit(events, stats))
+    node.run()
+    assert len(node.find(SampleDone, group)) == 3
+    assert sum(num_rows) == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"sampling": {"temperature": value}} for value in (math.nan, -1.0, math.inf)),
+        *({"sampling": {"top_p": value}} for value in (0.0, math.nan, 1.5)),
+        *({"sampling": {"min_p": value}} for value in (math.nan, 2.0)),
+        *({"sampling": {"repetition_penalty": value}} for value in (0.0, math.inf)),
+        {"sampling": {"presence_penalty": math.nan}},
+        {"sampling": {"frequency_penalty": 3.0}},
+        {"sampling": {"logit_bias": ((1, math.nan),)}},
+        {"sampling": {"n": 0}},
+        {"logprobs": LogprobsRequest(num_top=10_000_000)},
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused(node, fields):
+    group_id = node.open(**fields)
+    node.run()
+    assert node.find(Rejected, group_id)[0].reason is RejectReason.INVALID
+    node.assert_nothing_is_held()

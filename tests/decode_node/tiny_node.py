@@ -1,0 +1,49 @@
+"""A decode loop on a tiny model, driven by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from decode_node.__main__ import make_build
+from decode_node.config import DecodeNodeConfig
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.model_hub.config import ModelConfig
+from outrider.rpc.peer_security import PLAINTEXT
+from tests.decode_node.driven_node import DrivenNode
+
+PROMPT = (11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12)
+
+
+class TinyNode(DrivenNode):
+    prompt = PROMPT
+    max_tokens = 40
+    reached_host = "127.0.0.1"
+
+    def __init__(self, model_path, *, drafts=None, **config):
+        super().__init__()
+        config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_fallback": "none", **config})
+        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1), PLAINTEXT)
+        self.parts = build(bytes(16), "decode", self._emit)
+        self.loop, self.groups, self.engine = self.parts.loop, self.parts.groups, self.parts.engine
+        self.parts.ingest.start()
+        if drafts is not None:
+            self.loop._drafts._client = drafts
+
+    def iterate(self):
+        with torch.inference_mode():
+            self.loop.iterate()
+
+    def run(self, *, max_turns=2000):
+        """Until nothing is left to do."""
+        self.iterate()
+        for _ in range(max_turns):
+            if not self.engine.scheduler.has_work:
+                return self
+            self.iterate()
+        raise AssertionError("the loop does not end")
+
+
+def generate(node, **fields):
+    group_id = node.open(**fields)
+    node.run()
+    return node.tokens(group_id)

@@ -1,0 +1,142 @@
+"""How a step's rows are shared among sequences, drafts and prompts."""
+
+import time
+
+import pytest
+
+from tests.engine.schedules import (
+    BLOCK,
+    NEW_TOKEN,
+    check,
+    decoding,
+    drafts,
+    make_scheduler,
+    plan_with,
+    rows_of,
+    run,
+    waiting,
+)
+
+
+@pytest.mark.parametrize(
+    ("room", "running", "prompts", "wanted", "rows"),
+    [
+        ({"rows": 8}, (1, 2), [20], {}, [(1, 1, 0), (2, 1, 0), (3, 6, 0)]),
+        ({"rows": 16}, (), [6, 6, 6], {}, [(1, 6, 0), (2, 6, 0), (3, 4, 0)]),
+        ({}, (1, 2), [], {1: 5}, [(1, 1, 5), (2, 1, 0)]),
+        ({"rows": 10}, (1, 2, 3, 4), [], 5, [(1, 1, 5), (2, 1, 1), (3, 1, 0), (4, 1, 0)]),
+        ({"rows": 18}, (1, 2), [100], 9, [(1, 1, 8), (2, 1, 0), (3, 8, 0)]),
+        ({"rows": 18}, (1,), [3], {1: 20}, [(1, 1, 14), (2, 3, 0)]),
+        ({"num_blocks": 3}, (1, 2), [], 6, [(1, 1, 4), (2, 1, 0)]),
+    ],
+    ids=[
+        "decodes come first and a chunk fills the rest",
+        "several prompts share a step",
+        "drafts are granted beside the newest token",
+        "drafts stop at the row budget",
+        "drafts leave half of the budget to a chunk",
+        "a short chunk leaves the rest to drafts",
+        "drafts that do not fit the blocks are fewer",
+    ],
+)
+def test_rows_of_a_step(room, running, prompts, wanted, rows):
+    scheduler = make_scheduler(**room)
+    for key in running:
+        decoding(scheduler, key)
+    for key, num_tokens in enumerate(prompts, start=len(running) + 1):
+        waiting(scheduler, key, num_tokens=num_tokens, priority=9)
+    plan = plan_with(scheduler, drafts(wanted))
+    assert rows_of(plan) == rows
+    assert plan.num_rows == sum(num_rows + num_drafts for _, num_rows, num_drafts in rows)
+    assert plan.preempted == ()
+
+
+def test_who_has_more_than_the_newest_token_to_feed_verifies_nothing():
+    """Its drafts would have been made for a text that is known already."""
+    scheduler = make_scheduler(rows=8)
+    waiting(scheduler, 1, num_tokens=20)
+    waiting(scheduler, 2, num_tokens=2)
+    room = scheduler.reserve()
+    assert (room.sequences, room.max_draft_rows) == ([], 0)
+    assert rows_of(scheduler.hand_out(room, {})) == [(1, 8, 0)]
+
+
+def test_what_there_is_room_for_is_told_with_what_the_step_does_besides():
+    scheduler = make_scheduler(rows=18)
+    both = [decoding(scheduler, 1), decoding(scheduler, 2)]
+    prompt = waiting(scheduler, 3, num_tokens=5)
+    room = scheduler.reserve()
+    assert (room.sequences, room.prompts, room.max_draft_rows, room.num_rows) == (both, [prompt], 11, 7)
+
+
+def test_room_for_drafts_is_taken_back_before_anything_is_preempted():
+    scheduler = make_scheduler(num_blocks=3)
+    first = decoding(scheduler, 1, num_tokens=4)
+    second = decoding(scheduler, 2, num_tokens=4)
+    plan = plan_with(scheduler, drafts({1: 4}))
+    for item in plan.scheduled:  # a loop that keeps the drafts' block
+        item.sequence.token_ids.append(NEW_TOKEN)
+        item.sequence.kv.advance(4)
+    first.token_ids.pop()
+    first.kv.truncate(3)
+    first.kv.reserve(8)
+    plan = plan_with(scheduler, drafts(4))
+    assert plan.preempted == ()
+    assert rows_of(plan) == [(1, 1, 0), (2, 1, 3)]
+    assert len(second.kv.block_ids) == 2
+    check(scheduler)
+
+
+def test_more_decodes_than_rows_take_turns():
+    scheduler = make_scheduler(rows=4)
+    for key in range(10):
+        decoding(scheduler, key)
+    served = []
+    for _ in range(5):
+        plan = scheduler.plan()
+        assert plan.num_rows == 4
+        served += [item.sequence.key for item in plan.scheduled]
+        run(plan)
+    assert sorted(served) == sorted([*range(10)] * 2)
+
+
+def test_a_prompt_makes_progress_beside_any_number_of_decodes():
+    scheduler = make_scheduler(rows=4)
+    for key in range(10):
+        decoding(scheduler, key)
+    prompt = waiting(scheduler, 99, num_tokens=6)
+    for _ in range(6):
+        plan = plan_with(scheduler, drafts(8))
+        assert plan.num_rows == 4
+        run(plan)
+    assert prompt.num_uncomputed == 1
+
+
+def test_removing_works_anywhere_and_twice():
+    scheduler = make_scheduler()
+    running, queued = decoding(scheduler, 1), waiting(scheduler, 2)
+    for sequence in (running, running, queued, queued):
+        scheduler.remove(sequence)
+    assert not scheduler.has_work
+    check(scheduler)
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (32, True), (33, False)])
+def test_what_can_never_fit_is_known_beforehand(num_tokens, fits):
+    scheduler = make_scheduler(num_blocks=8)
+    assert scheduler.can_ever_fit(num_tokens) is fits
+    assert scheduler.num_blocks_needed(num_tokens) == -(-num_tokens // BLOCK)
+
+
+def test_a_plan_of_64_sequences_costs_little_and_nothing_by_length():
+    """Best of many, in processor time: a busy machine does not decide. The goal is 0.3 ms, the bound is generous."""
+    scheduler = make_scheduler(num_blocks=16384, rows=512)
+    for key in range(64):
+        decoding(scheduler, key, num_tokens=900)
+    best = float("inf")
+    for _ in range(30):
+        started = time.thread_time()
+        plan = plan_with(scheduler, drafts(4))
+        best = min(best, time.thread_time() - started)
+        run(plan)
+    assert best < 0.0015

@@ -1,0 +1,63 @@
+"""A prefill node that is lost in the middle of a long prompt: what has arrived is not computed again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from outrider.cluster import ClusterConfig
+from outrider.errors import NotFoundError
+from outrider.faults import FAULTS_VARIABLE, ONCE_VARIABLE
+from tests.conftest import START_SECONDS, RunningCluster
+
+PROMPT = [(i * 17) % 250 + 20 for i in range(1500)]  # six chunks
+OPTIONS = {"max_tokens": 8, "seed": 1}
+PATIENCE_SECONDS = 60.0
+
+
+FAULTS = ("prefill.chunk:5=hold", "decode.between_frames:5=delay:1")
+"""The prefill node waits before its fifth chunk; six frames, of two chunks and more, have come to the decode node."""
+
+
+def reached(directory):
+    """The prefill node that waits: as a file that lets it go on when it is emptied."""
+    files = [directory / f"once.{fault.partition(':')[0]}" for fault in FAULTS]
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, "the prompt does not get there"
+        time.sleep(0.01)
+    return files[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("num_prefill_nodes", [2, 1])
+def test_only_the_missing_tokens_are_computed(start_cluster, tmp_path, number, num_prefill_nodes):
+    """By the next prefill node, or by the decode node where there is no other."""
+    environ = {FAULTS_VARIABLE: ";".join(FAULTS), ONCE_VARIABLE: str(tmp_path / "once")}
+    config = ClusterConfig(port=0, prefill_nodes=num_prefill_nodes)
+    with (
+        start_cluster(config, "kv_cache.prefix_cache=false", environ=environ) as cluster,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        cluster.wait_serving(START_SECONDS)
+        running = RunningCluster(cluster)
+        running.wait_until_all_serve()
+        answer = executor.submit(running.generate, PROMPT, **OPTIONS)
+        waiting = reached(tmp_path)
+        os.kill(int(waiting.read_text()), number)
+        token_ids, summary = answer.result(PATIENCE_SECONDS)
+        assert summary.usage.num_cached_tokens >= 512, "computed by the one that was lost"
+        waiting.write_text("")
+        for index in range(num_prefill_nodes):
+            with contextlib.suppress(NotFoundError):
+                cluster.kill(f"prefill-{index}", signal.SIGCONT)
+        running.wait_until_all_serve()
+        running.wait_until_nothing_is_held()
+        again, undisturbed = running.generate(PROMPT, **OPTIONS)
+        assert token_ids == again
+        assert undisturbed.usage.num_cached_tokens == 0

@@ -1,0 +1,158 @@
+"""Streams that are attached to no transfer: bounded, and displaced by others."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+
+import grpc
+import pytest
+
+from outrider.kv_transfer.base import CommitState
+from outrider.kv_transfer.frames import (
+    METHOD,
+    Hello,
+    decode_receiver_message,
+    encode_alive,
+    encode_hello,
+)
+from outrider.kv_transfer.inbox import AttachState
+
+
+class ManyStreams:
+    """Raw streams over one connection."""
+
+    def __init__(self, port):
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        self._queues = []
+
+    def open(self, *messages):
+        outgoing = queue.SimpleQueue()
+        for message in messages:
+            outgoing.put(message)
+        self._queues.append(outgoing)
+        return self.channel.stream_stream(METHOD)(iter(outgoing.get, None), timeout=60)
+
+    def close(self):
+        for outgoing in self._queues:
+            outgoing.put(None)
+        self.channel.close()
+
+
+@pytest.fixture
+def many():
+    opened = []
+
+    def open_many(port):
+        opened.append(ManyStreams(port))
+        return opened[-1]
+
+    yield open_many
+    for streams in opened:
+        streams.close()
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def read_all(call):
+    with contextlib.suppress(grpc.RpcError):
+        for _ in call:
+            pass
+
+
+def repeat(stream, message):
+    while True:
+        stream.ask(message)
+
+
+UNKNOWN_HELLO = Hello(transfer_id=b"?" * 16, incarnation=b"?" * 16)
+
+
+@pytest.mark.parametrize(
+    "messages", [(), (encode_alive(),), (encode_hello(UNKNOWN_HELLO),)], ids=["no", "alive", "lie"]
+)
+def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_factory, raw, many, messages):
+    receiver, port = receiver_factory(max_senders=8, max_unattached=4)
+    hostile = many(port)
+    readers = []
+    for _ in range(20):
+        readers.append(threading.Thread(target=read_all, args=(hostile.open(*messages),)))
+        readers[-1].start()
+        wait_for(lambda: sum(reader.is_alive() for reader in readers) <= 4)  # the others are displaced, or sent away
+    spec = peers.spec()
+    receiver.open(spec, peers.sink())
+    stream = raw(port)
+    welcome = stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
+    assert welcome.state is AttachState.ATTACHED
+    assert peers.finish(spec, stream) is CommitState.COMMITTED
+
+
+def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_factory, raw):
+    receiver, port = receiver_factory()
+    stream = raw(port)
+    for _ in range(100):
+        stream.say(encode_hello(UNKNOWN_HELLO))
+    answers = []
+    with pytest.raises(grpc.RpcError) as ended:
+        answers += stream.call
+    assert ended.value.code() is grpc.StatusCode.CANCELLED
+    assert receiver.counters.senders_refused < 100
+
+
+class Context:
+    """Of a call that gRPC does not carry: nothing is sent before the test asks for it."""
+
+    is_cancelled = False
+
+    def auth_context(self):
+        return {}
+
+    def add_callback(self, _callback):
+        return True
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+def test_an_attached_stream_whose_welcome_is_not_sent_yet_is_attached(peers):
+    receiver = peers.new_receiver(max_unattached=1)
+    spec = peers.spec()
+    receiver.open(spec, peers.sink())
+    hello = encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation))
+    context = Context()
+    replies = receiver._push(iter((hello,)), context)
+    assert decode_receiver_message(next(replies)).state is AttachState.ATTACHED
+    for _ in range(3):
+        assert list(receiver._push(iter(()), Context())) == []
+    assert not context.is_cancelled
+    replies.close()
+
+
+def test_a_stream_that_repeats_a_false_hello_is_not_kept(receiver_factory, raw, monkeypatch):
+    monkeypatch.setattr("outrider.kv_transfer.receiver.HELLO_SECONDS", 0.2)
+    _, port = receiver_factory()
+    stream = raw(port)
+    with pytest.raises(grpc.RpcError) as ended:
+        repeat(stream, encode_hello(UNKNOWN_HELLO))
+    assert ended.value.code() is grpc.StatusCode.CANCELLED
+
+
+def test_eight_prefill_nodes_with_seventeen_prompts_each_are_let_in(peers, receiver_factory, many):
+    receiver, port = receiver_factory()
+    calls = []
+    for _ in range(8):
+        streams = many(port)
+        for _ in range(17):
+            spec = peers.spec()
+            receiver.open(spec, peers.sink())
+            hello = Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)
+            calls.append(streams.open(encode_hello(hello)))
+    states = [decode_receiver_message(next(call)).state for call in calls]
+    assert states == [AttachState.ATTACHED] * len(calls)

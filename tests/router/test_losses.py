@@ -1,0 +1,216 @@
+"""Nodes that lose work again and again, and clusters in which a kind of node is missing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.node import NodeState
+from outrider.session import SequenceGroupFailed
+from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
+from tests.support.router_fakes.decode_node import letters
+
+UNAVAILABLE = 14
+LONG = 400
+FOREVER_SECONDS = 300.0
+OTHER = fake_model_info(numerics="exact (amx)")
+
+
+def give_up_every_group(node):
+    """From the next Open on."""
+
+    def give_up(session, opened):
+        session.say(SequenceGroupFailed(sequence_group_id=opened.sequence_group_id, code=UNAVAILABLE, message="sick"))
+
+    node._open = give_up
+
+
+# ---------------------------------------------------------------- nodes that lost a request
+
+
+async def test_a_request_leaves_a_node_that_gives_it_up_for_a_busier_one(node_pair):
+    await node_pair.serve()
+    running, _, sick = await node_pair.begin(LONG)
+    give_up_every_group(sick)
+    for _ in range(3):
+        answer = await node_pair.generate(sampling=node_pair.sampling(max_tokens=4))
+        assert len(answer.token_ids()) == 4
+    await node_pair.finish(running)
+    await node_pair.is_empty()
+
+
+async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_pair, monkeypatch):
+    monkeypatch.setattr("router.node_link.NO_ROOM_RETRY_SECONDS", FOREVER_SECONDS)
+    sick, full = node_pair.decodes
+    full.max_running = 0
+    take = sick._open
+    give_up_every_group(sick)
+    await node_pair.serve()
+    avoiding = asyncio.ensure_future(node_pair.generate(sampling=node_pair.sampling(max_tokens=4)))
+    await node_pair.eventually(lambda: node_pair.link_of(sick).breaker.is_open)
+    sick._open = take
+    await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
+    later = node_pair.generate(sampling=node_pair.sampling(max_tokens=4))
+    assert len((await asyncio.wait_for(later, PATIENCE_SECONDS / 3)).token_ids()) == 4
+    assert not avoiding.done()
+    full.max_running = 64
+    assert len((await asyncio.wait_for(avoiding, PATIENCE_SECONDS)).token_ids()) == 4
+
+
+# ---------------------------------------------------------------- numerics
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["before the second", "of the first attempt"])
+async def test_two_attempts_never_run_at_once_where_a_prompt_is_computed_differently(node_pair, lost):
+    same, other = node_pair.prefills
+    (other if lost else same).model = OTHER
+    if not lost:
+        other.model = OTHER
+    node_pair.pace(0.01)
+    await node_pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
+    if lost:
+        _link_of(node_pair, other).num_outstanding_tokens = 10_000  # it has more to do
+    task, busy, free = await node_pair.begin(LONG)
+    if lost:
+        await same.stop()
+        await node_pair.eventually(lambda: len(node_pair.service.nodes.prefill_nodes) == 1)
+        _link_of(node_pair, other).num_outstanding_tokens = 0
+    num_prompts = len(other.requests)
+    link = node_pair.link_of(busy)
+    busy.freeze()
+    await node_pair.eventually(lambda: link.is_late)
+    if lost:  # the decode node computes the prompt itself
+        await node_pair.eventually(lambda: free.groups)
+    else:
+        await asyncio.sleep(0.3)
+        assert not free.opened
+    assert len(other.requests) == num_prompts
+    assert (await node_pair.finish(task)).token_ids() == letters(busy.opened[-1], 0)
+
+
+def _link_of(pair, node):
+    return next(link for link in pair.service.nodes.prefill_nodes if link.name == node.name)
+
+
+async def test_what_waits_to_leave_a_draining_node_goes_anywhere_once_that_is_lost(node_pair):
+    odd = FakeDecodeNode(name="decode-2", model=OTHER)
+    node_pair.nodes.append(odd)
+    node_pair.decodes = (*node_pair.decodes, odd)
+    for prefill in node_pair.prefills:
+        prefill._decode_nodes = node_pair.decodes
+    odd.max_running = 0
+    node_pair.pace(0.01)
+    await node_pair.serve()
+    task, busy, full = await node_pair.begin(LONG)
+    full.max_running = 0
+    busy.state = NodeState.DRAINING
+    await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
+    odd.max_running = 64
+    await full.stop()
+    await busy.stop()
+    await node_pair.eventually(lambda: odd.groups, what="the move")
+    assert len((await node_pair.finish(task)).token_ids()) == LONG
+
+
+# ---------------------------------------------------------------- without prefill nodes
+
+
+async def test_without_prefill_nodes_decode_nodes_compute_prompts(cluster):
+    cluster.nodes = [cluster.decode]
+    await cluster.serve()
+    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=20))
+    assert len(answer.token_ids()) == 20
+    assert cluster.service.nodes.can_serve
+    await cluster.is_empty()
+
+
+async def test_an_answer_moves_where_no_prefill_node_is_left(node_pair):
+    node_pair.pace(0.01)
+    await node_pair.serve()
+    task, busy, free = await node_pair.begin(LONG)
+    for prefill in node_pair.prefills:
+        await prefill.stop()
+    await node_pair.eventually(lambda: not node_pair.service.nodes.prefill_nodes)
+    await busy.stop()
+    await node_pair.eventually(lambda: free.groups)
+    assert (await node_pair.finish(task)).token_ids() == letters(free.opened[0], 0)
+
+
+# ---------------------------------------------------------------- a request that kills its nodes
+
+
+class Plague:
+    """Nodes end when they are asked to work on a prompt."""
+
+    def __init__(self):
+        self.endings = []
+
+    def on_prefill(self, node):
+        async def prefill(_request, _context):
+            self._end(node)
+            await asyncio.Event().wait()
+
+        node.Prefill = prefill
+
+    def on_open(self, node):
+        node._open = lambda _session, _opened: self._end(node)
+
+    def on_local_prompt(self, node):
+        retarget = node._retarget
+
+        def end_or_wait(session, command):
+            if command.transfer_id:
+                retarget(session, command)
+            else:
+                self._end(node)
+
+        node._retarget = end_or_wait
+
+    def _end(self, node):
+        self.endings.append(asyncio.ensure_future(node.stop()))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+async def test_a_request_ends_three_processes_at_most_whatever_their_roles(node_pair, role):
+    num_prefills = 2 if role == "both" else 6
+    decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(6)]
+    prefills = [FakePrefillNode(decodes, name=f"prefill-{number}") for number in range(num_prefills)]
+    node_pair.decodes, node_pair.prefills, node_pair.nodes = tuple(decodes), tuple(prefills), [*decodes, *prefills]
+    plague = Plague()
+    for node in prefills if role != "decode" else ():
+        plague.on_prefill(node)
+    for node in decodes:
+        if role == "decode":
+            plague.on_open(node)
+        plague.on_local_prompt(node)
+    await node_pair.serve()
+    failure = await node_pair.fail(sampling=node_pair.sampling(max_tokens=4))
+    assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "NODE_LOST")
+    assert "3 nodes were lost without a new token" in failure.message
+    assert len(plague.endings) == 3
+    await asyncio.gather(*plague.endings)
+
+
+async def test_a_request_that_hangs_its_nodes_stops_three_processes_at_most(node_pair):
+    decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(6)]
+    prefills = [FakePrefillNode(decodes, name=f"prefill-{number}") for number in range(2)]
+    node_pair.decodes, node_pair.prefills, node_pair.nodes = tuple(decodes), tuple(prefills), [*decodes, *prefills]
+    hung = []
+
+    def hang_on_open(node):
+        def hang(_session, _opened):
+            hung.append(node.name)
+            node.freeze()
+
+        node._open = hang
+
+    for node in decodes:
+        hang_on_open(node)
+    await node_pair.serve()
+    failure = await node_pair.fail(sampling=node_pair.sampling(max_tokens=4))
+    assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "NODE_LOST")
+    assert len(hung) == 3, hung
+    for node in decodes:
+        node.thaw()

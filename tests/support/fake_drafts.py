@@ -1,0 +1,45 @@
+"""A draft client that makes its drafts itself."""
+
+from __future__ import annotations
+
+from decode_node.drafting.client import NoDrafts, StepDrafts
+from outrider.speculation.draft_tree import DraftTree
+
+
+class TextDrafts(NoDrafts):
+    """Proposes what `propose(token_ids, num_wanted)` says: token ids, a DraftTree, or None for no draft.
+
+    `announced` has (sample, known tokens) of every open sequence; `num_wanted` every number that was asked for.
+    """
+
+    def __init__(self, propose=lambda _token_ids, _num_wanted: ()):
+        self.propose = propose
+        self.announced = {}
+        self.num_wanted = []
+        self._texts = {}
+        self._wanted = {}
+
+    def open(self, sequence_id, start, token_ids, *, num_wanted):
+        self.announced[sequence_id] = (start.sample, tuple(token_ids))
+        self._texts[sequence_id], self._wanted[sequence_id] = list(token_ids), num_wanted
+
+    def update(self, updates):
+        for sequence_id, token_ids, num_wanted in updates:
+            self._texts[sequence_id] += token_ids
+            self._wanted[sequence_id] = num_wanted
+
+    def close(self, sequence_id):
+        self.announced.pop(sequence_id, None)
+
+    def take(self, sequence_ids, *, wait_seconds):
+        requested = {each for each in sequence_ids if self._wanted.get(each, 0) > 0}
+        drafts = {each: self._draft(each) for each in sequence_ids if each in requested}
+        return StepDrafts({key: tree for key, tree in drafts.items() if tree is not None}, requested=requested)
+
+    def _draft(self, sequence_id):
+        token_ids, num_wanted = self._texts[sequence_id], self._wanted[sequence_id]
+        self.num_wanted.append(num_wanted)
+        proposed = self.propose(list(token_ids), num_wanted)
+        if proposed is None or isinstance(proposed, DraftTree):
+            return proposed
+        return DraftTree(len(token_ids), token_ids=tuple(proposed))

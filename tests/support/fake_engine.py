@@ -1,0 +1,257 @@
+"""An engine without torch, on which loops and protocols are tested in milliseconds.
+
+`ScriptedEngine` has the surface of `outrider.engine.engine.Engine`. Its model is a hash:
+the next token is a function of the tokens before it, *as read back from the KV cache
+through the block table*. So a block that is lost, shared wrongly, not copied or not
+rolled back shows up as a wrong token, or as an InternalError at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.pending import Pending
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.step_clock import StepClock
+from outrider.profile import Part
+from outrider.request import LogprobsRequest, SamplingParams
+from tests.support.fake_kv_cache import ScriptedKVCache
+
+_MASK = (1 << 64) - 1
+
+
+class ScriptedModel:
+    """A target model that is a hash of its context. Equal contexts have equal logits, in every process.
+
+    `order` limits the context to its last tokens; with a small vocabulary the text then
+    soon repeats, which is what n-gram proposers need. None: the whole context counts.
+    """
+
+    def __init__(self, *, vocab_size: int = 32, seed: int = 0, order: int | None = None) -> None:
+        assert vocab_size >= 1
+        self.vocab_size = vocab_size
+        self._seed = seed
+        self._order = order
+
+    def logits(self, context: Sequence[int]) -> list[float]:
+        """Pseudo logits in [0, 8), one for each id, of the token that follows `context`."""
+        seen = context if self._order is None else context[-self._order :]
+        state = _mix(self._seed + 1)
+        for token_id in seen:
+            state = _mix(state ^ (token_id + 1))
+        return [_mix(state + token_id) / 2.0**61 for token_id in range(self.vocab_size)]
+
+    def next_token_id(self, context: Sequence[int]) -> int:
+        """The greedy choice; ties go to the lowest id."""
+        return greedy(self.logits(context))
+
+    def generate(self, prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """What a correct engine answers: `num_tokens` greedy tokens after the prompt."""
+        context = list(prompt_token_ids)
+        for _ in range(num_tokens):
+            context.append(self.next_token_id(context))
+        return context[len(prompt_token_ids) :]
+
+
+class Rows(Protocol):
+    """What `outrider.engine.input_batch.SequenceRows` has."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def start_position(self) -> int: ...
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+    @property
+    def num_logits(self) -> int: ...
+    @property
+    def parents(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedRows:
+    """A `Rows` for tests that do without input_batch, which imports torch."""
+
+    token_ids: Sequence[int]
+    start_position: int
+    block_ids: Sequence[int]
+    num_logits: int
+    parents: Sequence[int] = ()
+
+
+class ScriptedModelRunner:
+    """Runs a ScriptedModel over the rows of a step, writing and reading the KV cache as a real one would."""
+
+    is_asynchronous = False
+
+    def __init__(self, model: ScriptedModel, kv_cache: ScriptedKVCache) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.num_forwards = 0
+        self.num_rows: list[int] = []  # of each forward
+
+    def forward(self, rows: Sequence[Rows], *, on_layer_done: Callable[[int], None] | None = None) -> list[list[float]]:
+        """Pseudo logits of the rows that need them, in order.  # [num_logits][vocab_size]"""
+        cache = self.kv_cache
+        for layer in range(cache.num_layers):
+            for row in rows:
+                for place, token_id in enumerate(row.token_ids):
+                    slot = self._slot(row, row.start_position + place)
+                    position = row.start_position + _depth(row, place)
+                    cache.write_token(layer, slot, token_id=token_id, position=position)
+            if on_layer_done is not None:
+                on_layer_done(layer)
+        self.num_forwards += 1
+        self.num_rows.append(sum(len(row.token_ids) for row in rows))
+        logits: list[list[float]] = []
+        for row in rows:
+            end = row.start_position + len(row.token_ids) - len(row.parents)
+            context = cache.context(row.block_ids, end)
+            num_known = row.num_logits - len(row.parents)  # of the rows that need logits
+            logits += [self.model.logits(context[: end - later]) for later in range(num_known - 1, -1, -1)]
+            for draft in range(len(row.parents)):
+                path = [self._slot(row, end + each) for each in _path(row.parents, draft)]
+                logits.append(self.model.logits(cache.context(row.block_ids, end, path)))
+        return logits
+
+    def _slot(self, row: Rows, place: int) -> int:
+        """Where the tokens of a sequence lie in the order of its rows."""
+        size = self.kv_cache.block_size
+        return row.block_ids[place // size] * size + place % size
+
+    def target_token_ids(self, rows: Sequence[Rows]) -> list[int]:
+        """The greedy choice of every row that needs logits, in order."""
+        return [greedy(row) for row in self.forward(rows)]
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedSampling:
+    """State of one sample: what it was started with and what was committed since."""
+
+    params: SamplingParams
+    sample: int
+    stop_token_ids: tuple[int, ...]
+    generated_token_ids: list[int]
+    logprobs: LogprobsRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSampledRows:
+    """See SampledRows."""
+
+    token_ids: list[int]  # [num_rows]
+    logprobs: list[None]  # [num_rows]
+
+
+class ScriptedSampler:
+    """Always greedy; min_tokens masks stop token ids, counting the drafts before a row, as the contract says."""
+
+    def start(
+        self,
+        params: SamplingParams,
+        *,
+        sample: int,
+        prompt_token_ids: Sequence[int],
+        generated_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
+        logprobs: LogprobsRequest | None = None,
+    ) -> ScriptedSampling:
+        return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids), logprobs)
+
+    def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
+        state.generated_token_ids.extend(token_ids)
+
+    def queue(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> Pending[ScriptedSampledRows]:
+        """As `sample`; on no device."""
+        return Pending((), lambda _: self.sample(logits, rows))
+
+    def sample(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> ScriptedSampledRows:
+        """`rows` are SampleRows (or alike) over states of this sampler."""
+        token_ids: list[int] = []
+        for row in rows:
+            state: ScriptedSampling = row.state
+            for num_drafts in range(len(row.draft_token_ids) + 1):
+                values = logits[len(token_ids)]
+                num_assumed = len(row.assumed_token_ids) + num_drafts
+                if len(state.generated_token_ids) + num_assumed < state.params.min_tokens:
+                    masked = set(state.stop_token_ids)
+                    values = [-1.0 if token_id in masked else value for token_id, value in enumerate(values)]
+                token_ids.append(greedy(values))
+        assert len(token_ids) == len(logits)
+        return ScriptedSampledRows(token_ids, [None] * len(token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedEngine:
+    """Stands in for Engine: same fields, same `forward`."""
+
+    pool: BlockPool
+    scheduler: Scheduler
+    kv_cache: ScriptedKVCache
+    runner: ScriptedModelRunner
+    sampler: ScriptedSampler = field(default_factory=ScriptedSampler)
+    clock: StepClock = field(default_factory=StepClock)
+
+    @classmethod
+    def create(
+        cls,
+        model: ScriptedModel | None = None,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_running: int = 64,
+        max_rows_per_step: int = 512,
+    ) -> ScriptedEngine:
+        """A whole engine of the given size."""
+        pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"scripted")
+        kv_cache = ScriptedKVCache(num_blocks=num_blocks, block_size=block_size)
+        return cls(
+            pool=pool,
+            scheduler=Scheduler(pool, max_running=max_running, max_rows_per_step=max_rows_per_step),
+            kv_cache=kv_cache,
+            runner=ScriptedModelRunner(model or ScriptedModel(), kv_cache),
+        )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.runner.is_asynchronous
+
+    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[Rows]) -> Sequence[Sequence[float]]:
+        self.kv_cache.copy_blocks(block_copies)
+        self.clock.mark(Part.BATCH)
+        logits = self.runner.forward(rows)
+        self.clock.mark(Part.FORWARD)
+        return logits
+
+
+def _path(parents: Sequence[int], draft: int) -> list[int]:
+    """The drafts of a tree from the root to this one."""
+    path = [draft]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def _depth(row: Rows, place: int) -> int:
+    """How many tokens of a sequence's rows come before this one in the text."""
+    num_known = len(row.token_ids) - len(row.parents)
+    return place if place < num_known else num_known + len(_path(row.parents, place - num_known)) - 1
+
+
+def greedy(logits: Sequence[float]) -> int:
+    """The largest logit's id, the lowest of equals."""
+    return max(range(len(logits)), key=lambda token_id: (logits[token_id], -token_id))
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

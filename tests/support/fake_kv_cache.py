@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.errors import InternalError
+
+_UNWRITTEN = -1
+
+
+class ScriptedKVCache:
+    """A paged cache whose k is the token id and whose v is its position, in every layer. See PagedKVCache."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int = 2) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self.planes = tuple(PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
+        # Each [num_layers, num_slots] int32: four bytes a token and layer, as the planes say.
+        self._slots = {
+            plane.name: np.full((num_layers, num_blocks * block_size), _UNWRITTEN, dtype=np.int32)
+            for plane in self.planes
+        }
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        for stored in self._slots.values():
+            blocks = stored.reshape(self.num_layers, self.num_blocks, self.block_size)
+            blocks[:, [destination for _, destination in pairs]] = blocks[:, [source for source, _ in pairs]]
+
+    def fence(self) -> None:
+        """Everything is written at once."""
+
+    @property
+    def head_ranges(self) -> tuple[range, ...]:
+        return (range(1),)
+
+    def read(
+        self, plane: str, layers: range, slots: Any, after: Any = None, *, heads: range | None = None
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """KV of `slots` ([num_tokens] integers: list, array or CPU tensor), layer by layer, as uint8."""
+        taken = self._slots[plane][layers.start : layers.stop][:, np.asarray(slots)]
+        return np.ascontiguousarray(taken).view(np.uint8).reshape(-1)
+
+    def write(
+        self,
+        plane: str,
+        layers: range,
+        slots: Any,
+        payload: bytes | bytearray | memoryview,
+        after: Any = None,
+        *,
+        heads: range | None = None,
+    ) -> None:
+        """Writes what `read` gave. Raises InternalError when it does not fit."""
+        where = np.asarray(slots)
+        values = np.frombuffer(payload, dtype=np.int32)
+        if plane not in self._slots or values.size != len(layers) * where.size or layers.stop > self.num_layers:
+            raise InternalError(f"{values.size} values do not fit plane {plane!r}, {layers}, {where.size} slots")
+        self._slots[plane][layers.start : layers.stop, where] = values.reshape(len(layers), where.size)
+
+    def write_token(self, layer: int, slot: int, *, token_id: int, position: int) -> None:
+        self._slots["k"][layer, slot] = token_id
+        self._slots["v"][layer, slot] = position
+
+    def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        for stored in self._slots.values():
+            stored[:, [destination for _, destination in pairs]] = stored[:, [source for source, _ in pairs]]
+
+    def context(self, block_ids: Sequence[int], num_tokens: int, path: Sequence[int] = ()) -> list[int]:
+        """The first `num_tokens` tokens of a block table, then those of other slots.
+
+        Raises InternalError where a slot holds something else than the KV of its position.
+        """
+        in_table = np.arange(num_tokens)
+        blocks = np.asarray(block_ids, dtype=np.int64)[in_table // self.block_size]
+        slots = np.concatenate(
+            [blocks * self.block_size + in_table % self.block_size, np.asarray(path, dtype=np.int64)]
+        )
+        positions = np.arange(len(slots))
+        token_ids, stored_positions = self._slots["k"][:, slots], self._slots["v"][:, slots]
+        wrong = np.flatnonzero((stored_positions != positions).any(axis=0) | (token_ids != token_ids[0]).any(axis=0))
+        if wrong.size:
+            position = int(wrong[0])
+            raise InternalError(f"slot {slots[position]} does not hold the KV of position {position}")
+        tokens: list[int] = token_ids[0].tolist()
+        return tokens

@@ -1,0 +1,223 @@
+"""CPU time of the router for each streamed token, beside a bare gRPC server that writes the same messages.
+
+    python -m tests.support.router_cpu [--streams 16] [--tokens 1000] [--step-ms 10] [--rounds 3]
+
+The router is the real process; its nodes are scripted ones (`tests.support.router_fakes`), one token of
+every stream in each step, so that nothing but the router is measured. The bare server is a
+grpc.aio server on uvloop that writes one prepared message for each token at the same pace:
+what gRPC itself costs. The relay is a bare server whose pace comes from another process: it
+reads a message of a session's size for each step, and looks at none of it. No router on
+grpc.aio can cost less. Rounds alternate. CPU time grows when other programs share the
+caches: compare the columns, not runs of different hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import grpc
+import grpc.aio
+import psutil
+import uvloop
+
+from outrider.rpc.channels import server_options
+from outrider.v1 import router_pb2
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATE = "/outrider.v1.RouterService/Generate"
+PACE = "/benchmark.Pacemaker/Pace"
+SESSION_BYTES_OF_A_STREAM = 30
+"""Of one token in a message of a decode node's session, its share of the report included."""
+START_SECONDS = 60
+STREAM_SECONDS = 600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="CPU time of the router for each streamed token.")
+    parser.add_argument("--streams", type=int, default=16, metavar="N")
+    parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="of each stream; default 1000")
+    parser.add_argument(
+        "--step-ms", type=float, default=10.0, metavar="MS", help="one token of each stream; default 10"
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--serve", choices=tuple(SERVERS), help=argparse.SUPPRESS)
+    parser.add_argument("--pacemaker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(SERVERS[arguments.serve](arguments))
+        return
+    measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Alternates router and bare server; prints CPU milliseconds for each token of either."""
+    this = [
+        sys.executable,
+        "-m",
+        "tests.support.router_cpu",
+        "--tokens",
+        str(arguments.tokens),
+        "--step-ms",
+        str(arguments.step_ms),
+    ]
+    this += ["--streams", str(arguments.streams)]
+    figures: dict[str, list[float]] = {"router": [], "relay": [], "bare": []}
+    with (
+        started([*this, "--serve", "nodes"]) as (_, nodes),
+        started([*this, "--serve", "bare"]) as (bare, bare_said),
+        started([*this, "--serve", "relay", "--pacemaker", nodes["pacemaker"]]) as (relay, relay_said),
+    ):
+        command = [sys.executable, "-m", "router", "--set", "server.port=0"]
+        for role in ("decode", "prefill"):
+            command += ["--set", f"router.{role}_targets={nodes[role]}"]
+        with started(command, announces=True) as (router, serving):
+            servers = {
+                "router": (router, serving["address"]),
+                "relay": (relay, relay_said["address"]),
+                "bare": (bare, bare_said["address"]),
+            }
+            for process, address in servers.values():  # once, not counted: the first calls import and connect
+                drive(process, address, arguments.streams, min(50, arguments.tokens))
+            for _ in range(arguments.rounds):
+                for name, (process, address) in servers.items():
+                    seconds, num_messages = drive(process, address, arguments.streams, arguments.tokens)
+                    num_tokens = arguments.streams * arguments.tokens
+                    figures[name].append(seconds * 1e3 / num_tokens)
+                    shown = f"{figures[name][-1]:.4f} ms of CPU for each token"
+                    print(f"{name:>6}: {shown}, {num_messages / num_tokens:.2f} messages for each", flush=True)
+    for what, of in (("median", median), ("least", min)):
+        router_ms, relay_ms, bare_ms = (of(figures[name]) for name in ("router", "relay", "bare"))
+        times = f"{router_ms / bare_ms:.2f} and {relay_ms / bare_ms:.2f} times"
+        print(f"{what}: router {router_ms:.4f} ms, relay {relay_ms:.4f} ms, bare gRPC {bare_ms:.4f} ms, {times}")
+
+
+def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: int) -> tuple[float, int]:
+    """(CPU seconds of the process, messages) of so many streams. The client reads bytes and looks into none."""
+    request = router_pb2.GenerateRequest(text="a prompt")
+    request.sampling.max_tokens = num_tokens
+    request.stop.ignore_eos = True
+    with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(num_streams) as pool:
+        call = channel.unary_stream(GENERATE)
+        before = process.cpu_times()
+        counts = pool.map(
+            lambda _: sum(1 for _ in call(request.SerializeToString(), timeout=STREAM_SECONDS)), range(num_streams)
+        )
+        num_messages = sum(counts)
+        after = process.cpu_times()
+    return after.user + after.system - before.user - before.system, num_messages
+
+
+@contextmanager
+def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    """The process, and the first JSON line on its standard output (a router's log: the line that says it serves)."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL if announces else subprocess.PIPE,
+        stderr=subprocess.PIPE if announces else None,
+        text=True,
+    )
+    lines = process.stderr if announces else process.stdout
+    assert lines is not None
+    try:
+        for line in lines:
+            said = json.loads(line)
+            if not announces or said.get("event") == "serving":
+                break
+        else:
+            raise RuntimeError(f"{command} ended before it served")
+        with ThreadPoolExecutor(1) as drain:
+            drain.submit(lambda: [None for _ in lines])  # a full pipe would stop it
+            try:
+                yield psutil.Process(process.pid), said
+            finally:
+                process.terminate()
+                process.wait(START_SECONDS)
+    finally:
+        process.kill()
+
+
+async def serve_nodes(arguments: argparse.Namespace) -> None:
+    """A scripted decode node, a prefill node that nobody needs, and the relay's pacemaker."""
+    from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
+
+    model = fake_model_info(max_model_len=arguments.tokens + 64)
+    decode = FakeDecodeNode(model=model)
+    decode.step_seconds = arguments.step_ms / 1e3
+    decode.max_local_prefill_tokens = 64
+    prefill = FakePrefillNode([decode], model=model)
+
+    async def pace(_request: bytes, context: grpc.aio.ServicerContext) -> None:
+        message = bytes(SESSION_BYTES_OF_A_STREAM * arguments.streams)
+        while True:
+            await asyncio.sleep(arguments.step_ms / 1e3)
+            await context.write(message)
+
+    pacemaker = await start_server(PACE, pace)
+    addresses = {"decode": await decode.start(), "prefill": await prefill.start(), "pacemaker": pacemaker}
+    print(json.dumps(addresses), flush=True)
+    await asyncio.Event().wait()
+
+
+async def serve_bare(arguments: argparse.Namespace) -> None:
+    """Writes at the pace of a timer."""
+    step = await serve_steps()
+    while True:
+        await asyncio.sleep(arguments.step_ms / 1e3)
+        step.set()
+        step.clear()
+
+
+async def serve_relay(arguments: argparse.Namespace) -> None:
+    """Writes whenever a message of the pacemaker has come."""
+    step = await serve_steps()
+    async with grpc.aio.insecure_channel(arguments.pacemaker) as channel:
+        async for _ in channel.unary_stream(PACE)(b""):
+            step.set()
+            step.clear()
+
+
+async def serve_steps() -> asyncio.Event:
+    """Writes a delta of one token at each step, as many as are asked for, to every stream."""
+    message = router_pb2.GenerateResponse(
+        delta=router_pb2.Delta(start_position=500, token_ids=[97], text="a")
+    ).SerializeToString()
+    step = asyncio.Event()
+
+    async def generate(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        for _ in range(router_pb2.GenerateRequest.FromString(request).sampling.max_tokens):
+            await step.wait()
+            await context.write(message)
+
+    print(json.dumps({"address": await start_server(GENERATE, generate)}), flush=True)
+    return step
+
+
+async def start_server(method: str, behaviour: Callable[[bytes, grpc.aio.ServicerContext], Awaitable[None]]) -> str:
+    """A grpc.aio server with one method, which streams bytes. Returns its address."""
+    server = grpc.aio.server(options=server_options())
+    SERVED.append(server)  # without references it would shut itself down
+    service, _, name = method[1:].partition("/")
+    handler = grpc.unary_stream_rpc_method_handler(behaviour)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return f"127.0.0.1:{port}"
+
+
+SERVED: list[grpc.aio.Server] = []
+SERVERS = {"nodes": serve_nodes, "bare": serve_bare, "relay": serve_relay}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What every fake node has: a server, an identity, reports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.service.node_service import NodeServicer
+from outrider.v1 import node_pb2, node_pb2_grpc
+from tests.support.router_fakes.model import fake_model_info, fake_tokenizer_files
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class FakeNode:
+    """A node's server and identity. `freeze` is SIGSTOP: connections stay, nothing moves."""
+
+    def __init__(self, role: NodeRole, *, name: str, model: ModelInfo | None = None) -> None:
+        self.role = role
+        self.name = name
+        self.model = model if model is not None else fake_model_info()
+        self.state = NodeState.SERVING
+        self.incarnation = os.urandom(16)
+        self.step = 0
+        self.address = ""
+        self._server: grpc.aio.Server | None = None
+        self._moves = asyncio.Event()
+        self._moves.set()
+
+    async def start(self, port: int = 0) -> str:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        node_pb2_grpc.add_NodeServiceServicer_to_server(_FakeNodeServicer(self), self._server)
+        self.add_to(self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+        return self.address
+
+    async def stop(self) -> None:
+        """As kill -9: every stream breaks."""
+        if self._server is not None:
+            await self._server.stop(None)
+
+    def freeze(self) -> None:
+        self._moves.clear()
+
+    def thaw(self) -> None:
+        self._moves.set()
+
+    async def moves(self) -> None:
+        """Returns unless the node is frozen."""
+        await self._moves.wait()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds what the role has besides NodeService."""
+
+    def info(self) -> NodeInfo:
+        return NodeInfo(
+            incarnation=self.incarnation,
+            name=self.name,
+            role=self.role,
+            state=self.state,
+            version="fake",
+            model=self.model if self.state is not NodeState.STARTING else None,
+        )
+
+    def load(self) -> NodeLoad:
+        return NodeLoad()
+
+    def report(self) -> NodeReport:
+        return NodeReport(state=self.state, incarnation=self.incarnation, step=self.step, load=self.load())
+
+
+class _FakeNodeServicer(NodeServicer):
+    def __init__(self, node: FakeNode) -> None:
+        super().__init__(node.info, node.report, fake_tokenizer_files)
+        self._node = node
+
+    async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:
+        await self._node.moves()
+        return await super().GetNode(request, context)
+
+    async def Watch(self, request: node_pb2.WatchNodeRequest, context: Context) -> AsyncIterator[node_pb2.NodeReport]:
+        async for report in super().Watch(request, context):
+            await self._node.moves()
+            yield report

@@ -1,0 +1,75 @@
+"""A prefill node that computes nothing and "pushes KV" by saying so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+
+from outrider.node import ModelInfo, NodeLoad, NodeRole
+from outrider.v1 import prefill_pb2, prefill_pb2_grpc
+from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, FakeDecodeNode
+from tests.support.router_fakes.node import Context, FakeNode
+
+
+class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
+    """Knows the decode nodes that it may push to."""
+
+    def __init__(
+        self, decode_nodes: Sequence[FakeDecodeNode], *, name: str = "prefill-0", model: ModelInfo | None = None
+    ) -> None:
+        super().__init__(NodeRole.PREFILL, name=name, model=model)
+        self._decode_nodes = tuple(decode_nodes)
+        self.prefill_seconds = 0.0
+        self.num_cached_tokens = 0
+        self.fails_with: grpc.StatusCode | None = None
+        self.pushes = True  # False: answers without having pushed anything
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.num_active = 0
+        self.num_outstanding_tokens = 0
+        self.max_rows_per_step = 0  # 0: it does not say
+        self.most_outstanding_tokens = 0
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(
+            num_running=self.num_active,
+            num_outstanding_tokens=self.num_outstanding_tokens,
+            max_rows_per_step=self.max_rows_per_step,
+        )
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
+        self.requests.append(request)
+        num_tokens = len(request.token_ids)
+        self.num_active += 1
+        self.num_outstanding_tokens += num_tokens
+        self.most_outstanding_tokens = max(self.most_outstanding_tokens, self.num_outstanding_tokens)
+        try:
+            await self.moves()
+            await asyncio.sleep(self.prefill_seconds)
+            await self.moves()
+            if self.fails_with is not None:
+                await context.abort(self.fails_with, "scripted failure")
+            if self.pushes:
+                self._push(request)
+        finally:
+            self.num_active -= 1
+            self.num_outstanding_tokens -= num_tokens
+        num_cached = min(self.num_cached_tokens, num_tokens)
+        return prefill_pb2.PrefillResponse(
+            num_cached_tokens=num_cached,
+            num_computed_tokens=num_tokens - num_cached,
+            compute_microseconds=round(self.prefill_seconds * 1e6) + 1000,
+            connector="fake",
+            kv_bytes=(num_tokens - request.held_prefix_length) * KV_BYTES_PER_TOKEN,
+            transfer_microseconds=2000,
+            exposed_microseconds=500,
+        )
+
+    def _push(self, request: prefill_pb2.PrefillRequest) -> None:
+        for node in self._decode_nodes:
+            if node.address == request.kv_address and node.incarnation == request.decode_incarnation:
+                node.complete_transfer(request.transfer_id, len(request.token_ids) - request.held_prefix_length)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class ScriptedTurns:
+    """CpuTurns among others whose part the test plays."""
+
+    description = "scripted"
+
+    def __init__(self, *, num_refusals: int = 0, is_over: bool = False) -> None:
+        """`num_refusals`: takes that fail before each one that does not. `is_over`: what `is_over` answers."""
+        self.num_refusals = num_refusals
+        self.on_refusal: Callable[[], None] = lambda: None
+        self.is_held = False
+        self.num_taken = 0
+        self.kept_for: list[float] = []
+        self._is_over = is_over
+        self._num_refused = 0
+
+    def take(self, timeout_seconds: float) -> bool:
+        if self._num_refused < self.num_refusals:
+            self._num_refused += 1
+            self.on_refusal()
+            return False
+        self._num_refused = 0
+        self.is_held = True
+        self.num_taken += 1
+        return True
+
+    def keep(self, expected_seconds: float) -> bool:
+        self.kept_for.append(expected_seconds)
+        return self.is_held
+
+    def is_over(self, seconds: float) -> bool:
+        assert self.is_held
+        return self._is_over
+
+    def give(self) -> None:
+        self.is_held = False
