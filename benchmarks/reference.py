@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.streamers import BaseStreamer
 
-from outrider.bench.machine import CpuMeter, describe_machine
+from outrider.bench.machine import CpuMeter, describe_machine, others_cpu_share
 from outrider.bench.prompts import DEFAULT_PROMPTS, BenchPrompt, load_prompts
 from outrider.client import ChatMessage
 from outrider.model_hub.config import ModelConfig
@@ -274,7 +274,7 @@ def measure_generate(model: Model, prompts: Sequence[TokenIds], *, max_new_token
         tokens_per_second=num_generated / wall_seconds,
         decode_tokens_per_second=median(rates) if rates else 0.0,
         ttft_seconds=median(times[0] for times in clocks),
-        others_cpu_share=meter.stop().others_share,
+        others_cpu_share=others_cpu_share([meter.stop()]),
     )
 
 
@@ -319,7 +319,7 @@ def measure_batched(
         max_requests_per_batch=max_requests_per_batch,
         num_generated_tokens=num_generated,
         tokens_per_second=num_generated / (ended_at - started_at),
-        others_cpu_share=reading.others_share,
+        others_cpu_share=others_cpu_share([reading]),
     )
 
 

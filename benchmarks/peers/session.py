@@ -14,7 +14,7 @@ from peer import Peer, Server, Setup
 from process import PeerError
 
 from outrider.bench.load import Level, LoadGenerator, Pass
-from outrider.bench.machine import CpuMeter
+from outrider.bench.machine import CpuMeter, others_cpu_share
 from outrider.bench.measure import figures_of, stream_rate
 from outrider.bench.prompts import BenchPrompt
 
@@ -113,7 +113,7 @@ async def _pass(
     failed = [record for record in done.records if record.error]
     if failed:
         raise PeerError(f"{len(failed)} of {len(prompts)} answers failed: {failed[0].error_message}")
-    return done, meter.stop().others_share
+    return done, others_cpu_share([meter.stop()])
 
 
 def _figures(done: Pass, num_clients: int, others_share: float) -> LevelResult:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode, Passed
 from benchmarks.three_lines.delayed_link import delayed_link
 from benchmarks.three_lines.pair import Pair
+from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
 from decode_node.drafting.client import DraftClient, NoDrafts
-from outrider.bench.speed_model import SpeedModel, acceptance_of
 from outrider.errors import InternalError, PeerLostError
 from outrider.speculation.draft_stream import DraftHello
 

@@ -19,7 +19,7 @@ from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSetting
 from outrider.speculation.proposers.model_forward import ModelForward
 
 if TYPE_CHECKING:
-    from outrider.bench.speed_model import SpeedModel
+    from benchmarks.three_lines.speed_model import SpeedModel
     from outrider.engine.kv_cache.config import KVCacheConfig
     from outrider.model_hub.loaded_model import LoadedModel
     from outrider.speculation.proposers.base import Proposer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from outrider.bench.speed_model import SpeedModel
+    from benchmarks.three_lines.speed_model import SpeedModel
     from outrider.engine.engine import Engine
     from outrider.speculation.proposers.base import Proposer
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks.three_lines.simulated_model import SimulatedKVCache, SimulatedModel, SimulatedRunner, noise_for
-from outrider.bench.speed_model import SpeedModel
+from benchmarks.three_lines.speed_model import SpeedModel
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.block_pool import BlockPool

@@ -6,10 +6,13 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from outrider.engine.processor import usable_cpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class MachineInfo:
 def describe_machine() -> MachineInfo:
     return MachineInfo(
         processor=_processor_name(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=len(usable_cpus()),
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
@@ -100,25 +103,18 @@ class CpuMeter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuReading:
-    """CPU time of a span. Readings of consecutive spans add up."""
+    """CPU time of a span."""
 
     elapsed_seconds: float
     own_cpu_seconds: float
     others_cpu_seconds: float
     num_cores: int
 
-    @property
-    def others_share(self) -> float:
-        """0 to 1: of all cores over the span."""
-        return self.others_cpu_seconds / (self.elapsed_seconds * self.num_cores)
 
-    def __add__(self, other: CpuReading) -> CpuReading:
-        return CpuReading(
-            elapsed_seconds=self.elapsed_seconds + other.elapsed_seconds,
-            own_cpu_seconds=self.own_cpu_seconds + other.own_cpu_seconds,
-            others_cpu_seconds=self.others_cpu_seconds + other.others_cpu_seconds,
-            num_cores=self.num_cores,
-        )
+def others_cpu_share(readings: Sequence[CpuReading]) -> float:
+    """0 to 1: what others took of all cores over these spans."""
+    available = sum(reading.elapsed_seconds * reading.num_cores for reading in readings)
+    return sum(reading.others_cpu_seconds for reading in readings) / available
 
 
 def _machine_busy_seconds() -> float:

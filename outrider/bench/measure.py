@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean, median
+from statistics import mean, median, quantiles
 
 from outrider.bench.load import Level, Pass, RequestRecord
-from outrider.bench.machine import CpuReading
+from outrider.bench.machine import CpuReading, others_cpu_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,8 @@ class Percentiles:
         """None without values."""
         if not values:
             return None
-        ordered = sorted(values)
-        return cls(p50=_quantile(ordered, 0.50), p90=_quantile(ordered, 0.90), p99=_quantile(ordered, 0.99))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        hundredths = quantiles(values if len(values) > 1 else [*values] * 2, n=100, method="inclusive")
+        return cls(p50=hundredths[49], p90=hundredths[89], p99=hundredths[98])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +57,9 @@ class LevelFigures:
 
 
 def figures_of(
-    level: Level, passes: Sequence[Pass], *, speculation: bool, cpu: CpuReading | None = None
+    level: Level, passes: Sequence[Pass], *, speculation: bool, cpu: Sequence[CpuReading] = ()
 ) -> LevelFigures:
-    """Figures of one level over all its passes."""
+    """Figures of one level over all its passes. `cpu`: of each, if known."""
     records = [record for one in passes for record in one.records]
     answered = [record for record in records if not record.error]
     wall_seconds = sum(one.wall_seconds for one in passes)
@@ -98,7 +91,7 @@ def figures_of(
         look_ahead_hit_rate=mean(hit_rates) if hit_rates else 0.0,
         kv_bytes=sum(record.metrics.kv_transfer.bytes for record in answered),
         kv_connectors=tuple(sorted({record.metrics.kv_transfer.connector for record in answered} - {""})),
-        others_cpu_share=cpu.others_share if cpu is not None else None,
+        others_cpu_share=others_cpu_share(cpu) if cpu else None,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -72,8 +71,8 @@ async def run_bench(
                 cpu[mode].append(meter.stop())
                 progress.pass_ended()
         for mode in plan.modes:
-            reading = _sum(cpu[mode]) if cluster_pids else None
-            figures.append(figures_of(level, passes[mode], speculation=mode, cpu=reading))
+            readings = cpu[mode] if cluster_pids else ()
+            figures.append(figures_of(level, passes[mode], speculation=mode, cpu=readings))
         if len(plan.modes) == 2:
             comparisons.append(compare(level, passes[False], passes[True], are_answers_comparable=plan.same_prompts))
     return BenchResult(figures=tuple(figures), comparisons=tuple(comparisons))
@@ -107,10 +106,3 @@ async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions,
 def _salt(plan: BenchPlan, level: Level, number: int, *, speculation: bool) -> str:
     mode = "same" if plan.same_prompts else ("spec" if speculation else "plain")
     return f"[{plan.run_mark}{level.name} {number} {mode}]"
-
-
-def _sum(readings: Sequence[CpuReading]) -> CpuReading:
-    total, *others = readings
-    for reading in others:
-        total += reading
-    return total

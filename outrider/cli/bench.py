@@ -19,7 +19,13 @@ from outrider.bench.machine import describe_machine, pids_behind
 from outrider.bench.prompts import DEFAULT_PROMPTS, AnswerOptions, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
 from outrider.bench.run import BenchPlan, BenchResult, run_bench
-from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.connection import (
+    add_connection_arguments,
+    add_target_argument,
+    check_writable,
+    read_tls,
+    read_token,
+)
 from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
@@ -90,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = AnswerOptions(**given)
     make_request("", {"top_k": options.top_k, "seed": options.seed, "max_tokens": options.max_tokens})  # or an error
     if arguments.json:
-        check_writable(arguments.json)
+        check_writable(arguments.json, "json")
     tls, token = read_tls(arguments), read_token(arguments)
     if tls is not None and arguments.target is None:
         raise InvalidRequestError("the cluster that is started has no TLS: omit the TLS flags", field="tls")
@@ -125,14 +131,6 @@ def make_plan(arguments: argparse.Namespace) -> BenchPlan:
         same_prompts=compares and (arguments.same_prompts or starts_cluster),
         run_mark="" if starts_cluster else f"{secrets.token_hex(3)} ",
     )
-
-
-def check_writable(path: Path) -> None:
-    """Before the work of an hour is lost. Raises: InvalidRequestError."""
-    try:
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise InvalidRequestError(f"--json {path}: {error.strerror}", field="json") from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from outrider.client.targets import DEFAULT_TARGET
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.rpc.credentials import TlsConfig
 
 TARGET_VARIABLE = "OUTRIDER_TARGET"
@@ -72,3 +72,11 @@ def read_token(arguments: argparse.Namespace) -> str | None:
     if not token or len(token.split()) != 1:
         raise ConfigError(f"--token-file: {arguments.token_file} must contain exactly one token")
     return token
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Before the work of an hour is lost. Raises: InvalidRequestError."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidRequestError(f"--{flag} {path}: {error.strerror}", field=flag) from error

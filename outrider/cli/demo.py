@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from types import FrameType
 
 from outrider import __version__
@@ -134,11 +135,8 @@ def _answer_through_a_loss(cluster: Cluster, client: Client, twin: DemoAnswer) -
 
 def _busiest_decode_node(cluster: Cluster, client: Client) -> str:
     """The cluster's name of the one that runs most. Raises: NotFoundError."""
-    statuses = client.watch_cluster()
-    try:
+    with contextlib.closing(client.watch_cluster()) as statuses:
         decodes = next(statuses).by_role()[NodeRole.DECODE]
-    finally:
-        statuses.close()
     target = max(decodes, key=lambda node: node.load.num_running).target
     for node in cluster.nodes:
         if node.address == target:
@@ -207,10 +205,7 @@ def _describe_parting(client: Client, fast: DemoAnswer, plain: DemoAnswer) -> st
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first token that differs, or that only one has; None when equal."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return next((index for index, (a, b) in enumerate(zip_longest(one, other)) if a != b), None)
 
 
 def _print_table(pairs: Sequence[tuple[DemoAnswer, DemoAnswer]]) -> None:

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from outrider.cli.connection import add_connection_arguments, read_tls
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
 from outrider.rpc.channels import open_sync_channel
-from outrider.rpc.credentials import TlsConfig, client_credentials
+from outrider.rpc.credentials import client_credentials
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_SECONDS = 3.0
@@ -47,53 +47,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: SERVING, 1: anything else."""
-    status = check_health(
-        arguments.target,
-        service=arguments.service,
-        timeout_seconds=arguments.timeout,
-        tls=read_tls(arguments),
-        server_name=arguments.server_name,
-    )
-    sys.stdout.write(f"{arguments.target} is {status}\n")
-    return 0 if status == "SERVING" else 1
-
-
-def check_health(
-    target: str,
-    *,
-    service: str = "",
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    tls: TlsConfig | None = None,
-    server_name: str = "",
-) -> str:
-    """The name of grpc.health.v1's ServingStatus.
+    """0: SERVING, 1: anything else.
 
     Raises: PeerLostError without an answer, NotFoundError if the process has no such service,
     InvalidRequestError for an invalid timeout, ConfigError for a file that cannot be read.
     """
-    if not timeout_seconds > 0:
-        raise InvalidRequestError(f"--timeout {timeout_seconds:g} is not above 0", field="timeout")
+    tls = read_tls(arguments)
+    if not arguments.timeout > 0:
+        raise InvalidRequestError(f"--timeout {arguments.timeout:g} is not above 0", field="timeout")
     credentials = client_credentials(tls, None)
-    with open_sync_channel(target, credentials=credentials, server_name=server_name) as channel:
+    with open_sync_channel(arguments.target, credentials=credentials, server_name=arguments.server_name) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         try:
-            answer = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds)
+            answer = check(health_pb2.HealthCheckRequest(service=arguments.service), timeout=arguments.timeout)
         except grpc.RpcError as error:
-            raise _explained(error, target=target, service=service, timeout_seconds=timeout_seconds) from error
-    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+            raise _explained(error, arguments) from error
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    sys.stdout.write(f"{arguments.target} is {status}\n")
+    return 0 if status == "SERVING" else 1
 
 
-def _explained(error: grpc.RpcError, *, target: str, service: str, timeout_seconds: float) -> OutriderError:
-    code, details = error.code(), error.details()
+def _explained(error: grpc.RpcError, arguments: argparse.Namespace) -> OutriderError:
+    target, code = arguments.target, error.code()
     if code is grpc.StatusCode.NOT_FOUND:
-        return NotFoundError(f"{target} has no service {service}")
+        return NotFoundError(f"{target} has no service {arguments.service}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return NotFoundError(f"{target} has no health service: it is not an Outrider service")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return PeerLostError(f"{target} does not answer within {timeout_seconds:g} s")
-    return PeerLostError(f"{target} cannot be reached: {details}")
+        return PeerLostError(f"{target} does not answer within {arguments.timeout:g} s")
+    return PeerLostError(f"{target} cannot be reached: {error.details()}")

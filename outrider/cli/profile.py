@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 
-from outrider.cli.connection import add_connection_arguments, add_target_argument, read_tls, read_token
+from outrider.cli.connection import (
+    add_connection_arguments,
+    add_target_argument,
+    check_writable,
+    read_tls,
+    read_token,
+)
 from outrider.client import Client
 from outrider.errors import InvalidRequestError, NotFoundError
 from outrider.node import NodeRole, NodeState
@@ -63,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 1 if nothing was captured."""
     options = make_options(arguments)
     if arguments.output:
-        _check_writable(arguments.output)
+        check_writable(arguments.output, "output")
     tls, token = read_tls(arguments), read_token(arguments)
     target = arguments.node or find_node(arguments.target, arguments.role, tls=tls, token=token)
     profile, trace = asyncio.run(_fetch(target, options, client_credentials(tls, None), arguments.server_name))
@@ -96,12 +103,8 @@ def make_options(arguments: argparse.Namespace) -> ProfileOptions:
 
 def find_node(router: str, role: str, *, tls: TlsConfig | None = None, token: str | None = None) -> str:
     """host:port of the first serving node of the role. Raises: NotFoundError; PeerLostError without a router."""
-    with Client(router, tls=tls, token=token) as client:
-        statuses = client.watch_cluster()
-        try:
-            nodes = next(statuses).by_role()[ROLES[role]]
-        finally:
-            statuses.close()
+    with Client(router, tls=tls, token=token) as client, contextlib.closing(client.watch_cluster()) as statuses:
+        nodes = next(statuses).by_role()[ROLES[role]]
     for node in nodes:
         if node.state is NodeState.SERVING:
             return node.target
@@ -128,14 +131,6 @@ def _table(figures: KindFigures) -> Iterator[str]:
     yield f"  {'beside: event loop':<24}{figures.median_event_loop_milliseconds:>10.3f}"
     if figures.idle_milliseconds:
         yield f"  idle between these steps: {figures.idle_milliseconds:.0f} ms in all"
-
-
-def _check_writable(path: Path) -> None:
-    """Before the node is slowed for nothing. Raises: InvalidRequestError."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise InvalidRequestError(f"--output {path}: {error.strerror}", field="output") from error
 
 
 async def _fetch(

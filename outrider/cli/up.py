@@ -84,7 +84,8 @@ def make_cluster(
         "router.token_file": token_hashes and token_hashes.absolute(),
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    sections = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
+    settings = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
+    sections = settings.sections
     if tls is not None:
         from outrider.cluster.authority import prepare_tls_folder
 
@@ -151,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
             if is_first:
                 announce_serving(cluster, printer)
                 if arguments.tls is not None:
-                    printer.say(client_flags(arguments.tls))
+                    printer.say(f"clients: --tls {arguments.tls}")
     finally:
         statuses = cluster.stop()
         if arguments.json_status is not None:
@@ -161,11 +162,6 @@ def run(arguments: argparse.Namespace) -> int:
     # Before it serves, a process may still be importing modules: SIGTERM then ends it without a message.
     good = {0} if has_served else {0, -signal.SIGTERM}
     return 0 if set(statuses.values()) <= good else 1
-
-
-def client_flags(tls: Path) -> str:
-    """The flags that other commands need."""
-    return f"clients: --tls {tls}"
 
 
 def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -91,9 +90,7 @@ class AsyncGenerateStream(BaseStream):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self.cancel()
         await self.wait_stopped()
 
@@ -168,9 +165,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     async def _abort_anywhere(self, request_id: str) -> None:

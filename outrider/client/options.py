@@ -72,10 +72,19 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "n", "max_tokens", "min_tokens", "json_schema", "regex", "grammar"),
 )
-_STOP = {"stop": "strings", "stop_token_ids": "token_ids", "ignore_eos": "ignore_eos", "include_match": "include_match"}
 _OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only")
-_SPECULATION = {"speculation": "enabled", "num_speculative_tokens": "num_speculative_tokens"}
-_PLAIN = ("request_id", "model", "priority", "generated_token_ids")
+_FIELDS = {
+    **{name: name for name in ("request_id", "model", "priority", "generated_token_ids")},
+    **{name: f"sampling.{name}" for name in _SAMPLING},
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    "ignore_eos": "stop.ignore_eos",
+    "include_match": "stop.include_match",
+    **{name: f"output.{name}" for name in _OUTPUT},
+    "speculation": "speculation.enabled",
+    "num_speculative_tokens": "speculation.num_speculative_tokens",
+}
+"""By option, the field of GenerateRequest that takes its value as it is."""
 
 
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
@@ -86,22 +95,14 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
     request = router_pb2.GenerateRequest()
     set_prompt(request, prompt, add_generation_prompt=options.get("add_generation_prompt"))
     values: Mapping[str, Any] = options
-    for name in _SAMPLING:
-        _assign(request.sampling, name, values.get(name), f"sampling.{name}")
+    for name, field in _FIELDS.items():
+        _assign(request, field, values.get(name))
     if "choice" in options:
-        _assign(request.sampling.choice, "options", options["choice"], "sampling.choice")
-    for name, field in _STOP.items():
-        _assign(request.stop, field, values.get(name), f"stop.{field}")
-    for name in _OUTPUT:
-        _assign(request.output, name, values.get(name), f"output.{name}")
+        _assign(request.sampling.choice, "options", options["choice"], name="sampling.choice")
     if "logprobs_mode" in options:
         request.output.logprobs_mode = _choose(LOGPROBS_MODES, options["logprobs_mode"], "output.logprobs_mode")
-    for name, field in _SPECULATION.items():
-        _assign(request.speculation, field, values.get(name), f"speculation.{field}")
     if "verification_method" in options:
         request.speculation.method = _choose(VERIFICATION_METHODS, options["verification_method"], "speculation.method")
-    for name in _PLAIN:
-        _assign(request, name, values.get(name), name)
     resume_window_seconds = options.get("resume_window_seconds")
     if resume_window_seconds is not None:
         request.resume_window.CopyFrom(to_duration(resume_window_seconds, field="resume_window"))
@@ -129,28 +130,24 @@ def make_detokenize_request(
 ) -> router_pb2.DetokenizeRequest:
     """Raises: InvalidRequestError for what the wire cannot carry."""
     request = router_pb2.DetokenizeRequest()
-    _assign(request, "token_ids", token_ids, "token_ids")
-    _assign(request, "skip_special_tokens", skip_special_tokens, "skip_special_tokens")
+    _assign(request, "token_ids", token_ids)
+    _assign(request, "skip_special_tokens", skip_special_tokens)
     return request
 
 
-def set_prompt(request: Any, prompt: Prompt, *, add_generation_prompt: bool | None = None) -> None:
+def set_prompt(request: Any, prompt: Any, *, add_generation_prompt: bool | None = None) -> None:
     """Fills the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only)."""
     if isinstance(prompt, str):
-        _assign(request, "text", prompt, "text")
+        _assign(request, "text", prompt)
     elif len(prompt) > 0 and isinstance(prompt[0], ChatMessage):
-        set_chat(request.chat, prompt, add_generation_prompt=add_generation_prompt)
+        for message in prompt:
+            request.chat.messages.add(role=message.role, content=message.content)
+        _assign(request, "chat.add_generation_prompt", add_generation_prompt)
     elif isinstance(request, router_pb2.TokenizeRequest):
         raise InvalidRequestError("only text and chats are tokenized", field="input")
     else:
         request.token_ids.SetInParent()
-        _assign(request.token_ids, "ids", prompt, "token_ids.ids")
-
-
-def set_chat(chat: router_pb2.Chat, messages: Sequence[Any], *, add_generation_prompt: bool | None) -> None:
-    for message in messages:
-        chat.messages.add(role=message.role, content=message.content)
-    _assign(chat, "add_generation_prompt", add_generation_prompt, "chat.add_generation_prompt")
+        _assign(request, "token_ids.ids", prompt)
 
 
 def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
@@ -162,21 +159,27 @@ def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
     return duration
 
 
-def _assign(message: Any, name: str, value: Any, field: str) -> None:
-    """Sets one field; None leaves it unset. The submessage is touched only when there is a value."""
+def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
+    """Sets the field at a path such as "stop.strings"; None leaves it unset, and submessages untouched.
+
+    Raises: InvalidRequestError of the field `name`, else `path`.
+    """
     if value is None:
         return
+    *owners, field = path.split(".")
+    for owner in owners:
+        message = getattr(message, owner)
     try:
         if isinstance(value, Mapping):
-            getattr(message, name).update(value)
+            getattr(message, field).update(value)
             message.SetInParent()
         elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            getattr(message, name).extend(value)
+            getattr(message, field).extend(value)
             message.SetInParent()
         else:
-            setattr(message, name, value)
+            setattr(message, field, value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{field}: {error}", field=field) from error
+        raise InvalidRequestError(f"{name or path}: {error}", field=name or path) from error
 
 
 def _choose(table: EnumTable[Any], value: str, field: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -83,9 +82,7 @@ class GenerateStream(BaseStream):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.cancel()
 
 
@@ -167,9 +164,7 @@ class Client(BaseClient[GenerateStream]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def _abort_anywhere(self, request_id: str) -> None:

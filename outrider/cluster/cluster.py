@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from outrider.cluster.child import Child, ChildState, NodeProcess
@@ -95,16 +94,6 @@ class Cluster:
         if not reached or not self._all_serve():
             missing = ", ".join(child.spec.name for child in self._children if child.state is not ChildState.SERVING)
             raise PeerLostError(f"does not serve: {missing}; logs in {self.log_directory}", reason="START_FAILED")
-
-    def wait_node(
-        self, name: str, condition: Callable[[NodeProcess], bool], *, timeout_seconds: float = 60.0
-    ) -> NodeProcess:
-        """Until a node fulfils the condition. Raises: PeerLostError at the timeout."""
-        child = self._child(name)
-        with self._changed:
-            if not self._changed.wait_for(lambda: condition(child.snapshot()), timeout_seconds):
-                raise PeerLostError(f"{name} is {child.state.value} after {timeout_seconds} s", node=name)
-            return child.snapshot()
 
     @property
     def failure(self) -> str | None:
@@ -188,9 +177,7 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop()
 
     # ------------------------------------------------------------ the supervisor's thread

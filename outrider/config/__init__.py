@@ -15,13 +15,7 @@ ignores the sections of the others, and nothing else.
 from __future__ import annotations
 
 from outrider.config.arguments import add_settings_arguments, parse_role_arguments
-from outrider.config.resolve import (
-    SECTIONS,
-    ResolvedConfig,
-    environment_name,
-    load_config,
-    resolve_config,
-)
+from outrider.config.resolve import SECTIONS, ResolvedConfig, environment_name, load_config
 from outrider.config.settings import SettingInfo, describe_settings, fixed, setting
 from outrider.config.values import format_value, to_plain
 
@@ -36,7 +30,6 @@ __all__ = [
     "format_value",
     "load_config",
     "parse_role_arguments",
-    "resolve_config",
     "setting",
     "to_plain",
 ]

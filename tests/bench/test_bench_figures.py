@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.bench.load import Level, Pass, RequestRecord
-from outrider.bench.machine import CpuMeter, CpuReading
+from outrider.bench.machine import CpuMeter, CpuReading, others_cpu_share
 from outrider.bench.measure import Percentiles, compare, figures_of, stream_rate
 from outrider.client import KvTransferMetrics, RequestMetrics, SpeculationMetrics, Usage
 
@@ -87,10 +87,10 @@ def test_answers_that_differ_are_not_identical():
     assert (comparison.num_identical_answers, comparison.num_compared_answers) == (0, 1)
 
 
-def test_readings_of_consecutive_spans_add_up():
+def test_others_share_is_of_all_spans_and_cores():
     first = CpuReading(elapsed_seconds=1.0, own_cpu_seconds=1.0, others_cpu_seconds=0.5, num_cores=2)
     second = CpuReading(elapsed_seconds=3.0, own_cpu_seconds=2.0, others_cpu_seconds=1.5, num_cores=2)
-    assert (first + second).others_share == pytest.approx(2.0 / 8.0)
+    assert others_cpu_share([first, second]) == pytest.approx(2.0 / 8.0)
 
 
 def test_the_meter_counts_this_process_as_ours():
@@ -99,4 +99,4 @@ def test_the_meter_counts_this_process_as_ours():
     sum(range(2_000_000))
     reading = meter.stop()
     assert reading.own_cpu_seconds > 0.0
-    assert 0.0 <= reading.others_share <= 1.0
+    assert 0.0 <= others_cpu_share([reading]) <= 1.0

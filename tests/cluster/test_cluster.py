@@ -16,6 +16,7 @@ import pytest
 from outrider.client import Client
 from outrider.cluster import ChildState, Cluster, ClusterConfig, EventKind, Launch, Supervision
 from outrider.errors import NotFoundError, PeerLostError
+from tests.support.cluster_nodes import wait_for_node
 
 ROLE_PROCESS = Path(__file__).with_name("role_process.py")
 WAIT_SECONDS = 30.0
@@ -72,7 +73,7 @@ def test_several_routers_are_one_address_for_clients_which_do_without_one_of_the
             cluster.kill("router-0")
             assert client.model().name == "echo"
             assert client.target == routers[1].address
-            cluster.wait_node("router-0", lambda node: node.num_restarts == 1 and node.state is ChildState.SERVING)
+            wait_for_node(cluster, "router-0", lambda node: node.num_restarts == 1 and node.state is ChildState.SERVING)
     assert cluster.exit_statuses == dict.fromkeys(cluster.exit_statuses, 0)
 
 
@@ -96,7 +97,8 @@ def test_a_node_that_dies_comes_back_on_its_port_and_a_frozen_one_is_stopped(tmp
         before = cluster.node("decode-0")
         for num_deaths in (1, 2):
             cluster.kill("decode-0", signal.SIGKILL)
-            after = cluster.wait_node(
+            after = wait_for_node(
+                cluster,
                 "decode-0",
                 lambda node, n=num_deaths: node.num_restarts == n and node.state is ChildState.SERVING,
                 timeout_seconds=WAIT_SECONDS,

@@ -10,7 +10,6 @@ from outrider.config import (
     format_value,
     load_config,
     parse_role_arguments,
-    resolve_config,
     setting,
 )
 from outrider.errors import ConfigError
@@ -39,7 +38,7 @@ SECTIONS = {"telemetry": TelemetryConfig, "decode_node": DecodeConfig}
 
 
 def load(*overrides: str, file: Path | None = None, **environ: str) -> DecodeConfig:
-    return load_config(SECTIONS, file=file, environ=environ, overrides=overrides)["decode_node"]
+    return load_config(SECTIONS, file=file, environ=environ, overrides=overrides).sections["decode_node"]
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_later_sources_win(write):
 
 def test_the_sources_of_what_is_set_are_known(write):
     file = write("decode_node:\n  max_running: 8\n")
-    resolved = resolve_config(
+    resolved = load_config(
         SECTIONS, file=file, environ={"OUTRIDER_DECODE_NODE__SERVER__PORT": "9"}, overrides=["decode_node.share=0.5"]
     )
     assert resolved.sources == {
@@ -195,7 +194,8 @@ def test_a_role_reads_the_file_that_its_environment_names(write):
 
 @pytest.mark.parametrize(("text", "value"), [("0,1", (0, 1)), ("3", (3,)), ("", ()), ("[2, 4]", (2, 4))])
 def test_numbers_with_commas_are_a_list_of_numbers(text, value):
-    assert load_config({"model": ModelConfig}, file=None, environ={"OUTRIDER_MODEL__CPUS": text})["model"].cpus == value
+    loaded = load_config({"model": ModelConfig}, file=None, environ={"OUTRIDER_MODEL__CPUS": text})
+    assert loaded.sections["model"].cpus == value
 
 
 def test_what_is_no_number_is_refused_in_a_list_of_numbers():
@@ -204,7 +204,7 @@ def test_what_is_no_number_is_refused_in_a_list_of_numbers():
 
 
 def test_the_password_of_a_url_is_not_shown():
-    resolved = resolve_config(SECTIONS, file=None, environ={}, overrides=["decode_node.name=valkey://me:s3c@ret@h:1/0"])
+    resolved = load_config(SECTIONS, file=None, environ={}, overrides=["decode_node.name=valkey://me:s3c@ret@h:1/0"])
     assert resolved.sections["decode_node"].name == "valkey://me:s3c@ret@h:1/0"
     shown = f"{format_value(resolved.sections['decode_node'].name)} {resolved.sources}"
     assert shown == "valkey://me:…@h:1/0 {'decode_node.name': '--set decode_node.name=valkey://me:…@h:1/0'}"

@@ -38,7 +38,7 @@ def compose():
 
 @pytest.fixture(scope="module")
 def config():
-    return load_config(sections_of(None), file=SETTINGS, environ={})
+    return load_config(sections_of(None), file=SETTINGS, environ={}).sections
 
 
 def server_of(compose, role):
@@ -48,7 +48,7 @@ def server_of(compose, role):
         for name, value in compose["services"][role].get("environment", {}).items()
         if name.startswith("OUTRIDER_SERVER__")
     }
-    return load_config(sections_of(role), file=SETTINGS, environ=environ)["server"]
+    return load_config(sections_of(role), file=SETTINGS, environ=environ).sections["server"]
 
 
 def seconds(text):
@@ -73,7 +73,8 @@ def test_nodes_that_share_a_gpu_share_its_memory():
     shares = []
     for role in ("prefill_node", "decode_node"):
         environ = {"OUTRIDER_KV_CACHE__MEMORY": gpu[role]["environment"]["OUTRIDER_KV_CACHE__MEMORY"]}
-        shares.append(load_config(sections_of(None), file=SETTINGS, environ=environ)["kv_cache"].memory_fraction)
+        settings = load_config(sections_of(None), file=SETTINGS, environ=environ)
+        shares.append(settings.sections["kv_cache"].memory_fraction)
     assert all(shares)
     assert sum(shares) <= DEFAULT_FRACTIONS["cuda"]
 
@@ -118,7 +119,8 @@ def test_with_tls_every_service_has_the_files_and_its_health_check_shows_them(co
     secured = yaml.safe_load((ROOT / "compose.tls.yaml").read_text(encoding="utf-8"))["services"]
     assert set(secured) == {name for name, service in compose["services"].items() if "env_file" in service} - {"model"}
     for service in secured.values():
-        security = load_config({"security": SecurityConfig}, file=None, environ=service["environment"])["security"]
+        settings = load_config({"security": SecurityConfig}, file=None, environ=service["environment"])
+        security = settings.sections["security"]
         parser = argparse.ArgumentParser()
         probe.add_arguments(parser)
         command = service["healthcheck"]["test"]

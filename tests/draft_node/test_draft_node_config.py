@@ -10,7 +10,8 @@ from outrider.speculation.proposers.factory import make_proposer
 
 
 def load(*overrides: str) -> DraftNodeConfig:
-    config = load_config({"draft_node": DraftNodeConfig}, file=None, environ={}, overrides=overrides)["draft_node"]
+    loaded = load_config({"draft_node": DraftNodeConfig}, file=None, environ={}, overrides=overrides)
+    config = loaded.sections["draft_node"]
     assert isinstance(config, DraftNodeConfig)
     return config
 

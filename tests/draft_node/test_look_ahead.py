@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.speed_model import SpeedModel
+from benchmarks.three_lines.speed_model import SpeedModel
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftStatus, SequenceStart
 from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest

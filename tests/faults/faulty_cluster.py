@@ -19,6 +19,7 @@ from outrider.faults import FAULT_POINTS
 from outrider.kv_transfer.arena import NAME_PREFIX
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.faults.network import Network, free_port
+from tests.support.cluster_nodes import wait_for_node
 from tests.support.fault_points import FaultPoints
 from tests.support.store_server import STORE_PATIENCE
 
@@ -115,7 +116,7 @@ class FaultyCluster(RunningCluster):
         raise (TooLateError if until() else AssertionError)(f"nobody has come to {point}")
 
     def wait_serving(self, name: str) -> None:
-        self.cluster.wait_node(name, lambda node: node.state is ChildState.SERVING)
+        wait_for_node(self.cluster, name, lambda node: node.state is ChildState.SERVING)
 
     def kill(self, name: str) -> None:
         self.cluster.kill(name, signal.SIGKILL)

@@ -21,6 +21,7 @@ from outrider.rpc.channels import open_channel
 from outrider.v1 import node_pb2, node_pb2_grpc
 from outrider.wire.node import report_from_proto
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.support.cluster_nodes import wait_for_node
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
@@ -172,7 +173,8 @@ def test_nodes_free_the_work_of_a_lost_router(faulty, number):
                 pass
     # The supervisor may not have seen yet that it was killed: serving alone says nothing.
     restarts = router.num_restarts + (number is signal.SIGKILL)
-    faulty.cluster.wait_node(
+    wait_for_node(
+        faulty.cluster,
         "router",
         lambda node: node.num_restarts >= restarts and node.state is ChildState.SERVING,
         timeout_seconds=START_SECONDS,

@@ -14,6 +14,7 @@ import pytest
 from outrider.client import Client
 from outrider.cluster import ChildState, ClusterConfig
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.support.cluster_nodes import wait_for_node
 from tests.support.store_server import STORE_PATIENCE, StoreServer
 
 PROMPT = [7, 3, 9, 4, 1, 8] * 8
@@ -55,8 +56,8 @@ def test_a_killed_router_of_a_store_costs_a_moment(sharing, n):
     assert answer_of(stream, n) == answer_of(undisturbed, n)
     assert stream.summary.usage.num_generated_tokens == n * SAMPLING["max_tokens"]
     assert gap_seconds < 5.0
-    sharing.cluster.wait_node(
-        "router-0", lambda node: node.num_restarts > num_restarts and node.state is ChildState.SERVING
+    wait_for_node(
+        sharing.cluster, "router-0", lambda node: node.num_restarts > num_restarts and node.state is ChildState.SERVING
     )
     sharing.client = Client(sharing.router_address)  # the old one may have a connection to the router that was killed
     sharing.wait_until_nothing_is_held()

@@ -11,6 +11,7 @@ import pytest
 from outrider.client import Client
 from outrider.cluster import ClusterConfig
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.support.cluster_nodes import wait_for_node
 from tests.support.store_server import STORE_PATIENCE, StoreServer
 
 PROMPTS = tuple([seed + 3, 5, 9, 4, 1, 8] * 10 for seed in range(3))
@@ -67,10 +68,10 @@ def test_a_rolling_restart_under_load_loses_no_request(elastic):
         load.start()
     for name in NODES:
         served = [len(load.answers) for load in loads]
-        pid = elastic.cluster.wait_node(name, lambda node: node.state.value == "serving").pid
+        pid = wait_for_node(elastic.cluster, name, lambda node: node.state.value == "serving").pid
         elastic.cluster.kill(name, signal.SIGTERM)
         deadline = time.monotonic() + 60.0
-        elastic.cluster.wait_node(name, lambda node, pid=pid: node.pid != pid and node.state.value == "serving")
+        wait_for_node(elastic.cluster, name, lambda node, pid=pid: node.pid != pid and node.state.value == "serving")
         while any(len(load.answers) == num for load, num in zip(loads, served, strict=True)):
             assert time.monotonic() < deadline, f"no answer since {name} was stopped"
             assert not any(load.error for load in loads), [load.error for load in loads]

@@ -38,5 +38,5 @@ def test_help_and_the_draft_nodes_setting_name_all_of_them():
     assert all(choice in parser.format_help() for choice in DRAFT_CHOICES)
     for name in PROPOSER_NAMES:
         overrides = [f"draft_node.proposer={name}", "draft_node.model=x"]
-        sections = load_config({"draft_node": DraftNodeConfig}, file=None, environ={}, overrides=overrides)
-        assert sections["draft_node"].proposer == name
+        loaded = load_config({"draft_node": DraftNodeConfig}, file=None, environ={}, overrides=overrides)
+        assert loaded.sections["draft_node"].proposer == name

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.speed_model import SpeedModel, acceptance_of, expected_tokens
+from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of, expected_tokens
 
 MODEL = SpeedModel(acceptance=0.8, num_draft_tokens=8, step_seconds=0.030, token_seconds=0.002)
 
