@@ -70,7 +70,7 @@ def table(data: dict[str, Any]) -> str:
             for point in FAULT_POINTS
         ),
         "",
-        "| first | then, to the process that takes over | result |",
+        "| first | then, to the process that takes over | wait |",
         "| -- | -- | -- |",
         *(
             f"| `{case.point}`, {case.action} | `{case.then}`, {case.action} | {cells[str(case)]} |"
@@ -82,7 +82,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def cell(result: dict[str, Any]) -> str:
-    return "**failed**" if "failure" in result else f"{result['gap_seconds']:.1f} s"
+    return "**failed**" if "failure" in result else f"{result['gap_seconds']:.1f}"
 
 
 def write(text: str) -> None:
