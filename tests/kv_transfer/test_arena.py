@@ -4,19 +4,19 @@ import errno
 import os
 import stat
 import threading
-import time
 
 import pytest
 
 from outrider.kv_transfer import arena as arena_module
 from outrider.kv_transfer import shared_memory
-from outrider.kv_transfer.arena import HEAD_BYTES, MAX_IDLE, Arena, ArenaReader, arena_path
+from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, MAX_IDLE, Arena, ArenaReader, arena_path
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
 from outrider.kv_transfer.frames import Hello, decode_receiver_message, encode_hello, encode_slot_frame
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.receiver_stream import ReceiverStream
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_slots_are_bounded_and_come_back(new_arena):
     assert sorted(taken) == [HEAD_BYTES + n * (1 << 14) for n in range(4)]
     assert arena.take(0.01) is None
     threading.Timer(0.05, arena.release, args=(taken[2],)).start()
-    assert arena.take(5) == taken[2]
+    assert arena.take(PATIENCE_SECONDS) == taken[2]
 
 
 def test_memory_is_reserved_only_as_slots_are_needed(new_arena, tmp_path):
@@ -146,9 +146,7 @@ def offered(monkeypatch):
     return arena_ids
 
 
-def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_replaced(
-    peers, receiver_factory, offered, monkeypatch
-):
+def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_replaced(peers, receiver_factory, offered):
     receiver, port = receiver_factory()
     connector = make_connector(KvTransferConfig(connector="shared_memory", arena_bytes=1 << 20, frame_bytes=1 << 16))
 
@@ -165,13 +163,24 @@ def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_repl
     transfer()
     transfer()
     assert len(offered) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "IDLE_SECONDS", 0.0)  # as after a minute without transfers
-        transfer()
+    let_a_minute_pass(receiver._arenas)
+    transfer()
     assert len(offered) == 2
     transfer()
     assert len(offered) == 2
     connector.close()
+
+
+def let_a_minute_pass(reader):
+    """Without transfers: of the last one the receiver's thread may still be in its arena."""
+    (mapping,) = reader._mappings.values()
+
+    def is_idle():
+        with reader._lock:
+            return mapping.num_users == 0
+
+    wait_for(is_idle)
+    mapping.idle_since -= IDLE_SECONDS
 
 
 def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again(peers, receiver_factory, offered):
@@ -197,19 +206,11 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     assert other_sink.cells == peers.expected_cells(other_spec)
     assert len(offered) == 1
     sink.gate.set()  # only now it reads what was sent to it
-    eventually(lambda: sink.num_writes == 1)
+    wait_for(lambda: sink.num_writes == 1)
     sent = peers.sink()
     sent.write(region, payload)
     assert sink.cells == sent.cells
     connector.close()
-
-
-def eventually(condition, *, seconds=60.0):
-    """Waits for another thread."""
-    polled, deadline = threading.Event(), time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        polled.wait(0.005)
 
 
 def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):

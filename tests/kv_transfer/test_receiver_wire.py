@@ -144,19 +144,6 @@ def test_a_commit_whose_answer_was_lost_is_answered_on_another_stream(peers, att
     assert not peers.failed
 
 
-def test_a_silent_stream_is_ended(peers, receiver_factory, raw):
-    receiver, port = receiver_factory(progress_seconds=0.3)
-    spec = peers.spec()
-    receiver.open(spec, peers.sink())
-    mute = raw(port)  # not even a hello
-    with pytest.raises(grpc.RpcError):
-        next(mute.call)
-    stream = raw(port)
-    stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
-    assert peers.news.get(timeout=60) == ("failed", spec.transfer_id)
-    assert peers.failed[spec.transfer_id] == "the sender made no progress"
-
-
 def test_a_message_over_the_limit_breaks_its_stream_only(peers, attached, raw):
     _, port, spec, _, stream = attached
     big = raw(port)

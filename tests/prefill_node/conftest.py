@@ -20,6 +20,7 @@ from prefill_node.prefill_loop import PrefillLoop
 from tests.support.fake_engine import ScriptedEngine
 from tests.support.fake_kv_cache import ScriptedKVCache
 from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.waiting import PATIENCE_SECONDS
 
 BLOCK_SIZE = 4
 ADDRESS = "decode:1"
@@ -29,6 +30,12 @@ OTHER_ADDRESS = "decode:2"
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def patient_stop(monkeypatch):
+    """A loop that stops waits for pushes as long as a busy machine takes."""
+    monkeypatch.setattr("prefill_node.prefill_loop.STOP_SECONDS", PATIENCE_SECONDS / 2)
 
 
 @dataclass
@@ -168,9 +175,9 @@ class Rig:
         self.loop.submit(job)
         return job, blocks
 
-    def result(self, job, timeout=30):
+    def result(self, job):
         with self.changed:
-            assert self.changed.wait_for(lambda: job.job_id in self.ended, timeout), "the job did not end"
+            assert self.changed.wait_for(lambda: job.job_id in self.ended, PATIENCE_SECONDS), "the job did not end"
             return self.ended[job.job_id]
 
     def prefill(self, token_ids, **options):
@@ -185,10 +192,10 @@ class Rig:
         self.decode.gate.set()
         self.decode.read_gate.set()
         self.loop.submit(Stop())
-        self.thread.join(10)
+        self.thread.join(PATIENCE_SECONDS)
         assert not self.thread.is_alive()
 
-    def wait_until_idle(self, timeout=30):
+    def wait_until_idle(self):
         """Until the loop holds no job: a stop is the only way to be sure that it has seen everything."""
         self.stop()
         assert self.loop.num_tasks == 0

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from prometheus_client import REGISTRY
 
+from outrider.engine.step_progress import StepAtHand
 from outrider.errors import InvalidRequestError, MismatchError
 from outrider.node import ModelInfo, NodeRole, NodeState
 from outrider.rpc.status import from_rpc_error
@@ -19,8 +20,8 @@ from outrider.wire.node import info_from_proto, report_from_proto
 from outrider.wire.prefill import CALL
 from prefill_node.node import PrefillNode, PrefillParts
 from prefill_node.servicer import ServedModel, check_call
+from tests.support.waiting import PATIENCE_SECONDS, until
 
-PATIENCE_SECONDS = 30.0
 FINGERPRINT = "ab" * 32
 MODEL = ModelInfo(
     name="scripted",
@@ -76,16 +77,18 @@ class Serving:
         await self.server.stop(0)
         await self.node.stop()
 
-    def request(self, tokens, *, held=0, **changes):
-        transfer_id, self.blocks = self.rig.decode.expect(tokens, held=held)
+    def request(self, tokens, *, held=0, to=None, **changes):
+        """`to`: a decode side of the rig, the first where none is named."""
+        side = to or self.rig.decode
+        transfer_id, _ = side.expect(tokens, held=held)
         return prefill_pb2.PrefillRequest(
             **{
                 "sequence_group_id": os.urandom(16),
                 "transfer_id": transfer_id,
                 "request_id": "r",
                 "token_ids": tokens,
-                "kv_address": "decode:1",
-                "decode_incarnation": self.rig.decode.incarnation,
+                "kv_address": side.address,
+                "decode_incarnation": side.incarnation,
                 "held_prefix_length": held,
                 "fingerprint": FINGERPRINT,
                 **changes,
@@ -154,7 +157,7 @@ async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(serving):
     await until(lambda: serving.rig.engine.pool.num_free_blocks < 64)
     call.cancel()
     await until(lambda: serving.node._jobs.num_jobs == 0)
-    await until(serving.rig.loop._inbox.empty)
+    await serving.stub.Prefill(serving.request([1], to=serving.rig.other_decode))  # the loop has seen the cancel
     serving.rig.decode.gate.set()
     await until(lambda: serving.rig.loop.num_tasks == 0)
     serving.rig.engine.pool.check_integrity([])
@@ -212,6 +215,7 @@ async def test_a_full_queue_refuses_at_once(make_rig):
 
 
 async def test_the_report_counts_outstanding_tokens_and_steps(serving):
+    await until(lambda: serving.rig.loop.progress.at_hand == StepAtHand(step=1))  # its first step waits
     idle = await serving.report()
     assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
     assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64
@@ -293,9 +297,3 @@ def test_no_fingerprint_is_another_fingerprint():
 
 async def waited(future):
     await future
-
-
-async def until(condition, timeout=PATIENCE_SECONDS):
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.005)

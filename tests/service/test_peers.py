@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 import pytest
 import structlog
 
 from outrider.service.peers import PeerSet
 from tests.support.fake_resolver import FakeResolver
+from tests.support.waiting import PATIENCE_SECONDS, until
 
-PATIENCE_SECONDS = 30.0
 NAME = "decode.test:1"
 
 
@@ -45,12 +44,6 @@ async def peers_of(resolver, *targets: str, **options):
     finally:
         async with asyncio.timeout(PATIENCE_SECONDS):
             await nodes.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def lookups(resolver: FakeResolver, num: int = 3) -> None:

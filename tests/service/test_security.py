@@ -20,6 +20,7 @@ from outrider.service.node_service import NodeServicer
 from outrider.service.server import bind, make_server
 from outrider.v1 import node_pb2, node_pb2_grpc
 from router.grpc_transport import GrpcTransport
+from tests.support.waiting import PATIENCE_SECONDS
 
 Authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography").Authority
 
@@ -63,7 +64,9 @@ async def test_a_node_takes_renewed_certificates_without_a_restart(security, tmp
         for channel, code in ((stale, grpc.StatusCode.UNAVAILABLE), (security.open_channel(address), None)):
             async with channel:
                 try:
-                    await node_pb2_grpc.NodeServiceStub(channel).GetNode(node_pb2.GetNodeRequest(), timeout=5)
+                    await node_pb2_grpc.NodeServiceStub(channel).GetNode(
+                        node_pb2.GetNodeRequest(), timeout=PATIENCE_SECONDS
+                    )
                     found = None
                 except grpc.aio.AioRpcError as error:
                     found = error.code()
@@ -73,16 +76,16 @@ async def test_a_node_takes_renewed_certificates_without_a_restart(security, tmp
 async def test_a_router_that_connects_again_shows_renewed_certificates(security, tmp_path):
     async with node(security) as address:
         transport = GrpcTransport(security, address=address)
-        assert (await transport.identify(timeout_seconds=5)).name == "node"
+        assert (await transport.identify(timeout_seconds=PATIENCE_SECONDS)).name == "node"
     issue(tmp_path)
     async with node(security, port=int(address.rpartition(":")[2])):
-        assert (await transport.identify(timeout_seconds=5)).name == "node"
+        assert (await transport.identify(timeout_seconds=PATIENCE_SECONDS)).name == "node"
         await transport.close()
 
 
 def test_pushes_show_renewed_certificates(security, tmp_path):
     port = 0
-    connector = make_connector(KvTransferConfig(connector="grpc", connect_seconds=10), security)
+    connector = make_connector(KvTransferConfig(connector="grpc", connect_seconds=PATIENCE_SECONDS), security)
     spec = TransferSpec(transfer_id=b"t" * 16, incarnation=INCARNATION, start_token=0, end_token=1, planes=())
     for _ in range(2):
         receiver = KvReceiver(
