@@ -62,7 +62,7 @@ class DraftNode:
         self._state = NodeState.STARTING
         self._loop: DraftLoop | None = None
         self._thread: EngineThread[DraftLoop] | None = None
-        self._streams = DraftServicer(self)
+        self._streams = DraftServicer(self.draft_loop, self.info)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._streams, server)

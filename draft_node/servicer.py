@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 
@@ -12,15 +11,13 @@ from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import DraftPeer
 from outrider.errors import InvalidRequestError
 from outrider.faults import fault_point
+from outrider.node import NodeInfo
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_from_proto, proposals_to_proto, step_from_proto, update_from_proto
 from outrider.wire.node import info_to_proto
-
-if TYPE_CHECKING:
-    from draft_node.node import DraftNode
 
 HELLO_TIMEOUT_SECONDS = 5.0
 
@@ -35,8 +32,10 @@ _log = get_logger("draft_node")
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """One call for each decode node: reads newest states, writes newest answers."""
 
-    def __init__(self, node: DraftNode) -> None:
-        self._node = node
+    def __init__(self, draft_loop: Callable[[], DraftLoop], info: Callable[[], NodeInfo]) -> None:
+        """`draft_loop` raises PeerLostError unless the node serves."""
+        self._draft_loop = draft_loop
+        self._info = info
         self._open: dict[DraftPeer, asyncio.Event] = {}
         self._is_closing = False
         self._all_gone = asyncio.Event()
@@ -46,9 +45,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         async with rpc_errors(context):
             hello, first = await self._read_hello(request_iterator)
-            loop = self._node.draft_loop()
+            loop = self._draft_loop()
             fault_point("draft.hello")
-            await context.write(draft_pb2.DraftProposals(hello=info_to_proto(self._node.info())))
+            await context.write(draft_pb2.DraftProposals(hello=info_to_proto(self._info())))
             event_loop = asyncio.get_running_loop()
             wake, room = asyncio.Event(), asyncio.Event()
 
@@ -100,8 +99,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidRequestError("the first message carries the hello", field="hello")
         hello = hello_from_proto(first.hello)
-        self._node.draft_loop()  # serving?
-        check_fits(hello, self._node.info())
+        self._draft_loop()  # serving?
+        check_fits(hello, self._info())
         return hello, first
 
     async def _write_answers(self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext) -> None:

@@ -152,7 +152,8 @@ class DraftBook:
         node.closed.clear()
         tokens_left = MAX_TOKENS_PER_MESSAGE
         self.has_unsent = any(other.news or other.closed for other in self._nodes if other is not node)
-        for drafted in tuple(node.news):
+        for stream_id in tuple(node.news):
+            drafted = self._served[stream_id]
             served = drafted.assignment
             assert served is not None
             if served.asked is None and now < served.ready_at:
@@ -165,7 +166,7 @@ class DraftBook:
                 node.asked[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
                 updates.append(update)
-            del node.news[drafted]  # its answer notes what is left
+            del node.news[stream_id]  # its answer notes what is left
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
@@ -265,7 +266,7 @@ class DraftBook:
 
     def _note_news(self, drafted: DraftedSequence) -> None:
         if drafted.has_news and drafted.assignment is not None:
-            drafted.assignment.node.news[drafted] = None
+            drafted.assignment.node.news[drafted.assignment.stream_id] = None
             self.has_unsent = True
 
     def _note_stale(self, node: DraftNodeState) -> None:
@@ -304,7 +305,7 @@ class DraftBook:
         drafted.assignment = None
         del self._served[stream_id]
         node.num_sequences -= 1
-        node.news.pop(drafted, None)
+        node.news.pop(stream_id, None)
         node.asked.pop(stream_id, None)
         if node.trial == stream_id:
             node.trial = None

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from decode_node.drafting.drafted_sequence import DraftedSequence
 
 LATE_STEPS = 4.0
 """A node is late while its answers take longer than so many steps."""
@@ -39,7 +35,7 @@ class DraftNodeState:
     is_connected: bool = False
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # stream ids that it has still to forget
-    news: dict[DraftedSequence, None] = field(default_factory=dict)  # its sequences that may have something to tell
+    news: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to tell
     asked: dict[int, float] = field(default_factory=dict)  # stream id → when its unanswered update went; oldest first
     answer_seconds: float = 0.0  # running mean
     gave_away: bool = False  # its sequences but one, since it is late

@@ -13,6 +13,9 @@ from heapq import nlargest
 CONTEXT_SIZES = (16, 8, 4, 2)
 """Longest first. Single tokens mean too little, as for n-grams."""
 
+ONCE_MORE = 1 << 32
+"""Above every token id."""
+
 _Followers = dict[int, int]  # by token id: how often
 
 
@@ -31,7 +34,8 @@ class SuffixIndex:
 
     def __init__(self, *, sizes: Sequence[int] = CONTEXT_SIZES) -> None:
         self._sizes = tuple(sorted(sizes, reverse=True))
-        # One follower, the usual case, is kept as its id alone: a dictionary would be three times as large.
+        # One follower, the usual case, is its id, plus ONCE_MORE for each further time: a dictionary would be three
+        # times as large.
         self._followers: dict[int, int | _Followers] = {}
 
     def __len__(self) -> int:
@@ -47,8 +51,10 @@ class SuffixIndex:
                 followers[key] = token_id
             elif isinstance(known, dict):
                 known[token_id] = known.get(token_id, 0) + 1
+            elif known % ONCE_MORE == token_id:
+                followers[key] = known + ONCE_MORE
             else:
-                followers[key] = {known: 1, token_id: 1} if known != token_id else {token_id: 2}
+                followers[key] = {known % ONCE_MORE: known // ONCE_MORE + 1, token_id: 1}
 
     def remove(self, text: Sequence[int], start: int, end: int, *, salt: bytes = b"") -> None:
         """Takes back what `add` has counted with the same arguments."""
@@ -63,8 +69,11 @@ class SuffixIndex:
                     known.pop(token_id, None)
                 if not known:
                     del followers[key]
-            elif known == token_id:
-                del followers[key]
+            elif known is not None and known % ONCE_MORE == token_id:
+                if known < ONCE_MORE:
+                    del followers[key]
+                else:
+                    followers[key] = known - ONCE_MORE
 
     def followers(self, text: Sequence[int], *, most: int, salt: bytes = b"") -> list[Prediction]:
         """What followed the longest known ending of `text`, the most frequent first, of equal counts the latest.
@@ -73,7 +82,7 @@ class SuffixIndex:
         """
         known = self._known(text, salt)
         if not isinstance(known, dict):
-            return [] if known is None else [Prediction(known, 1.0)]
+            return [] if known is None else [Prediction(known % ONCE_MORE, 1.0)]
         num_all = sum(known.values())
         best = nlargest(most, reversed(known), key=known.__getitem__)
         return [Prediction(token_id, known[token_id] / num_all) for token_id in best]

@@ -37,16 +37,17 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] + redis.call('HGET', KEYS[1], 'window'))
 return 1
 """)
 
-# ARGV: owner, then sample, start position, end position and span, repeated. Spans without a new token are passed over,
-# so that a router which did not get the answer may repeat them, and so are spans behind a gap. A new list expires with
-# its request.
+# ARGV: owner, then sample, start position, end position and token ids, repeated. What is known of a span is cut off, so
+# that a router which did not get the answer may repeat it with more; spans behind a gap are passed over. A list's entry
+# is sample, start position and token ids, each a little-endian uint32. A new list expires with its request.
 APPEND = Script("""
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 for i = 2, #ARGV, 4 do
   local field = 'end:' .. ARGV[i]
   local known = tonumber(redis.call('HGET', KEYS[1], field) or redis.call('HGET', KEYS[1], 'start'))
   if tonumber(ARGV[i + 1]) <= known and known < tonumber(ARGV[i + 2]) then
-    if redis.call('RPUSH', KEYS[2], ARGV[i + 3]) == 1 then
+    local new = string.sub(ARGV[i + 3], 4 * (known - ARGV[i + 1]) + 1)
+    if redis.call('RPUSH', KEYS[2], struct.pack('<I4I4', ARGV[i], known) .. new) == 1 then
       redis.call('PEXPIRE', KEYS[2], redis.call('PTTL', KEYS[1]))
     end
     redis.call('HSET', KEYS[1], field, ARGV[i + 2])

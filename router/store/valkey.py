@@ -186,15 +186,13 @@ def _keys(request_id: str) -> tuple[str, str]:
 
 
 def _append_arguments(span: TokenSpan) -> tuple[int, int, int, bytes]:
-    return span.sample, span.start_position, span.start_position + len(span.token_ids), _pack(span)
-
-
-def _pack(span: TokenSpan) -> bytes:
-    """Little-endian uint32: sample, start position, token ids."""
-    return struct.pack(f"<{2 + len(span.token_ids)}I", span.sample, span.start_position, *span.token_ids)
+    num_tokens = len(span.token_ids)
+    packed = struct.pack(f"<{num_tokens}I", *span.token_ids)
+    return span.sample, span.start_position, span.start_position + num_tokens, packed
 
 
 def _unpack(packed: bytes) -> tuple[int, int, tuple[int, ...]]:
+    """Sample, start position and token ids of one entry."""
     sample, start_position, *token_ids = struct.unpack(f"<{len(packed) // 4}I", packed)
     return sample, start_position, tuple(token_ids)
 

@@ -136,6 +136,21 @@ async def test_spans_that_are_repeated_make_no_list_longer(store, server_keys):
     assert await server_keys.llen(tokens) == 2
 
 
+async def test_spans_that_are_repeated_with_more_are_stored_once(store, server_keys):
+    await store.create(STORED)
+    for end in range(1, 50):  # nor does the router hear that they are stored
+        await store.append([TokenSpan("r1", 0, 3, range(end))])
+    (tokens,) = [key for key in await server_keys.keys() if key.endswith(b":tokens")]
+    entries = await server_keys.lrange(tokens, 0, -1)
+    assert sum(len(entry) // 4 - 2 for entry in entries) == 49
+    assert (await store.read("r1")).token_ids == {0: tuple(range(49))}
+
+
+async def test_calls_at_once_have_connections_of_their_own(store, server_keys):
+    await asyncio.gather(*(store.read("r1") for _ in range(50)))
+    assert len(await server_keys.client_list()) > 4
+
+
 async def test_a_cancelled_call_leaves_no_answer_behind_for_the_next(store, store_server):
     await store.create(STORED)
     for attempt in range(20):

@@ -42,3 +42,8 @@ def test_names_say_who_is_asked():
     assert make_ladder("suffix", "none").info.name == make_ladder("suffix", "suffix").info.name == "suffix"
     with pytest.raises(ConfigError):
         make_ladder("ngram", "psychic")
+
+
+def test_its_memory_is_that_of_all_of_them():
+    alone = [make_ladder(name, "none").info.memory_bytes for name in ("suffix", "ngram")]
+    assert make_ladder("suffix", "ngram").info.memory_bytes == sum(alone) > max(alone)

@@ -21,7 +21,11 @@ class LadderProposer:
         assert len(rungs) >= 2
         assert not any(rung.info.vocabulary_fingerprint for rung in rungs[1:])
         self._rungs = tuple(rungs)
-        self.info = replace(rungs[0].info, name=" > ".join(rung.info.name for rung in rungs))
+        self.info = replace(
+            rungs[0].info,
+            name=" > ".join(rung.info.name for rung in rungs),
+            memory_bytes=sum(rung.info.memory_bytes for rung in rungs),
+        )
 
     @property
     def num_wasted_tokens(self) -> int:
