@@ -79,7 +79,7 @@ class DecodeMetrics:
             num_hit_tokens=prefix_lookups.num_hit_tokens - self._prefix_lookups.num_hit_tokens,
         )
         self._prefix_lookups = prefix_lookups
-        self._engine.set_breakers({node.address: node.is_late for node in drafts.nodes})
+        self._engine.set_breakers(drafts.is_late)
         now, before = drafts.counters, self._drafts
         self._engine.add_refused_proposals("quarantined", now.num_quarantined - before.num_quarantined)
         self._engine.add_refused_proposals("stale", now.num_stale_answers - before.num_stale_answers)

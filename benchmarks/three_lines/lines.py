@@ -221,7 +221,7 @@ async def _connected(port: int, pair: Pair) -> AsyncIterator[DraftClient]:
     await client.start()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
-            while not any(target.is_connected for target in client.status().nodes):  # noqa: ASYNC110 a thread's state
+            while not any(link.is_connected for link in client.links):  # noqa: ASYNC110 a thread's state
                 await asyncio.sleep(0.01)
         yield client
     except TimeoutError as error:

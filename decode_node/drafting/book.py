@@ -21,8 +21,11 @@ MAX_TOKENS_PER_UPDATE = 4096
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
+UNANSWERED_SECONDS = 10.0
+"""A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True)
 class DraftCounters:
     """Since start."""
 
@@ -56,9 +59,7 @@ class DraftBook:
         self._served: dict[int, DraftedSequence] = {}  # by stream id
         self._unserved: dict[DraftedSequence, None] = {}  # no node has room for them, or none is there
         self._stream_ids = itertools.count(1)
-        self._lead_seconds = 0.0
-        self._num_stale_answers = 0
-        self._num_quarantined = 0
+        self.counters = DraftCounters()
         self.has_unsent = False
 
     # The engine thread's side.
@@ -100,7 +101,7 @@ class DraftBook:
             kept = drafted.trees.take(drafted.committed)
             if kept is not None:
                 trees[sequence_id] = kept.tree
-                self._lead_seconds += now - kept.arrived_at
+                self.counters.lead_seconds += now - kept.arrived_at
             elif wait_seconds > 0.0 and self._may_come(drafted, now, wait_seconds):
                 missing.append(sequence_id)
         return found
@@ -186,14 +187,22 @@ class DraftBook:
         if drafted is None or served is None or served.node is not node:
             self._note_stale(node)  # it ended, or moved
             return True
-        if answer.status is DraftStatus.AHEAD:
-            return self._take_ahead(drafted, served, answer, now, is_well_formed=is_well_formed)
-        if not served.is_awaited:
+        is_ahead, branches = answer.status is DraftStatus.AHEAD, answer.branches
+        if is_ahead:
+            branches = branches[: served.num_ahead_allowed]
+            if len(branches) < max(1, len(answer.branches)):  # a message without any is one too many
+                self._note_stale(node)
+            if not branches:
+                return True
+        elif not served.is_awaited:
             self._note_stale(node)
             return True
         if not is_well_formed or not drafted.is_plausible(served, answer):
             self._quarantine(drafted, served, now)
             return False
+        if is_ahead:
+            drafted.take_ahead(served, branches, now)
+            return True
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
             node.has_refused(served.stream_id, now)
@@ -222,35 +231,11 @@ class DraftBook:
         """Whether it is not waited for; one that is not connected is late as well."""
         return not self._nodes.is_usable(node, self._clock())
 
-    def counters(self) -> DraftCounters:
-        return DraftCounters(
-            lead_seconds=self._lead_seconds,
-            num_stale_answers=self._num_stale_answers,
-            num_quarantined=self._num_quarantined,
-        )
+    def has_lost_an_update(self, node: DraftNodeState) -> bool:
+        """Whether an update has been unanswered for longer than a slow node takes."""
+        return node.unanswered_seconds(self._clock()) > UNANSWERED_SECONDS
 
     # Inside.
-
-    def _take_ahead(
-        self,
-        drafted: DraftedSequence,
-        served: Assignment,
-        answer: SequenceProposals,
-        now: float,
-        *,
-        is_well_formed: bool,
-    ) -> bool:
-        """Branches besides answers: as many as updates have allowed. What exceeds that is stale."""
-        num_allowed = min(len(answer.branches), served.num_ahead_allowed)
-        if num_allowed < max(1, len(answer.branches)):  # a message without any is one too many
-            self._note_stale(served.node)
-        if not num_allowed:
-            return True
-        if not is_well_formed or not drafted.is_plausible(served, answer):
-            self._quarantine(drafted, served, now)
-            return False
-        drafted.take_ahead(served, answer.branches[:num_allowed], now)
-        return True
 
     def _may_come(self, drafted: DraftedSequence, now: float, wait_seconds: float) -> bool:
         """Whether a draft may arrive in time: its node's answers usually take about as long as is left to wait.
@@ -271,13 +256,13 @@ class DraftBook:
 
     def _note_stale(self, node: DraftNodeState) -> None:
         node.num_unsolicited += 1
-        self._num_stale_answers += 1
+        self.counters.num_stale_answers += 1
 
     def _quarantine(self, drafted: DraftedSequence, served: Assignment, now: float) -> None:
         """This node is not believed about this sequence any more; another one may be."""
         drafted.refused.add(served.node.node_id)
         drafted.trees.clear()
-        self._num_quarantined += 1
+        self.counters.num_quarantined += 1
         self._unassign(drafted, served)
         self._assign(drafted, now)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
@@ -24,8 +24,6 @@ from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
-
-DEFAULT_RESOLVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +36,18 @@ class StepDrafts:
     waited_seconds: float = 0.0  # for draft nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftNodeStatus:
-    """One draft node, for metrics and logs."""
-
-    address: str
-    name: str  # empty until the first hello
-    is_connected: bool
-    is_late: bool  # steps do not wait for it; also while it is not connected
-    refusal: str  # why it is incompatible; empty: it is not
-    num_sequences: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DraftClientStatus:
-    nodes: tuple[DraftNodeStatus, ...] = ()
+    """For metrics."""
+
+    is_late: Mapping[str, bool] = field(default_factory=dict)  # by address; one that is not connected is late as well
     counters: DraftCounters = field(default_factory=DraftCounters)
 
 
 class DraftClient:
     """One stream to each draft node behind `addresses`, which may be names of several. Any can serve any sequence.
 
-    `start`, `stop` and `status` belong to the event loop; `open`, `update`, `close` and
+    `start`, `stop`, `links` and `status` belong to the event loop; `open`, `update`, `close` and
     `take` to the engine thread. Nothing here raises because of a draft node.
     """
 
@@ -69,19 +57,17 @@ class DraftClient:
         hello: DraftHello,
         *,
         resolver: Resolver = resolve_with_dns,
-        resolve_interval_seconds: float = DEFAULT_RESOLVE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        resolve_interval_seconds: float = 5.0,
         open_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT.open_channel,
     ) -> None:
         self._hello = hello
         self._changed = threading.Condition()
-        self._book = DraftBook(clock=clock)
+        self._book = DraftBook(clock=time.monotonic)
         self._links_by_node: dict[bytes, DraftLink] = {}
         self._nodes = PeerSet(
             addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
         )
         self._open_channel = open_channel
-        self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -119,20 +105,20 @@ class DraftClient:
         Never waits for a node that is late or not connected, nor for a sequence whose node has answered that it has
         nothing, or whose last answer was nothing.
         """
-        started = self._clock()
+        started = time.monotonic()
         with self._changed:
             trees, requested, missing = self._book.find(sequence_ids, wait_seconds=wait_seconds)
             hits = frozenset(trees)
             deadline = started + wait_seconds
             if missing:
                 self._wake()
-            while missing and (remaining := deadline - self._clock()) > 0.0:
+            while missing and (remaining := deadline - time.monotonic()) > 0.0:
                 if not self._changed.wait(remaining):
                     break
                 more = self._book.find(missing, wait_seconds=wait_seconds)
                 trees |= more.trees
                 missing = more.missing
-        return StepDrafts(trees, requested=set(requested), hits=hits, waited_seconds=self._clock() - started)
+        return StepDrafts(trees, requested=set(requested), hits=hits, waited_seconds=time.monotonic() - started)
 
     def observe_step(self, seconds: float) -> None:
         """How long a step of the engine took."""
@@ -149,22 +135,15 @@ class DraftClient:
             open_channel=self._open_channel,
         )
 
+    @property
+    def links(self) -> list[DraftLink]:
+        """One for each draft node at present. On the event loop."""
+        return self._nodes.peers
+
     def status(self) -> DraftClientStatus:
         with self._changed:
-            return DraftClientStatus(
-                nodes=tuple(
-                    DraftNodeStatus(
-                        address=link.address,
-                        name=link.node_name,
-                        is_connected=link.node.is_connected,
-                        is_late=self._book.is_late(link.node),
-                        refusal=link.refusal,
-                        num_sequences=link.node.num_sequences,
-                    )
-                    for link in self._nodes.peers
-                ),
-                counters=self._book.counters(),
-            )
+            is_late = {link.address: self._book.is_late(link.node) for link in self.links}
+            return DraftClientStatus(is_late, replace(self._book.counters))
 
     def _wake(self) -> None:
         """Lets the streams look for something to send. From any thread."""
@@ -177,7 +156,7 @@ class DraftClient:
             self._loop = None
 
     def _wake_links(self) -> None:
-        for link in self._nodes.peers:
+        for link in self.links:
             link.wake()
 
 

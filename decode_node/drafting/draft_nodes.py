@@ -44,10 +44,9 @@ class DraftNodeState:
     retry_at: float = 0.0
     trial: int | None = None  # stream id of the one sequence that tries whether there is room again
 
-    def delay(self, now: float) -> float:
-        """How long an answer takes: the mean, or the age of the oldest unanswered update if that is more."""
-        oldest = next(iter(self.asked.values()), now)
-        return max(self.answer_seconds, now - oldest)
+    def unanswered_seconds(self, now: float) -> float:
+        """The age of the oldest unanswered update."""
+        return now - next(iter(self.asked.values()), now)
 
     def observe_answer(self, seconds: float) -> None:
         """One answer to an update that wanted drafts."""
@@ -116,7 +115,8 @@ class DraftNodes:
 
     def is_late(self, node: DraftNodeState, now: float) -> bool:
         """Whether steps should not wait for it, and its sequences are better served by another."""
-        return node.delay(now) > LATE_STEPS * self._long_step_seconds
+        delay = max(node.answer_seconds, node.unanswered_seconds(now))
+        return delay > LATE_STEPS * self._long_step_seconds
 
     def is_usable(self, node: DraftNodeState, now: float) -> bool:
         return node.is_connected and not self.is_late(node, now)

@@ -118,7 +118,8 @@ class DraftLink:
             info = await self._exchange_hellos(call)
             self._claim(info)
             self.node_name, self.refusal = info.name, ""
-            _log.info("draft node connected", target=self.address, node=info.name, proposer=_proposer(info))
+            proposer = info.model.proposer if info.model else ""
+            _log.info("draft node connected", target=self.address, node=info.name, proposer=proposer)
             with self._changed:
                 self._book.connected(self.node)
             await self._exchange_state(call)
@@ -143,14 +144,6 @@ class DraftLink:
             await call.write(draft_pb2.DraftUpdate(hello=hello_to_proto(self._hello)))
             first = await call.read()
         if not isinstance(first, draft_pb2.DraftProposals) or not first.HasField("hello"):
-            # Ended without a hello: the status says why.
-            if not isinstance(first, draft_pb2.DraftProposals) and await call.code() is not grpc.StatusCode.OK:
-                raise grpc.aio.AioRpcError(
-                    await call.code(),
-                    await call.initial_metadata(),
-                    await call.trailing_metadata(),
-                    await call.details(),
-                )
             raise PeerLostError(f"{self.address} sends no hello", node=self.address)
         info = info_from_proto(first.hello)
         check_fits(self._hello, info)
@@ -179,7 +172,7 @@ class DraftLink:
                 raise outcome
 
     async def _write(self, call: DraftCall) -> None:
-        """Sends newest state whenever the stream is writable and there is any."""
+        """Sends newest state whenever the stream is writable and there is any. Raises: PeerLostError, grpc.RpcError."""
         self._wake.set()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -189,6 +182,9 @@ class DraftLink:
             with self._changed:
                 updates = self._book.take_updates(self.node)
                 step_seconds = self._book.step_seconds
+                has_lost_an_update = self._book.has_lost_an_update(self.node)
+            if has_lost_an_update:
+                raise PeerLostError(f"{self.address} does not answer", node=self.address)
             if updates:
                 await call.write(updates_to_proto(updates, step_seconds=step_seconds))
 
@@ -227,7 +223,3 @@ def _num_branches(message: draft_pb2.DraftProposals) -> int:
 def draft_rank(hello: DraftHello, address: str) -> int:
     """Rendezvous hashing: each decode node has an order of its own among draft nodes, whoever comes and goes."""
     return xxhash.xxh3_64_intdigest(hello.incarnation + address.encode())
-
-
-def _proposer(info: NodeInfo) -> str:
-    return info.model.proposer if info.model is not None else ""

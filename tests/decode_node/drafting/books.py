@@ -63,7 +63,7 @@ class Book:
 
     @property
     def counters(self):
-        return self.book.counters()
+        return self.book.counters
 
 
 def catching_up(update):

@@ -81,7 +81,7 @@ def draft_node(proposer=None, *, name="draft@test", **settings) -> DraftNode:
 @contextlib.asynccontextmanager
 async def client_of(*ports: int, hello: DraftHello = HELLO) -> AsyncIterator[DraftClient]:
     async with started(DraftClient([f"127.0.0.1:{port}" for port in ports], hello)) as client:
-        await until(lambda: len(client.status().nodes) == len(ports))
+        await until(lambda: len(client.links) == len(ports))
         yield client
 
 
@@ -101,7 +101,7 @@ async def take(client: DraftClient, *sequence_ids: int, wait_seconds: float = GE
 
 
 def is_connected(client: DraftClient) -> Callable[[], bool]:
-    return lambda: all(target.is_connected for target in client.status().nodes)
+    return lambda: all(target.is_connected for target in client.links)
 
 
 class Impostor(draft_pb2_grpc.DraftServiceServicer):

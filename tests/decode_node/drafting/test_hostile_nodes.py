@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
-from decode_node.drafting import link
+from decode_node.drafting import book, link
 from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftStatus, SequenceProposals
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
@@ -56,6 +57,16 @@ async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
         assert impostor.messages[-1][-1].prefix_hash == prefix_hash(text)
 
 
+async def test_a_node_that_has_lost_an_update_is_sent_everything_anew(monkeypatch):
+    monkeypatch.setattr(book, "UNANSWERED_SECONDS", 0.05)
+    num_updates = itertools.count()
+    impostor = Impostor(lambda update: lie()(update) if next(num_updates) else [])
+    async with serving(impostor) as port, client_of(port) as client:
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        await until(lambda: tokens(client.take([7], wait_seconds=0.0)) == {7: (1, 2)})
+
+
 async def test_a_node_that_says_no_hello_is_given_up_and_costs_nothing(monkeypatch):
     monkeypatch.setattr(link, "HELLO_TIMEOUT_SECONDS", 0.05)
     async with serving(Impostor(says_hello=False)) as port, client_of(port) as client:
@@ -63,7 +74,7 @@ async def test_a_node_that_says_no_hello_is_given_up_and_costs_nothing(monkeypat
         taken = await take(client, 7)
         assert tokens(taken) == {}
         assert taken.waited_seconds < GENEROUS_WAIT_SECONDS / 2
-        assert not client.status().nodes[0].is_connected
+        assert not client.links[0].is_connected
 
 
 async def test_a_node_whose_streams_end_at_once_is_dialled_ever_more_rarely(monkeypatch):
@@ -134,7 +145,7 @@ async def test_a_lying_node_is_not_believed_about_that_sequence_any_more(lies):
         assert tokens(await take(client, 7)) == {}
         open_sequence(client, 8)
         assert tokens(await take(client, 8)) == {8: (1, 2)}
-        assert client.status().nodes[0].is_connected
+        assert client.links[0].is_connected
 
 
 async def test_answers_about_unknown_sequences_are_counted_and_ignored():
