@@ -13,7 +13,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.processor import prepare_environment, usable_cpus
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
+from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     server: ServerConfig = sections["server"]
     security = make_security(sections["security"])
     node = DecodeNode(
-        build=make_build(config, sections["model"], security, server=server),
+        build=make_build(config, sections["model"], server, security),
         configured_name=server.name,
         session_timeout_seconds=config.session_timeout_seconds,
         allows_profiles=sections["telemetry"].profiling,
@@ -57,14 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_build(
-    config: DecodeNodeConfig,
-    model_config: ModelConfig,
-    security: PeerSecurity = PLAINTEXT,
-    *,
-    server: ServerConfig | None = None,
+    config: DecodeNodeConfig, model_config: ModelConfig, server: ServerConfig, security: PeerSecurity
 ) -> Callable[[bytes, str, Emit], DecodeParts]:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
-    server = server or ServerConfig()
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
         from decode_node.admission import Admission

@@ -46,12 +46,11 @@ class Admission:
         indexes = [start.sample for start in opened.samples]
         if not indexes or indexes != sorted(set(indexes)) or indexes[-1] >= sampling.n:
             return RejectReason.INVALID, f"samples must be rising indexes below {sampling.n}, not {indexes}"
-        for start in opened.samples:
-            if len(start.generated_token_ids) >= sampling.max_tokens:
-                return RejectReason.INVALID, f"max_tokens of sample {start.sample} are generated already"
-            if max(start.generated_token_ids, default=0) >= self._vocab_size:
-                return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
-        if max(opened.prompt_token_ids) >= self._vocab_size:
+        generated = [start.generated_token_ids for start in opened.samples]
+        for index, token_ids in zip(indexes, generated, strict=True):
+            if len(token_ids) >= sampling.max_tokens:
+                return RejectReason.INVALID, f"max_tokens of sample {index} are generated already"
+        if max(max(token_ids, default=0) for token_ids in (opened.prompt_token_ids, *generated)) >= self._vocab_size:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
         if not (_is_in_range(sampling) and _may_be_answered(opened.options.logprobs)):
             return RejectReason.INVALID, "a sampling parameter is out of its range"

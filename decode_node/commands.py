@@ -64,19 +64,10 @@ class DrainExpired:
 
 RouterCommand = GroupOpened | GroupRetargeted | GroupCancelled
 
-Command = (
-    GroupOpened
-    | GroupRetargeted
-    | GroupCancelled
-    | SessionEnded
-    | TransferCompleted
-    | TransferFailed
-    | DrainStarted
-    | DrainExpired
-    | StartProfile
-    | EndProfile
-)
+OwnCommand = SessionEnded | TransferCompleted | TransferFailed | DrainStarted | DrainExpired | StartProfile | EndProfile
+"""What this node says to itself."""
 
+Command = RouterCommand | OwnCommand
 
 EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
 """What the engine thread has to tell each router, in order."""

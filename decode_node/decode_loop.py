@@ -11,7 +11,6 @@ tokens one step yields.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
@@ -195,7 +194,7 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._report()
             self._emit_events(None)
-            self._wait_for_blocks()
+            self._wait_for_a_command()  # nothing fits until a transfer ends or is given up: a command will say so
             return
         num_rows = plan.num_rows
         self.progress.expect(num_rows)
@@ -258,16 +257,13 @@ class DecodeLoop:
     # --- commands -------------------------------------------------------------------------
 
     def _handle_commands(self, *, wait: bool) -> None:
-        """What the inbox gives for one iteration; with `wait` also the first thing that comes."""
+        """What the inbox gives for one iteration; with `wait` also what comes soon."""
         if self._delayed or not self._inbox.is_empty:
             self._report()  # no event of a group follows its end
         while self._delayed:
             self._handle(self._delayed.popleft())
         if wait:
-            try:
-                self._handle(self._next_command())
-            except queue.Empty:
-                return
+            self._wait_for_a_command()
         for command in self._inbox.take_some():
             self._handle(command)
 
@@ -294,21 +290,10 @@ class DecodeLoop:
             case EndProfile():
                 self._profiler.end(command.capture)
 
-    def _wait_for_blocks(self) -> None:
-        """Nothing fits until a transfer ends or is given up: a command will say so."""
-        try:
-            self._handle(self._next_command())
-        except queue.Empty:
-            return
-
-    def _next_command(self) -> Command:
-        """Waits a little for it. Raises: queue.Empty."""
-        self.progress.pause()
-        try:
-            return self._inbox.get(IDLE_WAIT_SECONDS)
-        finally:
-            self.progress.resume()
-            self._time.mark(Part.IDLE)
+    def _wait_for_a_command(self) -> None:
+        with self.progress.paused():
+            self._inbox.wait(IDLE_WAIT_SECONDS)
+        self._time.mark(Part.IDLE)
 
     # --- verify and commit ----------------------------------------------------------------
 

@@ -30,10 +30,6 @@ class FairShares:
         self._clock = clock
         self._claims: dict[int, float] = {}  # by session: until when it is taken to wait
 
-    @property
-    def num_claims(self) -> int:
-        return len(self._claims)
-
     def claim(self, session_id: int) -> None:
         """The session was refused for want of room."""
         self._claims[session_id] = self._clock() + CLAIM_SECONDS

@@ -32,11 +32,6 @@ class Sample:
         self._asked_draft_tokens = self.max_length if asked is None else asked
 
     @property
-    def sequence_id(self) -> int:
-        """The key in scheduler, proposers and draft stream; unique in this process."""
-        return self.sequence.key
-
-    @property
     def num_generated(self) -> int:
         return len(self.sequence.token_ids) - len(self.group.opened.prompt_token_ids)
 
@@ -100,7 +95,7 @@ class GroupTable:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, bytes], SequenceGroup] = {}
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, Sample] = {}  # by their key in scheduler, proposers and draft stream
         self._sequence_ids = itertools.count(1)
 
     def __len__(self) -> int:
@@ -130,7 +125,7 @@ class GroupTable:
 
     def add_sample(self, sample: Sample) -> None:
         sample.group.samples[sample.index] = sample
-        self._samples[sample.sequence_id] = sample
+        self._samples[sample.sequence.key] = sample
 
     def samples_of(self, sequences: Iterable[EngineSequence]) -> list[Sample]:
         samples = self._samples
@@ -142,7 +137,7 @@ class GroupTable:
     def remove_sample(self, sample: Sample) -> None:
         """Its group goes with the last of them."""
         del sample.group.samples[sample.index]
-        del self._samples[sample.sequence_id]
+        del self._samples[sample.sequence.key]
         if not sample.group.samples:
             self.remove(sample.group)
 

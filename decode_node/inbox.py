@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -85,12 +84,11 @@ class Inbox:
                 self._own.append(command)
             self._has_news.notify()
 
-    def get(self, timeout_seconds: float) -> Command:
-        """The next one. Raises: queue.Empty when nothing comes."""
+    def wait(self, timeout_seconds: float) -> None:
+        """Until a command is here, or for so long."""
         with self._has_news:
-            if self.is_empty and not self._has_news.wait(timeout_seconds):
-                raise queue.Empty
-            return self._own.popleft() if self._own else self._next_of_routers()
+            if self.is_empty:
+                self._has_news.wait(timeout_seconds)
 
     def take_some(self) -> list[Command]:
         """For one iteration: all of this node's own, and of routers what their steps should wait for at most."""

@@ -62,11 +62,6 @@ class Reservations:
         """Groups that wait."""
         return len(self._fillings)
 
-    @property
-    def undrained(self) -> list[SequenceKV]:
-        """Blocks that are of no use any more, into which a write may be under way."""
-        return list(self._undrained.values())
-
     def is_known(self, transfer_id: bytes) -> bool:
         """Whether the id is taken, or was until lately."""
         is_next = any(filling.next_id == transfer_id for filling in self._fillings.values())

@@ -147,8 +147,10 @@ class SequenceGroupManager:
             kv.free()
             return
         self._num_arrived += 1
-        self.prefix_lookups = self.prefix_lookups.plus(
-            num_query_tokens=len(shared) + 1, num_hit_tokens=kv.num_cached_tokens
+        lookups = self.prefix_lookups
+        self.prefix_lookups = PrefixLookups(
+            num_query_tokens=lookups.num_query_tokens + len(shared) + 1,
+            num_hit_tokens=lookups.num_hit_tokens + kv.num_cached_tokens,
         )
         group = SequenceGroup(command.session_id, opened, shared, command.kv_host, self._num_arrived, kv)
         self._groups.add(group)

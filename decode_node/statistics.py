@@ -35,12 +35,6 @@ class PrefixLookups:
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
 
-    def plus(self, *, num_query_tokens: int, num_hit_tokens: int) -> PrefixLookups:
-        return PrefixLookups(
-            num_query_tokens=self.num_query_tokens + num_query_tokens,
-            num_hit_tokens=self.num_hit_tokens + num_hit_tokens,
-        )
-
 
 @dataclass(slots=True)
 class RecentRates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_node.draft_peer import DraftPeer
@@ -69,9 +69,6 @@ class HeldSequences:
 
     def __len__(self) -> int:
         return sum(len(holding.sequences) for holding in self._holdings.values())
-
-    def __iter__(self) -> Iterator[HeldSequence]:
-        return (held for holding in self._holdings.values() for held in holding.sequences.values())
 
     def apply(self, peer: DraftPeer, update: SequenceUpdate) -> HeldSequence | DraftStatus:
         """Takes over the newest state. Returns the sequence, or why not; what was held of it is forgotten then."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,18 +20,15 @@ from outrider.engine.engine_thread import EngineThread
 from outrider.errors import PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.announce import announce_progress
+from outrider.service.engine_failure import end_process
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
-from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.speculation.proposers.base import Proposer, ProposerInfo
 from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
-EXIT_LOOP_FAILED = 70  # EX_SOFTWARE
 MIN_EXPECTED_STEP_SECONDS = 1.0
 """A short step may be followed by one that computes a long prefix; the node has not stalled then."""
-
-_log = get_logger("draft_node")
 
 
 class DraftNode:
@@ -48,13 +44,13 @@ class DraftNode:
         settings: ProposerSettings | None = None,
         registry: CollectorRegistry,
         proposer: Proposer | None = None,
-        exit_process: Callable[[int], None] = os._exit,
+        on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
-        """`name`: by default role and address. `exit_process` ends the process when the draft loop has failed."""
+        """`name`: by default role and address."""
         self._config = config
         self._registry = registry
         self._proposer = proposer  # None: made in `start`
-        self._exit_process = exit_process
+        self._on_loop_failure = on_loop_failure
         self._incarnation = make_incarnation()
         self._configured_name = name
         self._settings = settings
@@ -75,7 +71,7 @@ class DraftNode:
             "draft loop",
             build=self._build,
             run=lambda loop: loop.run(),
-            on_failure=self._loop_failed,
+            on_failure=self._on_loop_failure,
         )
         self._loop = await thread.build()
         self._state = NodeState.SERVING
@@ -106,11 +102,6 @@ class DraftNode:
         )
         metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
         return DraftLoop(proposer, limits, on_step=partial(_count_step, metrics))
-
-    def _loop_failed(self, error: Exception) -> None:
-        """Ends the process: a node whose engine thread has failed must not look healthy."""
-        _log.error("the draft loop failed; the process ends", error=str(error), exc_info=error)
-        self._exit_process(EXIT_LOOP_FAILED)
 
     def describe(self) -> Mapping[str, Any]:
         assert self._proposer is not None, "started"

@@ -151,12 +151,6 @@ def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):
     assert [node.tokens(group) for group in again] == [first, first]
 
 
-def test_chunked_recomputation_gives_the_same_tokens(make_node):
-    prompt = tuple(random.Random(5).randrange(3, 299) for _ in range(33))
-    expected = generate(make_node(), prompt=prompt)
-    assert generate(make_node(max_rows_per_step=16), prompt=prompt) == expected
-
-
 @pytest.mark.parametrize("method", VerificationMethod)
 def test_a_request_is_verified_by_its_method(make_node, method):
     node = make_node(drafts=TextDrafts(lambda tokens, n: [(tokens[-1] + 7) % 299] * n))

@@ -63,7 +63,8 @@ def _soak(seed):
     node.loop._drafts._client = HalfRightDrafts(node.model, choice)
     stems = [tuple(choice.randrange(64) for _ in range(24)) for _ in range(3)]
     opened = {}
-    for _ in range(120):
+
+    def say_something():
         if choice.random() < 0.4:
             stem = choice.choice(stems)
             prompt = stem[: choice.randrange(1, 25)] + tuple(choice.randrange(64) for _ in range(choice.randrange(8)))
@@ -75,8 +76,15 @@ def _soak(seed):
             node.cancel(choice.choice(list(opened)), *choice.choice(((), (0,), (1,), (0, 1))))
         if choice.random() < 0.01:
             node.loop.submit(SessionEnded(2))
+
+    for _ in range(120):
         node.groups._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
+        if node.engine.is_asynchronous and choice.random() < 0.7:
+            node.engine.runner.on_launch = say_something
+        else:
+            say_something()
         node.iterate()
+        node.engine.runner.on_launch = lambda: None
         _push_some(node, opened, choice)
         node.engine.pool.check_integrity(_tables(node))
     for _ in range(3):  # what waits for blocks gets them; pushes that never came end, then their reservations
@@ -94,15 +102,18 @@ def _push_some(node, opened, choice):
         if node.ingest.inbox.state(transfer_id) is None:
             continue
         what = choice.random()
-        if what < 0.3:
+        if what < 0.4:
+            spec = node.ingest.specs[transfer_id]
+            until = None if what < 0.3 else choice.randrange(spec.start_token, spec.end_token) + 1
             try:
-                node.push(group_id, prompt[:-1], transfer_id=transfer_id)
+                node.push(group_id, prompt[:-1], transfer_id=transfer_id, until=until)
             except AbortedError:
-                continue  # cancelled meanwhile
-        elif what < 0.5:
-            if what < 0.4:
+                continue  # cancelled meanwhile, or some of it is there already
+        elif what < 0.6:
+            if what < 0.5:
                 node.ingest.inbox.fail(transfer_id, "scripted failure")
-            node.retarget(group_id, choice.choice((b"", choice.randbytes(16))))
+            transfer_id = choice.choice((b"", choice.randbytes(16)))
+            node.retarget(group_id, transfer_id, keeps_received=choice.random() < 0.5)
 
 
 def _tables(node):
@@ -113,7 +124,7 @@ def _tables(node):
         for sample in group.samples.values():
             if sample.sequence.kv is not None:
                 yield sample.sequence.kv.block_ids
-    yield from (kv.block_ids for kv in groups._reservations.undrained)
+    yield from (kv.block_ids for kv in groups._reservations._undrained.values())
 
 
 def _check_tokens(node, opened):

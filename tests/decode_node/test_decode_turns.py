@@ -95,10 +95,9 @@ def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
     node.open(prompt=SHORT_PROMPT)
     node.engine.scheduler.hand_out = lambda *_: StepPlan()
     held = []
-    wait = node.loop._wait_for_blocks
-    node.loop._wait_for_blocks = lambda: (held.append(turns.is_held), wait())
+    node.loop._inbox.wait = lambda _seconds: held.append(turns.is_held)
     node.iterate()
-    assert held == [False]
+    assert held == [False, False]  # for a command, then for blocks
 
 
 def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(node, turns):
@@ -217,8 +216,7 @@ def test_a_thread_that_waits_for_its_turn_or_for_a_command_is_not_late(node, tur
     turns.num_refusals = 3
     turns.on_refusal = lambda: (clock.advance(5.0), at_hand.append(progress.at_hand))
     node.open(prompt=SHORT_PROMPT)
-    get = node.loop._inbox.get
-    node.loop._inbox.get = lambda seconds: (clock.advance(5.0), at_hand.append(progress.at_hand), get(seconds))[-1]
+    node.loop._inbox.wait = lambda _seconds: (clock.advance(5.0), at_hand.append(progress.at_hand))
     node.iterate()
     for_a_command, at_once, *for_its_turn = at_hand
     assert at_once.started is not None  # asked for without a wait

@@ -80,16 +80,16 @@ def test_shares_are_of_blocks_too(make_scripted_node):
 @pytest.mark.parametrize("end", ["time", "session"])
 def test_a_claim_ends_with_its_time_and_with_its_session(node, end):
     groups = fill(node, session=GREEDY)
-    for _ in range(20):  # one claim for each session
+    for _ in range(20):
         assert isinstance(answer(node, session=MODEST)[1], Rejected)
-    assert node.groups._fair_shares.num_claims == 1
+    assert len(node.groups._fair_shares._claims) == 1  # for each session
     node.cancel(groups.pop(), session=GREEDY)
     if end == "time":
         node.clock.advance(CLAIM_SECONDS)
     else:
         node.loop.submit(SessionEnded(MODEST))
     assert isinstance(answer(node, session=GREEDY)[1], Granted)
-    assert node.groups._fair_shares.num_claims == 0
+    assert not node.groups._fair_shares._claims
 
 
 def test_a_report_shows_room_when_a_refused_group_would_be_let_in(node):

@@ -6,10 +6,8 @@ import threading
 
 import pytest
 
-from decode_node.commands import SessionEnded
 from outrider.kv_transfer.base import Region
 from outrider.session import KvFailed
-from tests.decode_node.driven_node import SESSION
 from tests.decode_node.test_reservations import PATIENCE_SECONDS, PROMPT, SECOND, THIRD, RowCounter
 
 NUM_BROUGHT = 18  # four blocks and a half
@@ -97,22 +95,6 @@ def test_a_write_that_was_lost_keeps_nothing(node, monkeypatch):
     node.ingest.inbox._write(transfer, region, memoryview(bytes(4)))
     node.retarget(group_id, SECOND, keeps_received=True)
     assert node.granted(group_id).held_prefix_length == 0
-
-
-@pytest.mark.parametrize("then", ["cancel", "session ends", "retarget"])
-def test_nothing_is_left_behind_whenever_it_ends(node, then):
-    group_id = lose_transfer(node, breaks=True)
-    node.retarget(group_id, SECOND, keeps_received=True)
-    node.granted(group_id)
-    node.push(group_id, PROMPT, transfer_id=SECOND, until=25)
-    if then == "cancel":
-        node.cancel(group_id)
-    elif then == "session ends":
-        node.loop.submit(SessionEnded(SESSION))
-    else:
-        node.retarget(group_id, b"", keeps_received=True)
-    node.run()
-    node.assert_nothing_is_held()
 
 
 def test_a_frame_that_is_being_written_is_waited_for(node):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode_node.commands import DrainStarted
-from outrider.session import KvReady, Rejected, SampleDone, SampleStart
+from outrider.session import KvReady, Rejected, SampleStart
 from tests.decode_node.conftest import SHORT_PROMPT
 
 PROMPT = tuple(range(1, 30))  # eight blocks of four
@@ -20,49 +20,22 @@ def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
     return group_id, whole
 
 
-def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_alike(make_scripted_node):
+@pytest.mark.parametrize("cancelled", [(), (1,), (0, 2), (0, 1, 2)], ids=str)
+def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_alike(make_scripted_node, cancelled):
+    """Or end there: their router has had them computed elsewhere meanwhile."""
     node = make_scripted_node(num_blocks=40)
     group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
-    node.groups.take_events()
     held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # one of them, and little more
-    node.run()
-    assert node.num_preempted > 0
-    for sample, cut in {0: 30, 1: 12, 2: 0}.items():
-        assert node.tokens(group_id, sample) == whole[cut:]
-    node.engine.pool.release(held)
-    node.assert_nothing_is_held()
-
-
-@pytest.mark.parametrize("samples", [(), (1,), (0, 2)])
-def test_a_cancel_reaches_samples_that_are_preempted(make_scripted_node, samples):
-    """Their router has had them computed elsewhere meanwhile."""
-    node = make_scripted_node(num_blocks=40)
-    group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
-    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)
     while not node.num_preempted:
         node.iterate()
     node.loop._report()  # beside the host, the last step would be told of with the next
     before = {sample: node.tokens(group_id, sample) for sample in range(3)}
-    node.cancel(group_id, *samples)
+    if cancelled:
+        node.cancel(group_id, *cancelled)
     node.run()
     for sample, cut in {0: 30, 1: 12, 2: 0}.items():
-        is_cancelled = not samples or sample in samples
-        assert node.tokens(group_id, sample) == (before[sample] if is_cancelled else whole[cut:])
+        assert node.tokens(group_id, sample) == (before[sample] if sample in cancelled else whole[cut:])
     node.engine.pool.release(held)
-    node.assert_nothing_is_held()
-
-
-def test_a_cancel_reaches_samples_that_still_compute_their_own_tokens(make_scripted_node):
-    node = make_scripted_node(num_blocks=200)
-    group_id, _ = moved(node, {0: 30, 1: 12, 2: 0})
-    node.loop._handle_commands(wait=False)
-    assert node.engine.scheduler.num_running == 1  # the others wait for what all begin with
-    node.cancel(group_id, 0)
-    node.iterate()
-    assert node.engine.scheduler.num_running == 2
-    assert node.tokens(group_id, 0) == []
-    node.cancel(group_id)
-    node.iterate()
     node.assert_nothing_is_held()
 
 
@@ -80,16 +53,6 @@ def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_no
     node.iterate()
     (rejected,) = node.find(Rejected, group_id)
     assert rejected.kv_blocks_needed > node.engine.pool.num_free_blocks
-
-
-def test_drafts_are_told_each_samples_own_tokens(make_scripted_node):
-    node = make_scripted_node(num_blocks=200, num_speculative_tokens=2)
-    told = {}
-    node.loop._drafts._client.open = lambda _id, start, token_ids, **_: told.update({start.sample: list(token_ids)})
-    group_id, whole = moved(node, {0: 30, 2: 1})
-    node.run()
-    assert told == {0: [*SHORT_PROMPT, *whole[:30]], 2: [*SHORT_PROMPT, *whole[:1]]}
-    assert {done.sample for done in node.find(SampleDone, group_id)} == {0, 2}
 
 
 def test_a_draining_node_goes_on_with_what_it_has_until_that_is_moved(make_scripted_node):

@@ -9,8 +9,8 @@ import pytest
 
 from decode_node.commands import DrainStarted, SessionEnded, TransferCompleted
 from outrider.request import LogprobsRequest
-from outrider.session import KvReady, Rejected, RejectReason, SampleDone
-from tests.decode_node.test_reservations import put_one_frame
+from outrider.session import KvReady, Rejected, RejectReason, SampleDone, SampleStart
+from tests.decode_node.test_reservations import SECOND, put_one_frame
 
 LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
 SHORT_PROMPT = (1, 2, 3)  # computed here
@@ -37,7 +37,9 @@ def test_samples_cancelled_before_the_kv_is_there_never_start(node):
     node.granted(group_id)
     node.cancel(group_id, 0, 2, 7)
     node.iterate()
-    node.push(group_id, LONG_PROMPT)
+    node.retarget(group_id, SECOND)
+    node.iterate()
+    node.push(group_id, LONG_PROMPT, transfer_id=SECOND)
     node.run()
     assert node.tokens(group_id, 1) == node.model.generate(LONG_PROMPT, 5)
     assert [done.sample for done in node.find(SampleDone, group_id)] == [1]
@@ -54,11 +56,11 @@ def test_a_completed_transfer_behind_a_cancel_starts_nothing(node):
     node.granted(group_id)
     node.cancel(group_id)
     node.push(group_id, LONG_PROMPT)
-    completed = node.loop._inbox.get(0.0)
+    cancelled, completed = node.loop._inbox.take_some()[::-1]
     assert isinstance(completed, TransferCompleted)
-    node.iterate()
-    node.loop.submit(completed)
-    node.run()
+    for command in (cancelled, completed):
+        node.loop.submit(command)
+        node.iterate()
     assert not node.find(KvReady, group_id)
     node.assert_nothing_is_held()
 
@@ -105,10 +107,12 @@ def test_a_transfer_id_that_was_used_is_refused(node):
 def test_a_session_that_ends_behind_its_own_commands_leaves_nothing(node):
     node.open(prompt=LONG_PROMPT)
     node.open(sampling={"n": 2})
+    other = node.open(session=2)
     node.loop.submit(SessionEnded(1))
     node.run()
     node.assert_nothing_is_held()
-    assert node.events == []
+    assert {event.sequence_group_id for event in node.events} == {other}
+    assert node.tokens(other) == node.model.generate(SHORT_PROMPT, 5)
 
 
 def test_a_loop_is_not_drained_while_commands_are_left_to_answer(node):
@@ -148,6 +152,14 @@ def test_a_short_prompt_of_several_samples_is_computed_once(make_scripted_node):
     assert sum(num_rows) == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
 
 
+def assert_refused(node, reason, fields):
+    group_id = node.open(**fields)
+    node.run()
+    (rejected,) = node.find(Rejected, group_id)
+    assert rejected.reason is reason
+    node.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -159,12 +171,23 @@ def test_a_short_prompt_of_several_samples_is_computed_once(make_scripted_node):
         {"sampling": {"frequency_penalty": 3.0}},
         {"sampling": {"logit_bias": ((1, math.nan),)}},
         {"sampling": {"n": 0}},
+        {"sampling": {"max_tokens": 0}},
         {"logprobs": LogprobsRequest(num_top=10_000_000)},
+        {"cache_salt": bytes(65)},
+        {"prompt": ()},
+        {"prompt": (1, 64)},
+        *({"sampling": {"n": 2}, "samples": tuple(map(SampleStart, each))} for each in ((2,), (1, 0), (1, 1))),
+        {"samples": (SampleStart(0, (64,)),)},
+        {"samples": (SampleStart(0, (1,) * 5),)},
     ],
     ids=str,
 )
-def test_parameters_out_of_range_are_refused(node, fields):
-    group_id = node.open(**fields)
-    node.run()
-    assert node.find(Rejected, group_id)[0].reason is RejectReason.INVALID
-    node.assert_nothing_is_held()
+def test_what_can_never_run_is_refused(make_scripted_node, fields):
+    assert_refused(make_scripted_node(), RejectReason.INVALID, fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sampling": {"max_tokens": 198}}, {"sampling": {"n": 17}}, {"prompt": (1,) * 160}], ids=str
+)
+def test_what_is_larger_than_the_node_is_refused(make_scripted_node, fields):
+    assert_refused(make_scripted_node(num_blocks=40), RejectReason.TOO_LARGE, fields)

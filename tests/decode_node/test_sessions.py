@@ -13,7 +13,7 @@ from decode_node.commands import GroupOpened, SessionEnded
 from decode_node.inbox import Inbox
 from decode_node.servicer import DecodeServicer
 from decode_node.sessions import Sessions, merge_tokens
-from outrider.errors import CapacityError
+from outrider.errors import CapacityError, MismatchError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.request import FinishReason
@@ -49,9 +49,9 @@ class Engine:
 
     take = submit  # what sessions call; a test may put its own here
 
-    async def until(self, kind):
+    async def until(self, kind, number=1):
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not (found := [command for command in self.commands if isinstance(command, kind)]):
+            while len(found := [command for command in self.commands if isinstance(command, kind)]) < number:
                 await self.changed.wait()
                 self.changed.clear()
         return found
@@ -82,11 +82,14 @@ async def serving(**options):
     await server.stop(0)
 
 
+def within(awaitable):
+    return asyncio.wait_for(awaitable, PATIENCE_SECONDS)
+
+
 async def connect(channel):
     call = session_pb2_grpc.DecodeServiceStub(channel).Session()
     await call.write(HELLO)
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        first = await call.read()
+    first = await within(call.read())
     assert first.hello.name == "decode"
     return call
 
@@ -102,50 +105,37 @@ async def fill_window(sessions):
         await asyncio.sleep(0)
 
 
-async def test_a_router_that_hangs_up_ends_its_session():
-    async with serving() as (engine, _, channel):
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_router_that_hangs_up_ends_its_session(reads):
+    async with serving() as (engine, sessions, channel):
         call = await connect(channel)
         await call.write(opening(1))
         (command,) = await engine.until(GroupOpened)
+        if not reads:
+            await fill_window(sessions)
         call.cancel()
         (ended,) = await engine.until(SessionEnded)
         assert ended.session_id == command.session_id
-
-
-async def test_a_router_that_does_not_read_and_then_hangs_up_ends_its_session():
-    async with serving() as (engine, sessions, channel):
-        call = await connect(channel)
-        await fill_window(sessions)
-        call.cancel()
-        await engine.until(SessionEnded)
         assert not sessions.has_unsent_events
 
 
-async def test_a_silent_router_loses_its_lease():
-    async with serving(timeout_seconds=1.0) as (engine, _, channel):
-        call = await connect(channel)
-        await engine.until(SessionEnded)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                while await call.read() is not grpc.aio.EOF:  # the status comes behind the reports
-                    continue
-            assert await call.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_silent_router_that_does_not_read_either_loses_its_lease():
-    """As one under SIGSTOP: the node cannot write to it, and does not wait for that."""
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_silent_router_loses_its_lease(reads):
+    """One under SIGSTOP does not read either: the node cannot write to it, and does not wait for that."""
     async with serving(timeout_seconds=1.0) as (engine, sessions, channel):
         call = await connect(channel)
-        await fill_window(sessions)
+        if not reads:
+            await fill_window(sessions)
         await engine.until(SessionEnded)
+        if reads:
+            assert isinstance(await refusal(call), PeerLostError)
         call.cancel()
 
 
 async def refusal(call):
     """The error that the session ends with, behind whatever reports were written before."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await read_all(call)
+        await within(read_all(call))
     return from_rpc_error(caught.value)
 
 
@@ -173,13 +163,9 @@ async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bou
         for number in range(10):
             await flooding.write(opening(number, num_tokens=50))
         await other.write(opening(99))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while len(engine.commands) < 4:  # three of the one that floods, and the other's
-                await engine.changed.wait()
-                engine.changed.clear()
+        await engine.until(GroupOpened, 4)  # three of the one that floods, and the other's
         for call in (flooding, other):  # more than one turn of the waiting session; reports come all the while
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                await call.read()
+            await within(call.read())
         assert len(engine.commands) == 4
         taken = [command.group.sequence_group_id[-1] for command in inbox.take_some()]
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -207,8 +193,7 @@ async def test_a_router_that_lives_but_does_not_read_is_told_and_loses_its_lease
         assert not sessions.has_unsent_events
         told = await refusal(call)
         assert (type(told), told.reason) == (CapacityError, "NOT_READING")
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            assert isinstance(await other.read(), session_pb2.SessionReport)
+        assert isinstance(await within(other.read()), session_pb2.SessionReport)
         other.cancel()
 
 
@@ -244,8 +229,7 @@ async def test_nothing_is_read_before_the_hello_is_written():
         await may_return.wait()
 
     serving_task = asyncio.create_task(sessions.serve(commands(), write))
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await writing.wait()
+    await within(writing.wait())
     for _ in range(10):
         await asyncio.sleep(0)
     assert num_read == 1
@@ -275,8 +259,7 @@ async def test_events_count_as_unsent_until_they_are_written():
         return [list(event.tokens.token_ids) for event in report.events]
 
     serving_task = asyncio.create_task(sessions.serve(commands(), write))
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await written.get()  # the hello
+    await within(written.get())  # the hello
     sessions.deliver({1: [tokens(1)]})
     assert await next_event_ids() == [[1]]
     assert sessions.has_unsent_events  # the write has not returned
@@ -284,8 +267,7 @@ async def test_events_count_as_unsent_until_they_are_written():
     gate.release()
     assert await next_event_ids() == [[2]]
     gate.release()
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await written.get()  # the next one: the write before it has returned
+    await within(written.get())  # the next one: the write before it has returned
     assert not sessions.has_unsent_events
     serving_task.cancel()
     await asyncio.wait([serving_task], timeout=PATIENCE_SECONDS)
@@ -296,12 +278,11 @@ async def test_another_protocol_version_is_refused():
         call = session_pb2_grpc.DecodeServiceStub(channel).Session()
         hello = session_pb2.SessionHello(protocol_version=99, oldest_protocol_version=98, name="router")
         await call.write(session_pb2.SessionCommand(hello=hello))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert (
-                await call.details()
-                == f"router router speaks protocol 98 to 99, decode node decode speaks protocol {SUPPORTED_VERSIONS}"
-            )
+        refused = await refusal(call)
+        assert isinstance(refused, MismatchError)
+        assert refused.message == (
+            f"router router speaks protocol 98 to 99, decode node decode speaks protocol {SUPPORTED_VERSIONS}"
+        )
 
 
 async def test_a_report_can_be_sent_at_once(monkeypatch):
@@ -309,20 +290,11 @@ async def test_a_report_can_be_sent_at_once(monkeypatch):
     async with serving() as (_, sessions, channel):
         call = await connect(channel)
         sessions.report_now()
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            assert (await call.read()).node.incarnation == bytes(16)
+        assert (await within(call.read())).node.incarnation == bytes(16)
         call.cancel()
 
 
-def test_tokens_of_one_sample_are_merged_and_ends_stay_behind_them():
-    done = SampleDone(sequence_group_id=GROUP, sample=0, reason=FinishReason.LENGTH)
-    merged = merge_tokens([tokens(1, start=5), tokens(2, 3, start=6), done])
-    assert [event.token_ids for event in merged[:1]] == [(1, 2, 3)]
-    assert merged[0].start_position == 5
-    assert merged[1:] == [done]
-
-
-def test_tokens_of_several_samples_are_merged_each_with_its_counts():
+def test_tokens_of_a_sample_are_merged_with_their_counts_before_its_end():
     counts = [
         SpeculationCounts(num_spec_steps=1, num_draft_tokens=2, acceptance_histogram=(0,) * n + (1,)) for n in range(3)
     ]
@@ -331,10 +303,12 @@ def test_tokens_of_several_samples_are_merged_each_with_its_counts():
         for turn in range(3)
         for sample in (0, 1)
     ]
-    merged = merge_tokens([*events, SampleTokens(GROUP, 2, 9, (99,))])
+    done = SampleDone(sequence_group_id=GROUP, sample=0, reason=FinishReason.LENGTH)
+    *merged, last = merge_tokens([*events, SampleTokens(GROUP, 2, 9, (99,)), done])
     assert [(each.sample, each.start_position, each.token_ids) for each in merged] == [
         (0, 5, (0, 1, 2)),
         (1, 5, (10, 11, 12)),
         (2, 9, (99,)),
     ]
+    assert last is done
     assert merged[0].speculation == merged[1].speculation == SpeculationCounts.total(counts)

@@ -9,6 +9,7 @@ from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PLAINTEXT
+from outrider.service.config import ServerConfig
 from tests.decode_node.driven_node import DrivenNode
 
 PROMPT = (11, 12, 13, 14, 15, 11, 12, 13, 14, 15, 11, 12)
@@ -22,7 +23,7 @@ class TinyNode(DrivenNode):
     def __init__(self, model_path, *, drafts=None, **config):
         super().__init__()
         config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_fallback": "none", **config})
-        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1), PLAINTEXT)
+        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1), ServerConfig(), PLAINTEXT)
         self.parts = build(bytes(16), "decode", self._emit)
         self.loop, self.groups, self.engine = self.parts.loop, self.parts.groups, self.parts.engine
         self.parts.ingest.start()

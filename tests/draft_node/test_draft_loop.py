@@ -10,6 +10,7 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
+from tests.support.fake_clock import FakeClock
 from tests.support.scripted_proposer import ScriptedProposer
 
 TEXT = tuple(range(1, 60))
@@ -40,20 +41,25 @@ def update_of(text, *, since=0, sequence_id=1, num_wanted=3, max_tokens=1000) ->
     )
 
 
-def loop_of(proposer, *, max_sequences=100, num_speculative_tokens=16) -> DraftLoop:
-    return DraftLoop(proposer, DraftLimits(num_speculative_tokens=num_speculative_tokens, max_sequences=max_sequences))
+def loop_of(proposer, *, max_sequences=100, **options) -> DraftLoop:
+    return DraftLoop(proposer, DraftLimits(num_speculative_tokens=16, max_sequences=max_sequences), **options)
 
 
 def connect(loop: DraftLoop, **changes):
     return loop.connect(hello(**changes), lambda: None)
 
 
+def answers_to(loop, peer, *updates):
+    """After one step."""
+    loop.submit(peer, updates)
+    loop.step()
+    return peer.take_answers()
+
+
 def test_an_update_is_answered_with_a_branch_keyed_by_its_content():
     loop = loop_of(ScriptedProposer([TEXT]))
     peer = connect(loop)
-    loop.submit(peer, [update_of(TEXT[:10])])
-    loop.step()
-    (answer,) = peer.take_answers()
+    (answer,) = answers_to(loop, peer, update_of(TEXT[:10]))
     assert (answer.sequence_id, answer.acked_length) == (1, 10)
     (branch,) = answer.branches
     assert (branch.length, branch.prefix_hash, branch.token_ids) == (10, prefix_hash(TEXT[:10]), TEXT[10:13])
@@ -74,18 +80,16 @@ def test_more_than_was_wanted_is_offered_so_that_the_rest_can_be_rebased():
     loop = loop_of(ScriptedProposer([TEXT], num_extra_tokens=100))
     peer = connect(loop)
     for num_wanted, num_offered in ((3, 11), (10, 16), (20, 16)):
-        loop.submit(peer, [update_of(TEXT[:10], num_wanted=num_wanted)])
-        loop.step()
-        (answer,) = peer.take_answers()
+        (answer,) = answers_to(loop, peer, update_of(TEXT[:10], num_wanted=num_wanted))
         assert len(answer.branches[0].token_ids) == num_offered
 
 
 def test_nothing_is_proposed_past_the_end_of_a_sequence_or_to_one_that_only_keeps_up():
     loop = loop_of(ScriptedProposer([TEXT]))
     peer = connect(loop)
-    loop.submit(peer, [update_of(TEXT[:10], max_tokens=9), update_of(TEXT[:10], sequence_id=2, num_wanted=0)])
-    loop.step()
-    first, second = peer.take_answers()
+    first, second = answers_to(
+        loop, peer, update_of(TEXT[:10], max_tokens=9), update_of(TEXT[:10], sequence_id=2, num_wanted=0)
+    )
     assert first.branches[0].token_ids == TEXT[10:11]
     assert second.branches == ()
     assert second.acked_length == 10
@@ -94,9 +98,7 @@ def test_nothing_is_proposed_past_the_end_of_a_sequence_or_to_one_that_only_keep
 def test_ids_that_the_target_does_not_have_are_cut_off():
     loop = loop_of(ScriptedProposer([TEXT]))
     peer = connect(loop, vocab_size=13)
-    loop.submit(peer, [update_of(TEXT[:10])])
-    loop.step()
-    (answer,) = peer.take_answers()
+    (answer,) = answers_to(loop, peer, update_of(TEXT[:10]))
     assert answer.branches[0].token_ids == (11, 12)
 
 
@@ -121,9 +123,7 @@ class SlowProposer(ScriptedProposer):
 def test_a_sequence_that_is_not_caught_up_is_answered_at_once_and_proposed_for_later():
     loop = loop_of(SlowProposer([TEXT]))
     peer = connect(loop)
-    loop.submit(peer, [update_of(TEXT[:10])])
-    loop.step()
-    (answer,) = peer.take_answers()
+    (answer,) = answers_to(loop, peer, update_of(TEXT[:10]))
     assert (answer.status, answer.acked_length) == (DraftStatus.CATCHING_UP, 10)
     loop.step()
     (answer,) = peer.take_answers()
@@ -155,19 +155,14 @@ class FailingProposer(ScriptedProposer):
 
 def test_a_proposer_that_fails_costs_its_proposals_and_nothing_else():
     proposer = FailingProposer([TEXT])
-    now = [100.0]
-    limits = DraftLimits(num_speculative_tokens=16, max_sequences=100)
-    loop = DraftLoop(proposer, limits, clock=lambda: now[0])
+    clock = FakeClock(100.0)
+    loop = loop_of(proposer, clock=clock)
     peer = connect(loop)
-    loop.submit(peer, [update_of(TEXT[:10])])
-    loop.step()
-    (answer,) = peer.take_answers()
+    (answer,) = answers_to(loop, peer, update_of(TEXT[:10]))
     assert (answer.acked_length, answer.branches) == (10, ())
     proposer.fails = False
-    now[0] += COOLDOWN_SECONDS
-    loop.submit(peer, [update_of(TEXT[:12], since=10)])
-    loop.step()
-    assert peer.take_answers()[0].branches
+    clock.advance(COOLDOWN_SECONDS)
+    assert answers_to(loop, peer, update_of(TEXT[:12], since=10))[0].branches
 
 
 def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
@@ -189,20 +184,17 @@ def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
 def test_a_decode_node_that_fills_the_node_makes_room_for_another():
     """What was dropped is an unknown prefix when it is updated next, and then finds no room."""
     proposer = ScriptedProposer([TEXT])
-    loop = DraftLoop(proposer, DraftLimits(num_speculative_tokens=16, max_sequences=4))
+    loop = loop_of(proposer, max_sequences=4)
     first, second = connect(loop), connect(loop)
-    loop.submit(first, [update_of(TEXT[:10], sequence_id=key) for key in range(4)])
-    loop.step()
-    first.take_answers()
-    loop.submit(second, [update_of(TEXT[:10], sequence_id=key) for key in range(2)])
-    loop.step()
-    assert [answer.status for answer in second.take_answers()] == 2 * [DraftStatus.PROPOSED]
+    answers_to(loop, first, *(update_of(TEXT[:10], sequence_id=key) for key in range(4)))
+    answers = answers_to(loop, second, *(update_of(TEXT[:10], sequence_id=key) for key in range(2)))
+    assert [answer.status for answer in answers] == 2 * [DraftStatus.PROPOSED]
     assert proposer.forgotten == [0, 1]
     statuses = []
     for since in (10, 0):
-        loop.submit(first, [update_of(TEXT[:11], since=since, sequence_id=0)])
-        loop.step()
-        statuses += [answer.status for answer in first.take_answers()]
+        statuses += [
+            answer.status for answer in answers_to(loop, first, update_of(TEXT[:11], since=since, sequence_id=0))
+        ]
     assert statuses == [DraftStatus.UNKNOWN_PREFIX, DraftStatus.NO_ROOM]
 
 
@@ -210,10 +202,6 @@ def test_a_closed_sequence_is_forgotten():
     proposer = ScriptedProposer([TEXT])
     loop = loop_of(proposer)
     peer = connect(loop)
-    loop.submit(peer, [update_of(TEXT[:10])])
-    loop.step()
-    peer.take_answers()
-    loop.submit(peer, [SequenceUpdate(sequence_id=1, closed=True)])
-    loop.step()
+    answers_to(loop, peer, update_of(TEXT[:10]))
+    assert answers_to(loop, peer, SequenceUpdate(sequence_id=1, closed=True)) == []
     assert proposer.forgotten == [0]
-    assert peer.take_answers() == []

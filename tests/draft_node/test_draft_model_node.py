@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import grpc.aio
 import pytest
@@ -20,6 +19,7 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.factory import ProposerSettings
+from tests.decode_node.drafting.streams import PATIENCE_SECONDS, started, take
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.tiny_model import make_tiny_model
 
@@ -45,69 +45,49 @@ async def node(tmp_path):
     await service.stop()
 
 
-def hello_for(service: DraftNode) -> DraftHello:
-    model = service.info().model
-    assert model is not None
-    return DraftHello(
+@pytest.fixture
+async def client(node):
+    model = node.info().model
+    hello = DraftHello(
         incarnation=bytes(16),
         name="decode@test",
         vocab_size=320,
         vocabulary_fingerprint=model.vocabulary_fingerprint,
         max_model_len=2048,
     )
+    async with started(DraftClient([node.info().name.split("@")[1]], hello)) as client:
+        yield client
 
 
-async def drafts_for(client: DraftClient, sequence_id: int, params: SamplingParams) -> tuple[int, ...]:
-    client.open(
-        sequence_id,
-        SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=len(PROMPT)),
-        PROMPT,
-        num_wanted=4,
+async def draft_for(client, sequence_id: int, *, seed=7, min_tokens=4, takes_trees=False) -> DraftTree:
+    sampling = SamplingParams(seed=seed, max_tokens=100)
+    start = SequenceStart(
+        options=RequestOptions(sampling=sampling), sample=0, prompt_length=len(PROMPT), takes_trees=takes_trees
     )
-    async with asyncio.timeout(20):
-        while True:
-            taken = await asyncio.to_thread(client.take, [sequence_id], wait_seconds=0.05)
-            if sequence_id in taken.hits:
-                return taken.trees[sequence_id].token_ids[:4]
+    client.open(sequence_id, start, PROMPT, num_wanted=4)
+    tree = DraftTree(0)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(tree) < min_tokens:
+            taken = await take(client, sequence_id, wait_seconds=0.05)
+            tree = taken.trees.get(sequence_id, tree)
+    return tree
 
 
-async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node):
+async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node, client):
     assert node.info().model.proposer == "draft_model:model"
     described = node.describe()
     assert {"dtype", "numerics", "kernels", "threads"} <= set(described)
     kv_bytes = 300 * 16 * node._proposer._forward.runner._spec.bytes_per_token
     assert described["memory_bytes"] == MAX_HELD_BYTES + kv_bytes
-    client = DraftClient([node.info().name.split("@")[1]], hello_for(node))
-    await client.start()
-    try:
-        params = SamplingParams(seed=7, max_tokens=100)
-        first = await drafts_for(client, 1, params)
-        again = await drafts_for(client, 2, params)
-        other = await drafts_for(client, 3, dataclasses.replace(params, seed=8))
-    finally:
-        await client.stop()
+    first, again, other = [
+        (await draft_for(client, sequence_id, seed=seed)).token_ids[:4] for sequence_id, seed in enumerate((7, 7, 8))
+    ]
     assert len(first) == 4
     assert again == first
     assert other != first
 
 
-async def test_a_decode_node_that_takes_trees_gets_siblings(node):
-    client = DraftClient([node.info().name.split("@")[1]], hello_for(node))
-    await client.start()
-    try:
-        start = SequenceStart(
-            options=RequestOptions(sampling=SamplingParams(seed=7, max_tokens=100)),
-            sample=0,
-            prompt_length=len(PROMPT),
-            takes_trees=True,
-        )
-        client.open(1, start, PROMPT, num_wanted=4)
-        tree = DraftTree(0)
-        async with asyncio.timeout(20):
-            while len(tree) < 12:
-                taken = await asyncio.to_thread(client.take, [1], wait_seconds=0.05)
-                tree = taken.trees.get(1, DraftTree(0))
-    finally:
-        await client.stop()
+async def test_a_decode_node_that_takes_trees_gets_siblings(client):
+    tree = await draft_for(client, 1, min_tokens=12, takes_trees=True)
     assert tree.is_well_formed
     assert 4 <= len(likeliest_path(tree)) < len(tree)

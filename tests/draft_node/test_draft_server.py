@@ -38,11 +38,14 @@ NO_ROOM = draft_pb2.DRAFT_STATUS_NO_ROOM
 OPTIONS = node_pb2.RequestOptions(sampling=router_pb2.SamplingParams(max_tokens=100))
 
 
+def node_of(*, registry=None, **options):
+    registry = registry or CollectorRegistry()
+    return DraftNode(DraftNodeConfig(), name="draft@test", registry=registry, proposer=NgramProposer(), **options)
+
+
 @contextlib.asynccontextmanager
 async def running(*, starts=True, registry=None):
-    service = DraftNode(
-        DraftNodeConfig(), name="draft@test", registry=registry or CollectorRegistry(), proposer=NgramProposer()
-    )
+    service = node_of(registry=registry)
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -55,9 +58,12 @@ async def running(*, starts=True, registry=None):
     await service.stop()
 
 
+def within(awaitable):
+    return asyncio.wait_for(awaitable, PATIENCE_SECONDS)
+
+
 async def status_of(call) -> tuple[grpc.StatusCode, str]:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        return await call.code(), await call.details()
+    return await within(call.code()), await within(call.details())
 
 
 async def connect(channel, hello=HELLO):
@@ -65,8 +71,7 @@ async def connect(channel, hello=HELLO):
     await call.write(draft_pb2.DraftUpdate(hello=hello))
     first = None
     with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal, which the caller looks at
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            first = await call.read()
+        first = await within(call.read())
     return call, first
 
 
@@ -90,8 +95,7 @@ async def test_the_first_answer_is_the_nodes_hello_and_then_proposals_come():
         assert first.hello.model.proposer == "ngram"
         assert not first.sequences
         await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2, 3, 1, 2])]))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            answer = await call.read()
+        answer = await within(call.read())
         assert not answer.HasField("hello")
         assert list(answer.sequences[0].branches[0].token_ids[:2]) == [3, 1]
         call.cancel()
@@ -119,11 +123,15 @@ async def test_garbage_in_one_sequence_disturbs_no_other():
         call.cancel()
 
 
-async def test_a_stream_without_a_hello_is_refused():
+@pytest.mark.parametrize("says_anything", [True, False])
+async def test_a_stream_without_a_hello_is_refused(monkeypatch, says_anything):
+    monkeypatch.setattr("draft_node.servicer.HELLO_TIMEOUT_SECONDS", PATIENCE_SECONDS if says_anything else 0.05)
     async with running() as (_, channel):
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
-        await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1])]))
-        assert await status_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "the first message carries the hello")
+        if says_anything:
+            await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1])]))
+        why = "the first message carries the hello" if says_anything else "no hello within 0.05 s"
+        assert await status_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, why)
 
 
 async def test_another_protocol_version_is_refused_and_both_sides_are_named():
@@ -136,17 +144,13 @@ async def test_another_protocol_version_is_refused_and_both_sides_are_named():
         assert "draft@test" in details
 
 
-async def test_before_it_serves_it_is_unavailable():
-    async with running(starts=False) as (_, channel):
+async def test_it_is_unavailable_before_it_serves_and_when_it_drains_which_ends_the_streams_at_once():
+    async with running(starts=False) as (service, channel):
+        early, _ = await connect(channel)
+        assert (await status_of(early))[0] is grpc.StatusCode.UNAVAILABLE
+        await service.start("127.0.0.1:1")
         call, _ = await connect(channel)
-        assert (await status_of(call))[0] is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_draining_ends_the_streams_at_once_and_takes_no_new_ones():
-    async with running() as (service, channel):
-        call, _ = await connect(channel)
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await service.drain(30.0)
+        await within(service.drain(30.0))
         assert (await status_of(call))[0] is grpc.StatusCode.OK
         refused, _ = await connect(channel)
         assert (await status_of(refused))[0] is grpc.StatusCode.UNAVAILABLE
@@ -157,12 +161,10 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
     async with running(registry=registry) as (_, channel):
         call, _ = await connect(channel)
         await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2, 3, 1, 2])]))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await call.read()
+        await within(call.read())
         stub = node_pb2_grpc.NodeServiceStub(channel)
         watch = stub.Watch(node_pb2.WatchNodeRequest())
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            report = await watch.read()
+        report = await within(watch.read())
         watch.cancel()
         assert report.load.num_running == 1
         assert report.step == 1
@@ -177,25 +179,16 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
         call.cancel()
 
 
-async def test_a_loop_that_fails_ends_the_process():
+async def test_a_loop_that_fails_ends_the_process(monkeypatch):
     """A node that drafts no more must not look alive: the supervisor starts another."""
-    ended = asyncio.Event()
     event_loop = asyncio.get_running_loop()
-    statuses = []
-
-    def exit_process(status):
-        statuses.append(status)
-        event_loop.call_soon_threadsafe(ended.set)
-
-    service = DraftNode(
-        DraftNodeConfig(), registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=exit_process
-    )
+    ended = event_loop.create_future()
+    monkeypatch.setattr("os._exit", lambda status: event_loop.call_soon_threadsafe(ended.set_result, status))
+    service = node_of()
     await service.start("127.0.0.1:1")
     service.draft_loop().step = lambda: 1 // 0
     service.draft_loop().submit(service.draft_loop().connect(hello_from_proto(HELLO), lambda: None), [])
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await ended.wait()
-    assert statuses == [70]
+    assert await within(ended) == 70
     await service.stop()
 
 
@@ -209,18 +202,13 @@ async def test_a_stop_before_the_loops_thread_has_looked_is_no_failure(monkeypat
         run(loop)
 
     monkeypatch.setattr(DraftLoop, "run", run_late)
-    statuses = []
-    service = DraftNode(
-        DraftNodeConfig(),
-        registry=CollectorRegistry(),
-        proposer=NgramProposer(),
-        exit_process=statuses.append,
-    )
+    failures = []
+    service = node_of(on_loop_failure=failures.append)
     await service.start("127.0.0.1:1")
     await service.drain(1.0)
     may_look.set()
     await service.stop()  # waits for the thread
-    assert statuses == []
+    assert failures == []
 
 
 async def test_a_step_that_catches_up_after_short_ones_is_given_time():
@@ -231,15 +219,6 @@ async def test_a_step_that_catches_up_after_short_ones_is_given_time():
         assert service.report().expected_step_seconds >= 1.0
         loop.step_started_at = None
         assert service.report().expected_step_seconds == 0.0
-
-
-async def test_a_stream_that_never_says_hello_is_ended(monkeypatch):
-    monkeypatch.setattr("draft_node.servicer.HELLO_TIMEOUT_SECONDS", 0.05)
-    async with running() as (_, channel):
-        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
-        code, details = await status_of(call)
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "no hello" in details
 
 
 async def test_a_stream_is_ended_when_too_much_waits_for_it(monkeypatch):

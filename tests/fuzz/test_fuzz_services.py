@@ -142,7 +142,7 @@ def assert_honest_peers_are_served(services):
     )
     status, answers = services.call(PREFILL, [request.SerializeToString()])
     assert (status, len(answers)) == (grpc.StatusCode.OK, 1)
-    assert not services.exits
+    assert not services.failures
 
 
 def test_any_messages_to_kv_ingest_get_a_status_and_the_next_sender_is_served(request):

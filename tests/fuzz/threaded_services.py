@@ -63,7 +63,7 @@ class ThreadedServices:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self._servers = []
-        self.exits = []  # of processes: a draft loop that failed
+        self.failures = []  # of the draft loop
         self.run(self._start())
         self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
@@ -119,7 +119,10 @@ class ThreadedServices:
         await health.set_serving(is_serving=True)
         add_reflection(server, ("outrider.v1.DecodeService", HEALTH_SERVICE))
         self.draft = DraftNode(
-            DraftNodeConfig(), registry=CollectorRegistry(), proposer=NgramProposer(), exit_process=self.exits.append
+            DraftNodeConfig(),
+            registry=CollectorRegistry(),
+            proposer=NgramProposer(),
+            on_loop_failure=self.failures.append,
         )
         draft_server = make_server(ServerConfig())
         self.draft.add_to(draft_server)
