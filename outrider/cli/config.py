@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,13 +13,7 @@ from outrider.config import add_settings_arguments, format_value, load_config, t
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
-ROLES = {
-    "router": "RouterConfig",
-    "prefill_node": "PrefillNodeConfig",
-    "decode_node": "DecodeNodeConfig",
-    "draft_node": "DraftNodeConfig",
-}
-"""The settings' class of each, imported lazily: an install of the router lacks what nodes import."""
+ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +46,32 @@ def sections_of(role: str | None) -> dict[str, type]:
     sections["server"] = ServerConfig
     sections["telemetry"] = TelemetryConfig
     sections["security"] = SecurityConfig
-    for name in ROLES if role is None else (role,):
-        sections[name] = getattr(importlib.import_module(f"{name}.config"), ROLES[name])
+    sections |= {name: _config_of(name) for name in (ROLES if role is None else (role,))}
     if role is None:
         sections["cluster"] = ClusterConfig
     return sections
+
+
+def _config_of(role: str) -> type:
+    """Imported lazily: an install of the router lacks what nodes import."""
+    match role:
+        case "router":
+            from router.config import RouterConfig
+
+            return RouterConfig
+        case "prefill_node":
+            from prefill_node.config import PrefillNodeConfig
+
+            return PrefillNodeConfig
+        case "decode_node":
+            from decode_node.config import DecodeNodeConfig
+
+            return DecodeNodeConfig
+        case "draft_node":
+            from draft_node.config import DraftNodeConfig
+
+            return DraftNodeConfig
+    raise AssertionError(f"{role} is none of {ROLES}")
 
 
 def _lines(values: Mapping[str, Any], path: tuple[str, ...], sources: Mapping[str, str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.router.threaded_router import ThreadedRouter
-from tests.support.hostile_peers import CLIENTS, HostileClient
+from tests.support.hostile_peers import CLIENTS, clients
 
 NUM_STREAMS = 8
 NUM_TOKENS = 60
@@ -36,13 +36,13 @@ def test_honest_streams_do_not_notice(router, kind):
     undisturbed, _ = router.run(honest_streams(router.cluster))
     method, make = CLIENTS[kind]
     router.longest_stall_seconds = 0.0
-    hostile = HostileClient(router.cluster.address, method, make())
+    hostile = clients(router.cluster.address, method, make())
     try:
         disturbed, attempts = router.run(honest_streams(router.cluster))
     finally:
         hostile.stop()
     assert disturbed == undisturbed
     assert attempts == {1}
-    assert hostile.num_calls > 0
+    assert hostile.num_acts > 0
     assert router.longest_stall_seconds < MAX_STALL_SECONDS
     router.run(router.cluster.is_empty(seconds=10.0))

@@ -1,26 +1,20 @@
-"""Peers that flood, lie, stall and never read: clients, routers, senders of KV, draft nodes.
-
-python -m tests.support.hostile_peers "router floods" --decode 127.0.0.1:50052   # until its standard input ends
-"""
+"""Peers that flood, lie, stall and never read: clients, routers, senders of KV."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
 import random
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from outrider.kv_transfer.frames import METHOD as KV_METHOD
 from outrider.kv_transfer.frames import Hello, encode_hello
 from outrider.protocol_versions import SUPPORTED_VERSIONS
-from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, router_pb2, session_pb2, session_pb2_grpc
+from outrider.v1 import node_pb2, router_pb2, session_pb2, session_pb2_grpc
 
 S, R = session_pb2, router_pb2
 ROUTER_SERVICE = "/outrider.v1.RouterService/"
@@ -28,7 +22,8 @@ PROMPT = list(range(20, 60))
 LONG_PROMPT = [20 + (i * 7) % 200 for i in range(200)]
 PATIENCE_SECONDS = 20.0
 NUM_PEERS = 4
-"""Sessions, or senders, at a time."""
+"""Sessions, senders or threads of a client at a time."""
+NUM_UNREAD = 12
 
 
 def hello():
@@ -120,7 +115,7 @@ class Peers:
     def stop(self):
         self.stopping.set()
         for thread in self._threads:
-            thread.join(PATIENCE_SECONDS)
+            thread.join(2 * PATIENCE_SECONDS)
 
     def _run(self):
         while not self.stopping.is_set():
@@ -216,7 +211,6 @@ KINDS = {
     "sender says nothing": lambda decode: senders(decode, list, reads=False),
 }
 """By what is hostile: starts it against a decode node's address."""
-DRAFTERS = {f"drafter {behaviour}": behaviour for behaviour in ("floods", "lies", "stalls", "never reads")}
 
 
 def wire_chat(num_messages):
@@ -247,120 +241,24 @@ CLIENTS = {
 """(method, request) by what is hostile in it."""
 
 
-class HostileClient:
-    """Calls again and again, in threads, until it is stopped."""
+def clients(address, method, data):
+    """Calls again and again: streams are left unread, a dozen of each thread at a time."""
+    is_unread = method in ("WatchCluster", "Generate")
 
-    def __init__(self, address, method, data, *, num_threads=3, num_unread=12):
-        self.num_calls = 0
-        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        self._call = self._channel.unary_stream(ROUTER_SERVICE + method)
-        self._data = data
-        self._is_unread = method in ("WatchCluster", "Generate")
-        self._num_unread = num_unread
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._flood) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
-
-    def _flood(self):
+    def act(stopping, peers):
         unread = []
-        while not self._stopping.is_set():
-            call = self._call(self._data, timeout=20, metadata=[("client_id", "hostile")])
-            self.num_calls += 1
-            if self._is_unread:
-                unread.append(call)
-                if len(unread) >= self._num_unread:
-                    unread.pop(0).cancel()
-                self._stopping.wait(0.005)
-            else:
-                with contextlib.suppress(grpc.RpcError):
-                    list(call)
+        with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call = channel.unary_stream(ROUTER_SERVICE + method)
+            while not stopping.is_set():
+                answer = call(data, timeout=PATIENCE_SECONDS, metadata=[("client_id", "hostile")])
+                peers.num_acts += 1
+                if is_unread:
+                    unread.append(answer)
+                    if len(unread) >= NUM_UNREAD:
+                        unread.pop(0).cancel()
+                    stopping.wait(0.005)
+                else:
+                    with contextlib.suppress(grpc.RpcError):
+                        list(answer)
 
-    def stop(self):
-        self._stopping.set()
-        for thread in self._threads:
-            thread.join(30)
-        self._channel.close()
-
-
-class HostileDrafter(draft_pb2_grpc.DraftServiceServicer):
-    """A draft node that `floods` with branches of everything, `lies` about prefixes, `stalls`, or `never reads`."""
-
-    def __init__(self, behaviour, port=0):
-        self.behaviour = behaviour
-        self.num_acts = 0
-        self._server = grpc.server(ThreadPoolExecutor(8))
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
-        self._server.start()
-
-    def stop(self):
-        self._server.stop(0)
-
-    def Draft(self, request_iterator, context):
-        next(request_iterator)
-        if self.behaviour == "stalls":
-            while context.is_active():
-                time.sleep(0.05)
-        versions = SUPPORTED_VERSIONS
-        info = node_pb2.NodeInfo(
-            protocol_version=versions.newest,
-            oldest_protocol_version=versions.oldest,
-            incarnation=bytes(16),
-            name="hostile",
-            role=node_pb2.NODE_ROLE_DRAFT,
-            state=node_pb2.NODE_STATE_SERVING,
-        )
-        info.model.name = "hostile"
-        yield draft_pb2.DraftProposals(hello=info)
-        while self.behaviour == "never reads" and context.is_active():
-            time.sleep(0.05)
-        for message in request_iterator:
-            for update in message.sequences:
-                self.num_acts += 1
-                yield from self._answers(update)
-
-    def _answers(self, update):
-        branches = [
-            draft_pb2.Branch(
-                length=update.length + shift,
-                prefix_hash=update.prefix_hash,
-                token_ids=[30 + shift] * 16,
-                probability=1.0,
-            )
-            for shift in range(32)
-        ]
-        for _ in range(20 if self.behaviour == "floods" else 1):
-            yield draft_pb2.DraftProposals(
-                sequences=[
-                    draft_pb2.SequenceProposals(
-                        sequence_id=update.sequence_id, acked_length=update.length, branches=branches
-                    )
-                ]
-            )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A hostile peer.")
-    parser.add_argument("kind", choices=[*CLIENTS, *DRAFTERS, *KINDS])
-    parser.add_argument("--router", metavar="HOST:PORT", help="for clients")
-    parser.add_argument("--decode", metavar="HOST:PORT", help="for routers and senders")
-    parser.add_argument("--draft-port", type=int, default=0, help="where a decode node looks for its draft node")
-    arguments = parser.parse_args()
-    kind = arguments.kind
-    if kind in CLIENTS:
-        method, make = CLIENTS[kind]
-        peers = HostileClient(arguments.router, method, make())
-    elif kind in DRAFTERS:
-        peers = HostileDrafter(DRAFTERS[kind], arguments.draft_port)
-    else:
-        peers = KINDS[kind](arguments.decode)
-    print("begun", flush=True)
-    sys.stdin.read()
-    num_acts = peers.num_calls if kind in CLIENTS else peers.num_acts
-    print(num_acts, flush=True)
-    peers.stop()
-
-
-if __name__ == "__main__":
-    main()
+    return Peers(act)

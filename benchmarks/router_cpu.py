@@ -1,6 +1,6 @@
 """CPU time of the router for each streamed token, beside a bare gRPC server that writes the same messages.
 
-    python -m tests.support.router_cpu [--streams 16] [--tokens 1000] [--step-ms 10] [--rounds 3]
+    python -m benchmarks.router_cpu [--streams 16] [--tokens 1000] [--step-ms 10] [--rounds 3]
 
 The router is the real process; its nodes are scripted ones (`tests.support.router_fakes`), one token of
 every stream in each step, so that nothing but the router is measured. The bare server is a
@@ -32,7 +32,7 @@ import uvloop
 from outrider.rpc.channels import server_options
 from outrider.v1 import router_pb2
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 GENERATE = "/outrider.v1.RouterService/Generate"
 PACE = "/benchmark.Pacemaker/Pace"
 SESSION_BYTES_OF_A_STREAM = 30
@@ -64,7 +64,7 @@ def measure(arguments: argparse.Namespace) -> None:
     this = [
         sys.executable,
         "-m",
-        "tests.support.router_cpu",
+        "benchmarks.router_cpu",
         "--tokens",
         str(arguments.tokens),
         "--step-ms",
