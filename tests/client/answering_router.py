@@ -6,6 +6,7 @@ Requests are files of a directory, which several such routers may share. As a pr
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -145,13 +146,16 @@ def fail(context, error):
 
 
 class Serving:
-    """A router on a port; `stop` breaks its calls off."""
+    """A router on a port, with TLS if it has `credentials`; `stop` breaks its calls off."""
 
-    def __init__(self, router: router_pb2_grpc.RouterServiceServicer, *, port: int = 0) -> None:
+    def __init__(self, router: router_pb2_grpc.RouterServiceServicer, *, port: int = 0, credentials=None) -> None:
         self.router = router
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         router_pb2_grpc.add_RouterServiceServicer_to_server(router, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        listen = self._server.add_insecure_port
+        if credentials is not None:
+            listen = functools.partial(self._server.add_secure_port, server_credentials=credentials)
+        self.address = f"127.0.0.1:{listen(f'127.0.0.1:{port}')}"
         self._server.start()
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.client.answering_router import AnsweringRouter, Serving
+from tests.client.readers import AsyncReader, SyncReader
 
 
 @pytest.fixture
@@ -19,3 +20,8 @@ def start(tmp_path):
     yield start_router
     for serving in running:
         serving.stop()
+
+
+@pytest.fixture(params=[SyncReader, AsyncReader])
+def reader_of(request):
+    return request.param

@@ -10,9 +10,8 @@ from outrider.client.options import make_request
 from outrider.errors import AbortedError, CapacityError, InternalError, InvalidRequestError, PeerLostError
 from outrider.node import NodeRole, NodeState
 from outrider.request import FinishReason
-from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
-from tests.client.answering_router import Serving
+from tests.client.answering_router import Serving, fail
 
 WAIT_SECONDS = 60.0
 
@@ -27,9 +26,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
     def Generate(self, request, context):
         self.requests.append(request)
         if request.text == "full":
-            error = CapacityError("256 requests wait", retry_after_seconds=0.5)
-            context.set_trailing_metadata(((DETAILS_KEY, to_status(error).SerializeToString()),))
-            context.abort(status_code(error), error.message)
+            fail(context, CapacityError("256 requests wait", retry_after_seconds=0.5))
         context.add_callback(self.cancelled.set)
         started = router_pb2.Started(num_prompt_tokens=3, seed=9, model="m", router="here")
         yield router_pb2.GenerateResponse(request_id="r1", started=started)
@@ -167,11 +164,6 @@ def test_every_other_call_has_its_typed_answer(client):
     cluster.close()
     assert status.by_role()[NodeRole.DECODE] == status.nodes
     assert status.nodes[0].state is NodeState.LOST
-
-
-def test_a_message_that_was_made_elsewhere_is_streamed(served):
-    with Client(served[1]) as client, client.generate_message(make_request("hello", {})) as stream:
-        assert [delta.text for delta in stream] == ["a", " b", "c", " d"]
 
 
 async def test_the_async_client_does_the_same(served, router):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent import futures
-
-import grpc
 import pytest
 
 from outrider.client import AsyncClient, Client, TlsConfig
 from outrider.errors import ConfigError, PeerLostError
 from outrider.rpc.tls_files import TlsFiles
 from outrider.v1 import router_pb2, router_pb2_grpc
-
-WAIT_SECONDS = 60.0
+from tests.client.answering_router import Serving
 
 
 class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
@@ -25,12 +21,9 @@ class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
 
 @pytest.fixture(scope="module")
 def address(certificate):
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    router_pb2_grpc.add_RouterServiceServicer_to_server(GuardedRouter(), server)
-    port = server.add_secure_port("127.0.0.1:0", TlsFiles(certificate).server_credentials())
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(0).wait(WAIT_SECONDS)
+    serving = Serving(GuardedRouter(), credentials=TlsFiles(certificate).server_credentials())
+    yield serving.address
+    serving.stop()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import signal
@@ -24,6 +23,7 @@ from outrider.errors import (
     PeerLostError,
 )
 from tests.client.answering_router import NUM_PROMPT_TOKENS, NUM_TOKENS, Serving, answer, delta
+from tests.client.readers import SEED
 
 WAIT_SECONDS = 60.0
 SILENCE_SECONDS = 5.0
@@ -32,56 +32,12 @@ HELD_AT = 14
 """Messages after which a router waits for what is done to it: more than clients read before they do it."""
 NOBODY = "127.0.0.1:1"
 DEFAULT_WINDOW_SECONDS = 30.0
-SEED = 5
 PROJECT = Path(__file__).parents[2]
 
 
 def at(number, action):
     """What `on_delta` may be: does something at this Delta."""
     return lambda index: action() and False if index == number else None
-
-
-class SyncReader:
-    """Runs a whole stream and keeps its Deltas."""
-
-    def __init__(self, targets, **client_options):
-        self.deltas = []
-        self._client = Client(targets, **client_options)
-
-    def read(self, open_stream, on_delta=lambda _index: None):
-        with self._client as client, open_stream(client) as stream:
-            for index, new in enumerate(stream):
-                self.deltas.append(new)
-                if on_delta(index):
-                    break
-        return stream
-
-    def generate(self, *, on_delta=lambda _index: None, **options):
-        return self.read(lambda client: client.generate("hello", **{"seed": SEED, **options}), on_delta)
-
-
-class AsyncReader(SyncReader):
-    def __init__(self, targets, **client_options):
-        self.deltas = []
-        self._make_client = lambda: AsyncClient(targets, **client_options)
-
-    def read(self, open_stream, on_delta=lambda _index: None):
-        async def run():
-            async with self._make_client() as client, open_stream(client) as stream:
-                index = 0
-                async for new in stream:
-                    self.deltas.append(new)
-                    if on_delta(index):
-                        break
-                    index += 1
-            return stream
-
-        return asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
-
-
-@pytest.fixture(params=[SyncReader, AsyncReader])
-def reader_of(request):
-    return request.param
 
 
 def assert_whole(reader, stream, *, n=1, seed=SEED):

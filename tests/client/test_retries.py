@@ -12,9 +12,8 @@ import pytest
 from outrider.client import AsyncClient, Client, RetryPolicy
 from outrider.client.retry import ONE_ATTEMPT, Attempts
 from outrider.errors import AbortedError, AlreadyRunningError, CapacityError, InvalidRequestError, PeerLostError
-from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
-from tests.client.answering_router import Serving
+from tests.client.answering_router import Serving, fail
 
 WAIT_SECONDS = 60.0
 QUICK = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.01, max_backoff_seconds=0.02)
@@ -41,11 +40,9 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         entry = self.script.pop(0)
         return entry if isinstance(entry, tuple) else ((), entry)
 
-    @staticmethod
-    def _end(context, error):
-        if error is not None:
-            context.set_trailing_metadata(((DETAILS_KEY, to_status(error).SerializeToString()),))
-            context.abort(status_code(error), error.message)
+    def _answer(self, answer, request, context):
+        _, error = self._next(request, context)
+        return fail(context, error) if error else answer
 
     def Generate(self, request, context):
         parts, error = self._next(request, context)
@@ -56,18 +53,16 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
             else:
                 delta = router_pb2.Delta(start_position=2 + index, token_ids=[7], text=part)
                 yield router_pb2.GenerateResponse(delta=delta)
-        self._end(context, error)
+        if error is not None:
+            fail(context, error)
         yield router_pb2.GenerateResponse(request_id=request.request_id, summary=router_pb2.Summary())
 
     def Complete(self, request, context):
-        _, error = self._next(request, context)
-        self._end(context, error)
-        return router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
+        answer = router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
+        return self._answer(answer, request, context)
 
     def GetModel(self, request, context):
-        _, error = self._next(request, context)
-        self._end(context, error)
-        return router_pb2.GetModelResponse(name="m")
+        return self._answer(router_pb2.GetModelResponse(name="m"), request, context)
 
 
 WHOLE = (("started", "a", "b"), None)
@@ -88,42 +83,15 @@ def router(served):
     return router
 
 
-@pytest.fixture(params=["sync", "async"])
-def generate(request, served, router):
+@pytest.fixture
+def generate(reader_of, served, router):
     """generate(**options) → the finished stream, from either client; raises what iterating raises."""
-
-    def with_sync(retry=QUICK, **options):
-        with Client(served[1], retry=retry) as client, client.generate("hello", **options) as stream:
-            for _ in stream:
-                pass
-            return stream
-
-    def with_async(retry=QUICK, **options):
-        async def run():
-            async with AsyncClient(served[1], retry=retry) as client, client.generate("hello", **options) as stream:
-                async for _ in stream:
-                    pass
-                return stream
-
-        return asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
-
-    return with_sync if request.param == "sync" else with_async
+    return lambda retry=QUICK, **options: reader_of(served[1], retry=retry).generate(**options)
 
 
-@pytest.fixture(params=["sync", "async"])
-def complete(request, served, router):
-    def with_sync(**options):
-        with Client(served[1], retry=QUICK) as client:
-            return client.complete("hello", **options)
-
-    def with_async(**options):
-        async def run():
-            async with AsyncClient(served[1], retry=QUICK) as client:
-                return await client.complete("hello", **options)
-
-        return asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
-
-    return with_sync if request.param == "sync" else with_async
+@pytest.fixture
+def complete(reader_of, served, router):
+    return lambda **options: reader_of(served[1], retry=QUICK).complete(**options)
 
 
 @pytest.mark.parametrize("error", [FULL, LOST])
