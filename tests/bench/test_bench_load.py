@@ -68,46 +68,49 @@ async def serving(router):
         await server.stop(None)
 
 
-class SilentProgress:
-    def __init__(self) -> None:
-        self.passes = []
+def closed(num_clients):
+    return Level(is_open_loop=False, value=num_clients)
 
-    def pass_started(self, level, *, speculation, num_requests):
-        self.passes.append((level.name, speculation, num_requests))
 
-    def request_done(self, record):
-        pass
+async def send(router, prompts, level, *, options=None, speculation=True):
+    """The records of one pass."""
+    async with serving(router) as client:
+        load = LoadGenerator(RouterAsker(client, options or AnswerOptions()))
+        return (await load.run(prompts, level, speculation=speculation)).records
 
-    def pass_ended(self):
-        pass
+
+async def bench(router, *, prompts=PROMPTS, num_clients=1, modes=(True,), progress=None, pids=(), **plan):
+    plan = BenchPlan(prompts=prompts, levels=(closed(num_clients),), modes=modes, **plan)
+    async with serving(router) as client:
+        progress = progress or LineProgress(io.StringIO())
+        return await run_bench(client, plan, AnswerOptions(), cluster_pids=pids, progress=progress)
+
+
+def sent_most_often(router):
+    """How often the prompt was sent that was sent most often."""
+    return max(Counter(request.text or request.chat.messages[0].content for request in router.requests).values())
 
 
 @pytest.mark.parametrize("num_clients", [1, 3, 8])
 async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
     router = ScriptedRouter(num_awaited=num_clients)
-    async with serving(router) as client:
-        load = LoadGenerator(RouterAsker(client, AnswerOptions()))
-        done = await load.run(PROMPTS, Level(is_open_loop=False, value=num_clients), speculation=True)
+    records = await send(router, PROMPTS, closed(num_clients))
     assert router.most_running == num_clients
-    assert [record.prompt_id for record in done.records] == [prompt.id for prompt in PROMPTS]
-    assert all(record.token_ids == (1, 2, 3) and len(record.token_times) == 2 for record in done.records)
+    assert [record.prompt_id for record in records] == [prompt.id for prompt in PROMPTS]
+    assert all(record.token_ids == (1, 2, 3) and len(record.token_times) == 2 for record in records)
 
 
 async def test_open_loop_does_not_wait_for_answers():
     router = ScriptedRouter(num_awaited=len(PROMPTS))  # no answer ends before the last request has come
-    async with serving(router) as client:
-        load = LoadGenerator(RouterAsker(client, AnswerOptions()))
-        done = await load.run(PROMPTS, Level(is_open_loop=True, value=500.0), speculation=False)
+    records = await send(router, PROMPTS, Level(is_open_loop=True, value=500.0))
     assert router.most_running == len(PROMPTS)
-    assert not any(record.error for record in done.records)
+    assert not any(record.error for record in records)
 
 
 async def test_what_is_asked_for_is_what_the_options_say():
     router = ScriptedRouter()
     options = AnswerOptions(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, seed=40, ignore_eos=True)
-    async with serving(router) as client:
-        load = LoadGenerator(RouterAsker(client, options))
-        await load.run(PROMPTS[:2], Level(is_open_loop=False, value=1), speculation=False)
+    await send(router, PROMPTS[:2], closed(1), options=options, speculation=False)
     first, second = router.requests
     assert first.chat.messages[1].content == "Hello?"
     assert (first.sampling.max_tokens, first.sampling.top_k, first.stop.ignore_eos) == (7, 3, True)
@@ -116,64 +119,41 @@ async def test_what_is_asked_for_is_what_the_options_say():
     assert first.speculation.enabled is False
 
 
-async def test_a_refused_request_is_an_error_among_answers():
-    refused = BenchPrompt(id="x", kind="chat", content="fail")
-    async with serving(ScriptedRouter()) as client:
-        load = LoadGenerator(RouterAsker(client, AnswerOptions()))
-        done = await load.run((refused, PROMPTS[1]), Level(is_open_loop=False, value=1), speculation=True)
-    assert [(record.error, record.error_message) for record in done.records] == [("OVERLOADED", "full"), ("", "")]
-
-
-async def test_the_report_says_why_requests_failed():
-    refused = BenchPrompt(id="x", kind="chat", content="fail")
-    plan = BenchPlan(prompts=(refused, PROMPTS[1]), levels=(Level(is_open_loop=False, value=1),), modes=(True,))
-    async with serving(ScriptedRouter()) as client:
-        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=SilentProgress())
-    assert "errors at 1 (speculative): 1 × OVERLOADED\n  OVERLOADED: full" in as_text(
-        result, machine=describe_machine(), model={}
-    )
+async def test_a_refused_request_is_an_error_among_answers_and_the_report_says_why():
+    prompts = (BenchPrompt(id="x", kind="chat", content="fail"), PROMPTS[1])
+    records = await send(ScriptedRouter(), prompts, closed(1))
+    assert [(record.error, record.error_message) for record in records] == [("OVERLOADED", "full"), ("", "")]
+    result = await bench(ScriptedRouter(), prompts=prompts)
+    report = as_text(result, machine=describe_machine(), model={})
+    assert "errors at 1 (speculative): 1 × OVERLOADED\n  OVERLOADED: full" in report
 
 
 async def test_runs_with_different_marks_share_no_prompt():
     router = ScriptedRouter()
-    async with serving(router) as client:
-        for mark in ("a ", "b "):
-            plan = BenchPlan(
-                prompts=PROMPTS, levels=(Level(is_open_loop=False, value=1),), modes=(True,), run_mark=mark
-            )
-            await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=SilentProgress())
-    sent = Counter(request.text or request.chat.messages[0].content for request in router.requests)
-    assert max(sent.values()) == 1
+    for mark in ("a ", "b "):
+        await bench(router, run_mark=mark)
+    assert sent_most_often(router) == 1
 
 
 async def test_compared_modes_alternate_and_no_prompt_is_sent_twice():
-    router, progress = ScriptedRouter(), SilentProgress()
-    plan = BenchPlan(prompts=PROMPTS, levels=(Level(is_open_loop=False, value=1),), modes=(False, True))
-    async with serving(router) as client:
-        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=progress)
-    measured = progress.passes[2:]  # two warm-ups come first
-    assert [speculation for _, speculation, _ in measured] == [False, True, True, False]
+    router, stderr = ScriptedRouter(), io.StringIO()
+    result = await bench(router, modes=(False, True), progress=LineProgress(stderr))
+    measured = stderr.getvalue().splitlines()[2:]  # two warm-ups come first
+    assert ["speculative" in line for line in measured] == [False, True, True, False]
     assert [figures.num_requests for figures in result.figures] == [len(PROMPTS)] * 2
-    sent = Counter(request.text or request.chat.messages[0].content for request in router.requests)
-    assert max(sent.values()) == 1
+    assert sent_most_often(router) == 1
     assert result.comparisons[0].num_compared_answers == 0
 
 
 async def test_same_prompts_lets_answers_be_compared():
-    plan = BenchPlan(
-        prompts=PROMPTS, levels=(Level(is_open_loop=False, value=2),), modes=(False, True), same_prompts=True
-    )
-    async with serving(ScriptedRouter()) as client:
-        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(), progress=SilentProgress())
+    result = await bench(ScriptedRouter(), num_clients=2, modes=(False, True), same_prompts=True)
     comparison = result.comparisons[0]
     assert (comparison.num_identical_answers, comparison.num_compared_answers) == (len(PROMPTS), len(PROMPTS))
 
 
 async def test_report_is_a_table_and_plain_json():
     stderr = io.StringIO()
-    plan = BenchPlan(prompts=PROMPTS, levels=(Level(is_open_loop=False, value=2),), modes=(False, True))
-    async with serving(ScriptedRouter()) as client:
-        result = await run_bench(client, plan, AnswerOptions(), cluster_pids=(1,), progress=LineProgress(stderr))
+    result = await bench(ScriptedRouter(), num_clients=2, modes=(False, True), progress=LineProgress(stderr), pids=(1,))
     machine, model = describe_machine(), {"model": "scripted"}
     text = as_text(result, machine=machine, model=model)
     assert "speculative" in text
@@ -189,7 +169,7 @@ async def test_report_is_a_table_and_plain_json():
 def test_groups_of_a_comparison_use_each_prompt_once():
     plan = BenchPlan(prompts=PROMPTS, levels=(), modes=(False, True))
     for clients in (1, 2, 16):
-        groups = prompt_groups(plan, Level(is_open_loop=False, value=clients))
+        groups = prompt_groups(plan, closed(clients))
         assert Counter(prompt.id for group in groups for prompt in group) == Counter(p.id for p in PROMPTS)
 
 
