@@ -7,10 +7,9 @@ import asyncio
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,13 @@ def run(arguments: argparse.Namespace) -> int:
     with _router(arguments) as (target, cluster_pids):
         with Client(target, tls=tls, token=token) as client:
             model = describe_model(client)
-        result = asyncio.run(_bench(partial(AsyncClient, target, tls=tls, token=token), plan, options, cluster_pids))
+
+        async def measure() -> BenchResult:
+            async with AsyncClient(target, tls=tls, token=token) as client:
+                progress = LineProgress(sys.stderr)
+                return await run_bench(client, plan, options, cluster_pids=cluster_pids, progress=progress)
+
+        result = asyncio.run(measure())
     machine = describe_machine()
     if arguments.json:
         value = as_json(result, machine=machine, options=asdict(options), model=model, command=sys.argv)
@@ -159,13 +164,6 @@ def describe_model(client: Client) -> dict[str, Any]:
         "version": model.version,
         "fingerprint": model.fingerprint[:12],
     }
-
-
-async def _bench(
-    connect: Callable[[], AsyncClient], plan: BenchPlan, options: AnswerOptions, cluster_pids: tuple[int, ...]
-) -> BenchResult:
-    async with connect() as client:
-        return await run_bench(client, plan, options, cluster_pids=cluster_pids, progress=LineProgress(sys.stderr))
 
 
 def _count(text: str) -> int:

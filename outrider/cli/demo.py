@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from types import FrameType
 
 from outrider import __version__
 from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     cluster = make_cluster(arguments)
     cluster.on_event = lambda event: _show(printer, event)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     printer.say(f"outrider {__version__} demo; logs in {cluster.log_directory}")
     with cluster:
         announce_serving(cluster, printer)
@@ -242,7 +241,3 @@ def _mode(*, has_speculation: bool) -> str:
 def _show(printer: EventPrinter, event: ClusterEvent) -> None:
     if event.kind is not EventKind.LISTENING:
         printer.show(event)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -16,7 +16,6 @@ from outrider.config import add_settings_arguments, load_config
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import check_whole_files
 from outrider.model_hub.locate import locate_model
-from outrider.model_hub.progress import Progress
 from outrider.speculation.proposers.factory import LOOKUP_NAMES
 
 
@@ -39,14 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(config: ModelConfig, name: str, printer: EventPrinter) -> None:
-    progress = _shown_by(printer, name)
-    location = locate_model(config, progress=progress)
-    check_whole_files(location.directory, progress=progress)
-    printer.say(f"{name:<10} {location.name} is in {location.directory}")
-
-
-def _shown_by(printer: EventPrinter, name: str) -> Progress:
     def progress(stage: str, done: int, total: int) -> None:
         printer.show(ClusterEvent(kind=EventKind.PROGRESS, name=name, message=stage, done=done, total=total))
 
-    return progress
+    location = locate_model(config, progress=progress)
+    check_whole_files(location.directory, progress=progress)
+    printer.say(f"{name:<10} {location.name} is in {location.directory}")

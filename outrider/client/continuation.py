@@ -83,7 +83,10 @@ class Continuation:
 
     def next_after(self, error: OutriderError) -> Step:
         """The call that follows one that failed. Raises: `error`, where none does."""
-        self.note_progress()
+        if self._record.num_events > self._num_events:  # something has arrived since the last call
+            self._num_events = self._record.num_events
+            self._num_failures, self._lost_at, self._is_draining = 0, None, False
+            self._targets.current = self.step.target
         try:
             resumable = self._window_seconds is not None
             self.step = self._resumed_after(error) if resumable else self._begun_again_after(error)
@@ -95,13 +98,6 @@ class Continuation:
             self._is_over = not is_late and (isinstance(error, AbortedError) or not self._record.has_started)
             raise
         return self.step
-
-    def note_progress(self) -> None:
-        """Resets failure counts when something has arrived since the last call."""
-        if self._record.num_events > self._num_events:
-            self._num_events = self._record.num_events
-            self._num_failures, self._lost_at, self._is_draining = 0, None, False
-            self._targets.current = self.step.target
 
     # ------------------------------------------------------------ with a resume window
 

@@ -47,7 +47,10 @@ class GenerateStream(BaseStream):
         try:
             while not self._cancelled.is_set():
                 try:
-                    yield from self._read_call()
+                    for event in self._call:
+                        delta = self.take(event)
+                        if delta is not None:
+                            yield delta
                 except grpc.RpcError as error:
                     if not self._cancelled.is_set():
                         self._go_on_after(error)
@@ -55,12 +58,6 @@ class GenerateStream(BaseStream):
                     return
         finally:
             self.cancel()
-
-    def _read_call(self) -> Iterator[Delta]:
-        for event in self._call:
-            delta = self.take(event)
-            if delta is not None:
-                yield delta
 
     def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
         """Waits and opens the next call. Raises: OutriderError when there is none."""

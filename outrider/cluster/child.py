@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,9 +127,6 @@ class Child:
             return False
         self._process.send_signal(number)
         return True
-
-    def has_served_for(self, seconds: float) -> bool:
-        return self.serving_since is not None and time.monotonic() - self.serving_since >= seconds
 
     def last_words(self) -> str:
         """The last error in the log, or its last line."""

@@ -233,9 +233,10 @@ class Cluster:
         if first_start and status > 0:
             self._fail(child, f"{child.spec.name} ended {why}: {child.last_words()}")
             return
-        if child.has_served_for(self._supervision.stable_seconds):
+        since = child.serving_since
+        if since is not None and time.monotonic() - since >= self._supervision.stable_seconds:
             child.num_failures = 0
-        delay = self._supervision.restart_delay(child.num_failures, has_served=child.serving_since is not None)
+        delay = self._supervision.restart_delay(child.num_failures, has_served=since is not None)
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay

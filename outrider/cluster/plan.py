@@ -19,11 +19,6 @@ DRAIN_SECONDS = 1.5
 """Default of `server.drain_seconds` in a local cluster: short, for Ctrl-C to take effect soon."""
 
 
-def module_command(role: str) -> list[str]:
-    """The command that starts a role."""
-    return [sys.executable, "-m", role]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """What all processes of a cluster get. `overrides` are "decode_node.max_running_sequences=8".
@@ -36,7 +31,7 @@ class Launch:
     node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     log_directory: Path | None = None  # None: a temporary one, removed after an end without errors
-    command: Callable[[str], Sequence[str]] = module_command
+    command: Callable[[str], Sequence[str]] = lambda role: [sys.executable, "-m", role]  # of a role
     locate_model: bool = True
 
 

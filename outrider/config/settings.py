@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -88,28 +88,23 @@ def nested_type(kind: Any) -> Any:
 
 def describe_settings(sections: Mapping[str, type]) -> list[SettingInfo]:
     """Every key of the sections, in declaration order."""
-    found: list[SettingInfo] = []
-    for name, kind in sections.items():
-        _describe(name, kind, default_of(kind, name), found)
-    return found
+    return [info for name, kind in sections.items() for info in _described(name, kind, default_of(kind, name))]
 
 
-def _describe(prefix: str, kind: Any, default: Any, found: list[SettingInfo]) -> None:
+def _described(prefix: str, kind: Any, default: Any) -> Iterator[SettingInfo]:
     hints = typing.get_type_hints(kind)
     for item in setting_fields(kind):
         key, value = f"{prefix}.{item.name}", getattr(default, item.name)
         owner = nested_type(hints[item.name])
         if owner is not None:
-            _describe(key, owner, value if value is not None else default_of(owner, key), found)
+            yield from _described(key, owner, value if value is not None else default_of(owner, key))
             continue
-        found.append(
-            SettingInfo(
-                key=key,
-                default=value,
-                type_name=type_name(hints[item.name]),
-                limits=item.metadata.get("limits", Limits()),
-                help=item.metadata.get("help", ""),
-            )
+        yield SettingInfo(
+            key=key,
+            default=value,
+            type_name=type_name(hints[item.name]),
+            limits=item.metadata.get("limits", Limits()),
+            help=item.metadata.get("help", ""),
         )
 
 
