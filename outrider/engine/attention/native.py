@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import BatchStruct, Workspace
-from outrider.engine.cpu_kernels.operators import address_of, register_operators
+from outrider.engine.cpu_kernels.library import AttentionStruct, BatchStruct, Workspace
+from outrider.engine.cpu_kernels.operators import paged_attention
 from outrider.engine.input_batch import InputBatch
 
 
-class _Plan:
-    """One forward's batch, in the form that the kernel reads."""
-
-    def __init__(self, batch: InputBatch) -> None:
-        self.batch = batch  # owns the memory
-        self.struct: BatchStruct = batch_struct(batch)
-        self.address = address_of(self.struct)
+def attention_struct(query: Tensor, key_cache: Tensor, options: AttentionOptions) -> AttentionStruct:
+    """What the kernel reads of `options`, and of the shapes of its inputs (see `NativeAttention.attend`)."""
+    window, softcap = options.sliding_window or 0, options.softcap or 0.0
+    return AttentionStruct(query.shape[1], key_cache.shape[2], query.shape[2], window, options.scaling, softcap)
 
 
 class NativeAttention:
@@ -28,25 +26,24 @@ class NativeAttention:
     can_be_captured = False
 
     def __init__(self, kernels: CpuKernels) -> None:
-        self._team = kernels.team
-        self._operators = register_operators(kernels.library)
+        self._kernels = kernels
         self._workspace = Workspace(kernels.library)
 
-    def prepare(self, batch: InputBatch) -> _Plan:
-        return _Plan(batch)
+    def prepare(self, batch: InputBatch) -> tuple[BatchStruct, InputBatch]:
+        """In the form that the kernel reads, with the batch, which owns the memory."""
+        return batch_struct(batch), batch
 
     def attend(
         self,
-        plan: _Plan,
+        plan: tuple[BatchStruct, InputBatch],
         query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of 16
         key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
         value_cache: Tensor,  # same
         options: AttentionOptions,
     ) -> Tensor:
         """Returns [num_rows, num_heads, head_dim]."""
-        output: Tensor = self._operators.paged_attention(
-            query, key_cache, value_cache, plan.address,
-            options.scaling, options.sliding_window or 0, options.softcap or 0.0,
-            self._team.handle, self._workspace.handle,
-        )  # fmt: skip
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        struct = attention_struct(query, key_cache, options)
+        paged_attention(self._kernels, self._workspace, plan[0], struct, query, key_cache, value_cache, output)
         return output

@@ -1,8 +1,7 @@
 """Layers of a transformers model replaced by native ones, whatever the architecture.
 
 For models that are not in the shape that decoder.py knows. Linear layers are known by
-their class, norms by what they compute: a module that gives what root mean square
-normalisation with its weight gives (or with one plus its weight, as Gemma has it) is one.
+their class, norms by what they compute (`plain_norms`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
-from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, address_of, register_operators
+from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP, linear, rms_norm
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.plain_norms import replace_norms
 
@@ -39,14 +38,11 @@ class NativeLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._owner = owner
         self._matrix = PackedMatrix(owner.kernels, owner.arena, [weight], [bias], quantise=owner.quantise)
-        self._address = address_of(self._matrix.struct)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[…, in_features] → […, out_features], of the input's dtype."""
-        owner = self._owner
-        output: Tensor = owner.operators.linear(
-            rows, self._address, self.out_features, owner.kernels.team.handle, owner.workspace.handle
-        )
+        output = rows.new_empty((*rows.shape[:-1], self.out_features))
+        linear(self._owner.kernels, self._owner.workspace, self._matrix.struct, rows.contiguous(), output)
         return output
 
     @property
@@ -66,8 +62,9 @@ class NativeRMSNorm(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """[…, width] → the same."""
-        owner = self._owner
-        output: Tensor = owner.operators.rms_norm(rows, self._weight, self._epsilon, owner.kernels.team.handle)
+        rows = rows.contiguous()
+        output = torch.empty_like(rows)
+        rms_norm(self._owner.kernels, rows, self._weight, self._epsilon, output)
         return output
 
 
@@ -98,7 +95,6 @@ class NativeLayers:
         """`quantise` keeps linear layers as int8 (lossy)."""
         self.kernels = kernels
         self.quantise = quantise
-        self.operators = register_operators(kernels.library)
         self.workspace = Workspace(kernels.library)
         self.arena = WeightArena()
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
+from outrider.engine.attention.native import attention_struct
+from outrider.engine.cpu_kernels import operators
 from outrider.engine.cpu_kernels.decoder import batch_struct
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import AttentionStruct, Workspace
-from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES, PackedMatrix, WeightArena
+from outrider.engine.cpu_kernels.library import Workspace
+from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.input_batch import InputBatch
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -24,33 +26,14 @@ def pack(
 def linear(kernels: CpuKernels, matrix: PackedMatrix, x: Tensor) -> Tensor:
     """X [num_rows, in_features] float32 or bfloat16 -> [num_rows, out_features], into memory that was full of NaN."""
     y = guarded((len(x), matrix.out_features), x.dtype)
-    x, workspace = guarded_copy(x), Workspace(kernels.library)
-    kernels.library.functions.outrider_linear(
-        kernels.team.handle,
-        workspace.handle,
-        ELEMENT_TYPES[x.dtype],
-        x.data_ptr(),
-        len(x),
-        matrix.struct,
-        y.data_ptr(),
-    )
+    operators.linear(kernels, Workspace(kernels.library), matrix.struct, guarded_copy(x), y)
     return checked(y)
 
 
 def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """X [num_rows, width], weight [width] float32."""
     y = guarded(x.shape, x.dtype)
-    x = guarded_copy(x)
-    kernels.library.functions.outrider_rms_norm(
-        kernels.team.handle,
-        ELEMENT_TYPES[x.dtype],
-        x.data_ptr(),
-        len(x),
-        x.shape[1],
-        weight.data_ptr(),
-        epsilon,
-        y.data_ptr(),
-    )
+    operators.rms_norm(kernels, guarded_copy(x), weight, epsilon, y)
     return checked(y)
 
 
@@ -64,29 +47,10 @@ def paged_attention(
     *,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    num_heads, head_dim = query.shape[1:]
     y = guarded(query.shape, query.dtype)
-    query, workspace = guarded_copy(query), workspace or Workspace(kernels.library)
-    struct = AttentionStruct(
-        num_heads,
-        key_cache.shape[2],
-        head_dim,
-        options.sliding_window or 0,
-        options.scaling,
-        options.softcap or 0.0,
-    )
-    kernels.library.functions.outrider_paged_attention(
-        kernels.team.handle,
-        workspace.handle,
-        ELEMENT_TYPES[query.dtype],
-        struct,
-        batch_struct(batch),
-        query.data_ptr(),
-        num_heads * head_dim,
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        y.data_ptr(),
-    )
+    workspace, struct = workspace or Workspace(kernels.library), attention_struct(query, key_cache, options)
+    query = guarded_copy(query)
+    operators.paged_attention(kernels, workspace, batch_struct(batch), struct, query, key_cache, value_cache, y)
     return checked(y)
 
 
