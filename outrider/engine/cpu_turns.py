@@ -96,7 +96,7 @@ class SharedTurns:
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             _check_file(os.fstat(self._descriptor), size)
-            _allocate(self._descriptor, size)
+            os.posix_fallocate(self._descriptor, 0, size)  # a full disk is an error now, not a signal later
             self._slot = _claim_slot(self._descriptor, self._calls.outrider_turns_slots())
             self._memory = mmap.mmap(self._descriptor, size)
         except OSError as error:
@@ -169,14 +169,6 @@ def _check_file(file: os.stat_result, size: int) -> None:
         raise OSError("it is not a file of turns")
     if file.st_uid != os.geteuid() or file.st_mode & 0o022:
         raise OSError("another user owns it or can write to it")
-
-
-def _allocate(descriptor: int, size: int) -> None:
-    """Zeros, where the file is new. Raises: OSError."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)  # a full disk is an error now, not a signal later
-    else:
-        os.ftruncate(descriptor, size)
 
 
 def _claim_slot(descriptor: int, num_slots: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 Parts = TypeVar("Parts")
@@ -34,15 +35,12 @@ class EngineThread(Generic[Parts]):
         self._may_run = threading.Event()
         self._is_given_up = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._built: asyncio.Future[Parts] | None = None
+        self._built: Future[Parts] = Future()
 
     async def build(self) -> Parts:
         """Starts the thread; returns what it has built. It runs only when told to. Raises: what `build` raised."""
-        self._event_loop = asyncio.get_running_loop()
-        self._built = self._event_loop.create_future()
         self._thread.start()
-        return await self._built
+        return await asyncio.wrap_future(self._built)
 
     def run(self) -> None:
         """Lets the built engine run."""
@@ -56,13 +54,13 @@ class EngineThread(Generic[Parts]):
         self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
+        self._built.set_running_or_notify_cancel()  # from here on nobody can cancel it
         try:
             parts = self._build()
         except Exception as error:  # noqa: BLE001 the border of the thread: `build` raises it
-            failure = error
-            self._tell(lambda built: built.set_exception(failure))
+            self._built.set_exception(error)
             return
-        self._tell(lambda built: built.set_result(parts))
+        self._built.set_result(parts)
         self._may_run.wait()
         if self._is_given_up:
             return
@@ -70,9 +68,3 @@ class EngineThread(Generic[Parts]):
             self._run(parts)
         except Exception as error:  # noqa: BLE001 the same
             self._on_failure(error)
-
-    def _tell(self, settle: Callable[[asyncio.Future[Parts]], None]) -> None:
-        event_loop, built = self._event_loop, self._built
-        assert event_loop is not None
-        assert built is not None
-        event_loop.call_soon_threadsafe(lambda: None if built.done() else settle(built))

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.engine.attention.base import AttentionBackend, AttentionOptions
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
-from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
@@ -62,7 +62,7 @@ class ModelRunner:
         """`graphs`: steps that `warm_up` captures, on a GPU with our own attention. None: none."""
         self._spec = model.spec
         self._kv_cache = kv_cache
-        self._native = model.native.new_step(kv_cache) if isinstance(model.native, NativeDecoder) else None
+        self._native = NativeStep(model.native, kv_cache) if isinstance(model.native, NativeDecoder) else None
         if isinstance(model.native, NativeLayers):
             attention = NativeAttention(model.native.kernels)
         self._attention = attention

@@ -138,24 +138,16 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
-    def num_blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that a sequence of `num_tokens` tokens takes when it shares none."""
-        return self._pool.num_blocks_for(num_tokens)
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence that grows to `num_tokens` tokens fits the empty pool. What cannot must not be added."""
-        return self.num_blocks_needed(num_tokens) <= self._pool.num_blocks
-
     def add(self, sequence: EngineSequence) -> None:
-        """Waits for admission, by priority, then age. It may bring KV that it holds already."""
+        """Waits for admission, by priority, then age. It may bring KV that it holds already; it must fit the pool."""
         assert sequence.token_ids
-        assert self.can_ever_fit(len(sequence.token_ids))
+        assert self._fits_an_empty_pool(sequence)
         insort(self._waiting, sequence, key=_waiting_rank)
 
     def add_running(self, sequence: EngineSequence) -> None:
         """Joins the running batch at once, with the KV that it brings; max_running is the caller's check here."""
         assert sequence.kv is not None
-        assert self.can_ever_fit(len(sequence.token_ids))
+        assert self._fits_an_empty_pool(sequence)
         insort(self._running, sequence, key=_running_rank)
 
     def remove(self, sequence: EngineSequence) -> None:
@@ -243,6 +235,9 @@ class Scheduler:
                 if copies:
                     room.copies[sequence] = copies
                 return
+
+    def _fits_an_empty_pool(self, sequence: EngineSequence) -> bool:
+        return self._pool.num_blocks_for(len(sequence.token_ids)) <= self._pool.num_blocks
 
     def _release_slack(self) -> bool:
         """Blocks held past the known tokens (for drafts, or ahead of need) go back. False: there were none."""

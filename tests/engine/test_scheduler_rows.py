@@ -121,11 +121,11 @@ def test_removing_works_anywhere_and_twice():
     check(scheduler)
 
 
-@pytest.mark.parametrize(("num_tokens", "fits"), [(1, True), (32, True), (33, False)])
-def test_what_can_never_fit_is_known_beforehand(num_tokens, fits):
-    scheduler = make_scheduler(num_blocks=8)
-    assert scheduler.can_ever_fit(num_tokens) is fits
-    assert scheduler.num_blocks_needed(num_tokens) == -(-num_tokens // BLOCK)
+@pytest.mark.parametrize("add", [waiting, decoding])
+def test_what_can_never_fit_must_not_be_added(add):
+    add(make_scheduler(num_blocks=8), 1, num_tokens=8 * BLOCK)
+    with pytest.raises(AssertionError):
+        add(make_scheduler(num_blocks=8), 1, num_tokens=8 * BLOCK + 1)
 
 
 def test_a_plan_of_64_sequences_costs_little_and_nothing_by_length():

@@ -30,7 +30,7 @@ class NativeDecoder:
         shape = weights.shape
         self._layers = (LayerStruct * shape.num_layers)(*(_layer(weights, index) for index in range(shape.num_layers)))
         head = weights.matrix("head")
-        self._struct = DecoderStruct(
+        self.struct = DecoderStruct(
             shape.num_layers,
             shape.hidden_size,
             shape.intermediate_size,
@@ -48,10 +48,6 @@ class NativeDecoder:
             head,
             self._layers,
         )
-
-    def new_step(self, kv_cache: PagedKVCache) -> NativeStep:
-        """What one runner computes its forwards with."""
-        return NativeStep(self, self._struct, kv_cache)
 
 
 def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
@@ -71,13 +67,13 @@ def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
 class NativeStep:
     """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
 
-    def __init__(self, decoder: NativeDecoder, struct: DecoderStruct, kv_cache: PagedKVCache) -> None:
-        self._decoder = decoder  # keeps what `struct` points to
-        self._struct = struct
+    def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache) -> None:
+        self._decoder = decoder  # keeps what its structure points to
+        self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
         self._functions = decoder.kernels.library.functions
         self._team = decoder.kernels.team
-        self._workspace = Workspace(decoder.kernels.library)
+        self.phases = self._workspace = Workspace(decoder.kernels.library)
         pointers = ctypes.c_void_p * struct.num_layers
         self._keys = pointers(*(keys.data_ptr() for keys in kv_cache.keys))
         self._values = pointers(*(values.data_ptr() for values in kv_cache.values))
@@ -102,31 +98,10 @@ class NativeStep:
         )
         return logits
 
-    @property
-    def phases(self) -> NativePhases:
-        return NativePhases(self._workspace)
-
     def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(
             self._team.handle, self._workspace.handle, self._struct, batch, self._keys, self._values, first, last
         )
-
-
-class NativePhases:
-    """ForwardPhases of native steps: counted inside the call. A callback between layers is not in them."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-
-    def start(self) -> None:
-        self._workspace.take_times()
-        self._workspace.measure(is_on=True)
-
-    def take(self) -> dict[str, int]:
-        return self._workspace.take_times()
-
-    def stop(self) -> None:
-        self._workspace.measure(is_on=False)
 
 
 def batch_struct(batch: InputBatch) -> BatchStruct:

@@ -28,10 +28,6 @@ class ElementType(IntEnum):
     BFLOAT16 = 1
     INT8 = 2  # weights only
 
-    @property
-    def num_bytes(self) -> int:
-        return {ElementType.FLOAT32: 4, ElementType.BFLOAT16: 2, ElementType.INT8: 1}[self]
-
 
 class MatrixStruct(ctypes.Structure):
     _fields_ = (
@@ -242,7 +238,10 @@ STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
 
 
 class Workspace:
-    """Scratch memory of one runner; grows to its largest step. Can tell what decoder steps spend their time on."""
+    """Scratch memory of one runner; grows to its largest step.
+
+    Also the `ForwardPhases` of a native decoder's steps, whose time is counted inside the call.
+    """
 
     def __init__(self, library: KernelLibrary) -> None:
         self._functions = library.functions
@@ -251,12 +250,16 @@ class Workspace:
         if not self.handle:
             raise MemoryError("no memory for a workspace of the native kernels")
 
-    def measure(self, *, is_on: bool) -> None:
-        """From here on, or no longer."""
-        self._functions.outrider_workspace_measure(self.handle, int(is_on))
+    def start(self) -> None:
+        """Decoder steps are measured from here on."""
+        self.take()
+        self._functions.outrider_workspace_measure(self.handle, 1)
 
-    def take_times(self) -> dict[str, int]:
-        """Nanoseconds by name of STEP_PHASES since the last call."""
+    def stop(self) -> None:
+        self._functions.outrider_workspace_measure(self.handle, 0)
+
+    def take(self) -> dict[str, int]:
+        """Nanoseconds by name of STEP_PHASES since the last call; callbacks between layers are not in them."""
         spent = (c_int64 * len(STEP_PHASES))()
         self._functions.outrider_workspace_take_times(self.handle, spent)
         return dict(zip(STEP_PHASES, spent, strict=True))

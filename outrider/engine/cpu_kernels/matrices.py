@@ -111,10 +111,6 @@ class PackedMatrix:
             self.type,
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self.packed.numel()
-
     def row(self, index: int) -> Tensor:
         """One row of W as it was packed: [in_features] float32."""
         plain = torch.empty(self.in_features)

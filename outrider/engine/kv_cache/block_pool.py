@@ -47,11 +47,6 @@ class BlockPool:
         """Free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks published in the prefix cache, in use or not."""
-        return len(self._block_of)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -95,7 +96,7 @@ class Engine:
         self.random = random.Random(seed)
         self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         decoder.kernels = kernels
-        self.step = decoder.new_step(self.cache)
+        self.step = NativeStep(decoder, self.cache)
         self.sequences = [Sequence(prompt) for prompt in prompts]
         self.references = [0] * NUM_BLOCKS
         self.spoil(range(NUM_BLOCKS))
@@ -157,10 +158,11 @@ LONG = random_ids(280, 1)  # more than a span of attention
 PROMPTS = [LONG, LONG[:100] + random_ids(50, 2), random_ids(70, 3)]
 
 
-def logits_alone(decoder, spec, kernels):
+@functools.cache
+def logits_alone(decoder, spec, kernels, num_prompts=3):
     """Of every token of PROMPTS, computed alone: one row, one sequence, one thread at a time."""
-    engine = Engine(decoder, spec, kernels, PROMPTS)
-    return [torch.cat([engine.run([(index, 1, [])])[0] for _ in prompt]) for index, prompt in enumerate(PROMPTS)]
+    engine, prompts = Engine(decoder, spec, kernels, PROMPTS), PROMPTS[:num_prompts]
+    return [torch.cat([engine.run([(index, 1, [])])[0] for _ in prompt]) for index, prompt in enumerate(prompts)]
 
 
 def rows_that_differ(alone, decoder, spec, kernels, seed):
@@ -214,7 +216,7 @@ def test_a_tokens_logits_have_the_same_bits_in_any_schedule(library, teams, deco
 
 def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
     decoder, spec = decoders(library, "llama", "bfloat16")
-    alone = logits_alone(decoder, spec, teams(library, 1))[0]
+    (alone,) = logits_alone(decoder, spec, teams(library, 1), num_prompts=1)
     whole = Engine(decoder, spec, teams(library, 3), PROMPTS).run([(0, len(LONG), [])])[0]
     assert differing_rows(whole, alone) == []
     layers = []
@@ -245,7 +247,7 @@ def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain
 ):
     """The true tokens are drafts of a tree, with wrong ones between them; then their slots are moved."""
     decoder, spec = decoders(library, architecture, "bfloat16")
-    alone = logits_alone(decoder, spec, teams(library, 1))[0]
+    (alone,) = logits_alone(decoder, spec, teams(library, 1), num_prompts=1)
     plain, engine = (Engine(decoder, spec, teams(library, num_threads), [LONG]) for num_threads in (1, 2))
     start = 257 - num_known  # known tokens end at a span's border, drafts cross a block's
     plain.run([(0, 264, [])])
@@ -308,7 +310,11 @@ def test_logits_are_those_of_transformers(library, teams, decoders, checkpoints,
     assert error_of(logits, expected) < allowed
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize(
+    ("library", "head_dim"),
+    with_few_for_tests({str(head_dim): (head_dim,) for head_dim in (32, 64, 80, 128)}, few=("80",)),
+    indirect=["library"],
+)
 def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_path):
     shape = {**SHAPE, "head_dim": head_dim, "num_attention_heads": 4, "intermediate_size": 176}
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)

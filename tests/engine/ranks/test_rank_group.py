@@ -14,7 +14,7 @@ import pytest
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import CopyBlocks, Mark, ReadKv, Stop
 from outrider.engine.ranks.group import Member, RankGroup
-from outrider.engine.ranks.progress import RankProgress
+from outrider.engine.ranks.worker import RankProgress
 
 PATIENCE_SECONDS = 30.0
 
