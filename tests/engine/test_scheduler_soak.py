@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import EngineSequence, StepPlan, StepRoom
+from outrider.engine.scheduler import EngineSequence, StepPlan
 from outrider.speculation.acceptance import accept
+from tests.engine.schedules import check
+from tests.engine.schedules import drafts as first_come
 from tests.support.fake_engine import ScriptedEngine, ScriptedModel, ScriptedRows, greedy
 
 MODEL = ScriptedModel(vocab_size=8, seed=3)
@@ -35,16 +37,6 @@ def often_wrong(context: Sequence[int], num_wanted: int) -> list[int]:
     if wrong < num_wanted:
         draft[wrong] = (draft[wrong] + 1) % MODEL.vocab_size
     return draft
-
-
-def _first_come(room: StepRoom, drafts: Mapping[EngineSequence, Sequence[int]]) -> dict[int, int]:
-    """Rows for drafts in the order of their sequences, while there are some."""
-    chosen: dict[int, int] = {}
-    num_left = room.max_draft_rows
-    for sequence in room.sequences:
-        chosen[sequence.key] = min(len(drafts[sequence]), num_left)
-        num_left -= chosen[sequence.key]
-    return chosen
 
 
 @dataclass
@@ -71,7 +63,9 @@ class MiniLoop:
     def step(self) -> None:
         drafts = {sequence: self.drafter(sequence.token_ids, self.num_wanted) for sequence in self.ends}
         room = self.engine.scheduler.reserve()
-        plan = self.engine.scheduler.hand_out(room, _first_come(room, drafts))
+        plan = self.engine.scheduler.hand_out(
+            room, first_come({s.key: len(draft) for s, draft in drafts.items()})(room)
+        )
         self.plans.append(plan)
         rows = []
         for item in plan.scheduled:
@@ -99,8 +93,7 @@ class MiniLoop:
 
     def check(self) -> None:
         scheduler = self.engine.scheduler
-        held = [s.kv.block_ids for s in (*scheduler.running, *scheduler.waiting) if s.kv is not None]
-        self.engine.pool.check_integrity(held)
+        check(scheduler)
         assert len(scheduler.running) <= 64
         assert {*scheduler.running, *scheduler.waiting} == set(self.ends)
 

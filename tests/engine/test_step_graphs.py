@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,8 +137,8 @@ def test_padding_changes_no_other_row(model):
 class Replay:
     """A graph as far as a CPU has one: the same call again."""
 
-    def __init__(self, run, replay=None):
-        self.replay = replay or run
+    def __init__(self, run):
+        self.replay = run
         run()
 
 
@@ -198,56 +200,8 @@ def test_a_model_with_our_attention_can_be_captured(model):
         torch.testing.assert_close(*logits)
 
 
-class CudaCalls:
-    """torch.cuda as far as a capture needs it: what is the current device and stream."""
-
-    def __init__(self, monkeypatch):
-        self.device, self.num_streams, self.events = 0, 0, []
-        self.stream = "default stream of 0"
-        names = ("device", "Stream", "current_stream", "CUDAGraph", "graph", "graph_pool_handle")
-        for name in names:
-            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
-        monkeypatch.setattr(torch.cuda, "stream", self._enter_stream)
-
-    @contextlib.contextmanager
-    def _device(self, device):
-        before = self.device, self.stream
-        self.device, self.stream = device.index, f"default stream of {device.index}"
-        yield
-        self.device, self.stream = before
-
-    def _Stream(self):
-        self.num_streams += 1
-        return CudaStream(f"stream {self.num_streams} of {self.device}")
-
-    def _current_stream(self):
-        return CudaStream(self.stream)
-
-    @contextlib.contextmanager
-    def _enter_stream(self, stream):
-        before, self.stream = self.stream, stream.name
-        yield
-        self.stream = before
-
-    def _graph_pool_handle(self):
-        return f"pool of {self.device}"
-
-    def _CUDAGraph(self):
-        return Replay(lambda: None, lambda: self.events.append(("replay", self.device)))
-
-    @contextlib.contextmanager
-    def _graph(self, graph, *, pool, stream, capture_error_mode):
-        with self._enter_stream(stream):
-            self.events.append(("capture", pool))
-            yield
-
-    def run(self):
-        self.events.append((self.stream, gc.isenabled()))
-
-
-class CudaStream:
-    def __init__(self, name):
-        self.name = name
+class Stream(str):
+    __slots__ = ()
 
     def wait_stream(self, other):
         return
@@ -255,12 +209,36 @@ class CudaStream:
 
 def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_collection(monkeypatch):
     """Another device than the current one, which is the first."""
-    cuda = CudaCalls(monkeypatch)
+    places, events, numbers = ["cuda:0"], [], itertools.count(1)
+
+    @contextlib.contextmanager
+    def within(place):
+        places.append(place)
+        yield
+        places.pop()
+
+    def note(*what):
+        events.append((*map(str, places), *what))
+
+    calls = {
+        "device": within,
+        "stream": within,
+        "Stream": lambda: Stream(f"stream {next(numbers)} of {places[-1]}"),
+        "current_stream": Stream,
+        "graph_pool_handle": lambda: f"pool of {places[-1]}",
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: note("replay")),
+        "graph": lambda _graph, *, pool, stream, capture_error_mode: within(f"capture by {stream} in {pool}"),
+    }
+    for name, call in calls.items():
+        monkeypatch.setattr(torch.cuda, name, call)
     capture = cuda_graphs(torch.device("cuda:1"))
     assert gc.isenabled()
     for _ in range(2):
-        cuda.events.clear()
-        capture(cuda.run).replay()
-        step = ("stream 1 of 1", False)
-        assert cuda.events == [step, ("capture", "pool of 1"), step, ("replay", 1)]
+        events.clear()
+        capture(lambda: note(gc.isenabled())).replay()
+        assert events == [
+            ("cuda:0", "cuda:1", "stream 1 of cuda:1", False),
+            ("cuda:0", "cuda:1", "capture by stream 1 of cuda:1 in pool of cuda:1", False),
+            ("cuda:0", "cuda:1", "replay"),
+        ]
     assert gc.isenabled()

@@ -39,14 +39,19 @@ def _runs_here(path: str) -> bool:
     return False
 
 
+REAL_PATHS = [path for path in PREFERENCE if _runs_here(path)]  # test_paths says which others
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS)]
+    return [*marks, pytest.mark.full] if name.removeprefix("simulated_") in REAL_PATHS else marks
+
+
 PATHS = [
-    *(pytest.param(path, id=path) for path in PREFERENCE if _runs_here(path)),  # test_paths says which others
-    *(
-        pytest.param(path, id=path, marks=[pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS)])
-        for path in MADE_FOR_TESTS
-    ),
+    *(pytest.param(path, id=path) for path in REAL_PATHS),
+    *(pytest.param(name, id=name, marks=_marks(name)) for name in MADE_FOR_TESTS),
 ]
-"""Parameters of the fixture `library`."""
+"""Parameters of the fixture `library`. What this processor has is simulated in full runs only."""
 
 
 def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:

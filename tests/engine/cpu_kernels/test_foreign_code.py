@@ -81,7 +81,7 @@ class Products:
         query = random_rows(num_rows, 1, 32)
         return paged_attention(self.kernels, query, *self.caches, batch, AttentionOptions(0.3))
 
-    def in_turns(self, between=lambda: None):
+    def in_turns(self, between):
         """All of ORDER, with something else done before each."""
         outputs = []
         for name, num_rows in self.ORDER:
@@ -99,16 +99,12 @@ class Products:
                 assert torch.allclose(output.double(), expected, rtol=2.0**-8, atol=1e-4)
 
 
-def test_operators_of_different_files_may_follow_each_other(kernels):
-    products = Products(kernels)
-    products.assert_right(products.in_turns())
-
-
-def test_torch_may_compute_in_between(library, teams):
+def test_operators_of_different_files_may_follow_each_other_and_torch_between_them(library, teams):
     """Its own bfloat16 products use the same instructions where there are some."""
-    products = Products(teams(library, 2))
     left, right = random_rows(64, 96), random_rows(96, 64)
-    products.assert_right(products.in_turns(lambda: torch.mm(left, right)))
+    for num_threads, between in ((1, lambda: None), (2, lambda: torch.mm(left, right))):
+        products = Products(teams(library, num_threads))
+        products.assert_right(products.in_turns(between))
 
 
 @pytest.mark.slow

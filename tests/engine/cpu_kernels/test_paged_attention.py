@@ -16,9 +16,8 @@ from torch import Tensor
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.cpu_kernels.library import Workspace
-from outrider.engine.cpu_kernels.paths import PREFERENCE
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, PATHS, with_few_for_tests
+from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, REAL_PATHS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import assert_within, differing_rows, paged_attention, rounding_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -303,7 +302,7 @@ def allocated_bytes():
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library does not say what it has given")
-@pytest.mark.parametrize("library", PATHS[: len(PREFERENCE)], indirect=True)
+@pytest.mark.parametrize("library", REAL_PATHS, indirect=True)
 @pytest.mark.parametrize(("num_sequences", "num_rows"), [(32, 1), (9, 24)], ids=["decode", "prompts"])
 def test_scratch_of_long_contexts_and_many_members_stays_small(library, teams, num_sequences, num_rows):
     """Results of all spans would take 32 MB for as many rows as fit a task, and 75 MB for these rows of prompts."""

@@ -3,10 +3,9 @@
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
-
-import pytest
 
 from outrider.engine.cpu_kernels.compiler import SOURCE
 
@@ -14,43 +13,26 @@ ROOT = SOURCE.parents[3]
 PACKAGE = Path("outrider", "engine", "cpu_kernels")
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    copy = tmp_path / "checkout"
-    copy.mkdir()
+def test_packages_are_pure_carry_the_kernels_sources_and_compile_nothing(tmp_path, monkeypatch):
+    """Wheel, editable install and source distribution, by what pip calls, with a compiler that nobody may call."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
+        shutil.copy(ROOT / name, checkout)
     for name in ("outrider", "router", "prefill_node", "decode_node", "draft_node"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    return copy
-
-
-def made(checkout, hook, monkeypatch):
-    """What pip calls, with a compiler that nobody may call."""
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("CXX", "/nonexistent")
-    script = f"from setuptools.build_meta import build_wheel, build_editable, build_sdist\nprint({hook}('dist'))\n"
+    script = "from setuptools import build_meta\n"
+    script += "".join(f"build_meta.build_{kind}('{kind}')\n" for kind in ("sdist", "wheel", "editable"))
     done = subprocess.run(
         [sys.executable, "-c", script], check=False, cwd=checkout, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (result,) = (checkout / "dist").iterdir()
-    return result
-
-
-def test_a_wheel_is_pure_and_carries_the_kernels_sources(checkout, monkeypatch):
-    wheel = made(checkout, "build_wheel", monkeypatch)
-    assert wheel.name.endswith("-py3-none-any.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {(PACKAGE / "source" / file.name).as_posix() for file in SOURCE.iterdir()} <= names
-
-
-def test_an_editable_install_compiles_nothing(checkout, monkeypatch):
-    made(checkout, "build_editable", monkeypatch)
-
-
-def test_a_source_distribution_carries_the_kernels_sources(checkout, monkeypatch):
-    archive = made(checkout, "build_sdist", monkeypatch)
-    shutil.unpack_archive(archive, checkout / "unpacked", filter="data")
-    (project,) = (checkout / "unpacked").iterdir()
-    assert {file.name for file in (project / PACKAGE / "source").iterdir()} == {file.name for file in SOURCE.iterdir()}
+    (archive,), (wheel,), (editable,) = ([*(checkout / kind).iterdir()] for kind in ("sdist", "wheel", "editable"))
+    for built in (wheel, editable):
+        assert built.name.endswith("-py3-none-any.whl")
+    sources = {(PACKAGE / "source" / file.name).as_posix() for file in SOURCE.iterdir()}
+    assert sources <= set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(archive) as files:
+        assert sources <= {name.partition("/")[2] for name in files.getnames()}

@@ -8,7 +8,7 @@ from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.filters import limits_of
 from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys
 from outrider.request import SamplingParams
-from tests.engine.sampler.reference import coupled_reference, reference_distribution
+from tests.engine.sampler.reference import reference_distribution
 
 SETTINGS = [
     {"top_p": 0.95, "temperature": 0.7},
@@ -61,20 +61,6 @@ def test_kept_tokens_are_those_of_the_sorted_float64_reference(kind, settings):
         for row in range(3):
             expected = np.flatnonzero(reference_distribution(logits[row], params) > -np.inf)
             assert np.flatnonzero(is_kept[row] & (logits[row] > -np.inf)).tolist() == expected.tolist()
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_filtered_draws_are_those_of_the_reference(kind, settings, make_sampler):
-    vocab_size, num_rows = 150, 12
-    logits = random_logits(kind, num_rows, vocab_size)
-    sampler = make_sampler(vocab_size)
-    params = params_of(**settings)
-    state = sampler.start(params, sample=2, prompt_token_ids=[])
-    rows = [SampleRows(state, 40, tuple(range(num_rows - 1)))]
-    expected = [coupled_reference(logits[j], params, sample=2, position=40 + j) for j in range(num_rows)]
-    assert sampler.sample(torch.from_numpy(logits), rows).token_ids == expected
 
 
 def test_keys_sort_as_values_do_and_equals_by_rising_id():

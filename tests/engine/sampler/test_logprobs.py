@@ -9,6 +9,7 @@ import torch
 from outrider.engine.sampler import SampleRows
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
 from tests.engine.sampler.reference import reference_distribution
+from tests.oracle.sampler import edited
 
 VOCAB_SIZE = 150
 
@@ -56,32 +57,27 @@ def test_logprobs_of_both_modes_are_those_of_the_reference(ties, settings, num_t
     known[17] = False
     logits = random_logits(6, ties=ties)
     sampler = make_sampler(VOCAB_SIZE, known)
-    prompt, generated, stops, drafts = [3, 4], [5], [6], (7, 8, 9, 9, 10)
     for mode in LogprobsMode:
         state = sampler.start(
             params,
             sample=0,
-            prompt_token_ids=prompt,
-            generated_token_ids=generated,
-            stop_token_ids=stops,
+            prompt_token_ids=[3, 4],
+            generated_token_ids=[5],
+            stop_token_ids=[6],
             logprobs=LogprobsRequest(num_top=num_top, mode=mode),
         )
-        sampled = sampler.sample(torch.from_numpy(logits), [SampleRows(state, 3, drafts)])
-        for j, (token_id, answer) in enumerate(zip(sampled.token_ids, sampled.logprobs, strict=True)):
+        rows = SampleRows(state, 3, (7, 8, 9, 9, 10))
+        sampled = sampler.sample(torch.from_numpy(logits), [rows])
+        for row, decision, token_id, answer in zip(
+            logits, rows.decisions(), sampled.token_ids, sampled.logprobs, strict=True
+        ):
             assert answer is not None
             assert answer.token_id == token_id
             if mode is LogprobsMode.MODEL:
-                values = logits[j].astype(np.float64)
+                values = row.astype(np.float64)
                 logprobs = values - math.log(np.exp(values).sum())
             else:
-                logprobs = reference_distribution(
-                    logits[j],
-                    params,
-                    prompt_token_ids=prompt,
-                    generated_token_ids=[*generated, *drafts[:j]],
-                    stop_token_ids=stops,
-                    known=known,
-                )
+                logprobs = reference_distribution(edited(row, known, decision), params)
                 # Logprobs order as the distribution does, but ties survive no logarithm.
                 values = np.round(logprobs, 9)
             check(answer, expected_logprobs(logprobs, values, token_id, num_top))
