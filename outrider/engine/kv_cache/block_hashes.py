@@ -29,9 +29,6 @@ class BlockHashes:
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def __getitem__(self, index: int) -> bytes:
-        return self._hashes[index]
-
     def append(self, token_ids: Sequence[int]) -> bytes:
         """The next block's name. `token_ids` is the whole sequence from position 0; only that block of it is read."""
         start = len(self._hashes) * self._block_size

@@ -11,6 +11,10 @@ from outrider.engine.sampler.philox import philox4x32, split_seed
 from outrider.request import SamplingParams
 
 
+def params_of(**settings: object) -> SamplingParams:
+    return SamplingParams(**{"seed": 5, "max_tokens": 100, **settings})
+
+
 def reference_arrivals(seed: int, sample: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
     """Every arrival of one decision: [vocab] float64."""
     key = split_seed(seed)

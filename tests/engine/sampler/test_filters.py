@@ -7,8 +7,7 @@ import torch
 from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.filters import limits_of
 from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys
-from outrider.request import SamplingParams
-from tests.engine.sampler.reference import reference_distribution
+from tests.engine.sampler.reference import params_of, reference_distribution
 
 SETTINGS = [
     {"top_p": 0.95, "temperature": 0.7},
@@ -26,10 +25,6 @@ SETTINGS = [
     {"min_p": 1e-30, "top_p": 0.7},
     {"min_p": 0.3, "top_k": 3, "temperature": 0.2},
 ]
-
-
-def params_of(**settings):
-    return SamplingParams(**{"seed": 5, "max_tokens": 100, **settings})
 
 
 def random_logits(kind, num_rows, vocab_size):

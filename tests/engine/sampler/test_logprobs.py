@@ -7,15 +7,11 @@ import pytest
 import torch
 
 from outrider.engine.sampler import SampleRows
-from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams
-from tests.engine.sampler.reference import reference_distribution
+from outrider.request import LogprobsMode, LogprobsRequest
+from tests.engine.sampler.reference import params_of, reference_distribution
 from tests.oracle.sampler import edited
 
 VOCAB_SIZE = 150
-
-
-def params_of(**settings):
-    return SamplingParams(**{"seed": 21, "max_tokens": 100, **settings})
 
 
 def random_logits(num_rows, *, ties):

@@ -9,13 +9,9 @@ from outrider.engine.sampler.decider import Vocabulary
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SequenceSampling
-from outrider.request import SamplingParams
+from tests.engine.sampler.reference import params_of
 
 VOCAB_SIZE = 100
-
-
-def params_of(**settings):
-    return SamplingParams(**{"seed": 9, "max_tokens": 100, **settings})
 
 
 def applied(params, logits, *, prompt=(), generated=(), stops=(), assumed=()):
