@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -10,7 +11,6 @@ from decode_node.commands import EventsBySession
 from decode_node.drafting.book import DraftCounters
 from decode_node.drafting.client import DraftClientStatus
 from decode_node.statistics import PrefixLookups, StepStats
-from outrider.kv_transfer.inbox import ReceiverCounters
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
@@ -31,7 +31,7 @@ class DecodeMetrics:
 
     def __init__(self, model_name: str, *, registry: CollectorRegistry = REGISTRY) -> None:
         self._engine = EngineMetrics(model_name=model_name, registry=registry)
-        self._counters = ReceiverCounters()
+        self._received: Counter[str] = Counter()
         self._prefix_lookups = PrefixLookups()
         self._drafts = DraftCounters()
 
@@ -63,17 +63,16 @@ class DecodeMetrics:
         self,
         *,
         load: NodeLoad,
-        received: ReceiverCounters,
+        received: Counter[str],
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
     ) -> None:
         """What others count in totals, and gauges. Called now and then."""
         self._engine.set_load(load)
         for reason, name in REFUSED.items():
-            num_new = getattr(received, name) - getattr(self._counters, name)
-            if num_new:
+            if num_new := received[name] - self._received[name]:
                 self._engine.add_dropped_frames(reason, num_new)
-        self._counters = received
+        self._received = received
         self._engine.add_prefix_lookup(
             num_query_tokens=prefix_lookups.num_query_tokens - self._prefix_lookups.num_query_tokens,
             num_hit_tokens=prefix_lookups.num_hit_tokens - self._prefix_lookups.num_hit_tokens,

@@ -61,7 +61,7 @@ Command = PrefillJob | CancelJob | HeldRead | PushEnded | StartProfile | EndProf
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """From the engine thread to the event loop; `error` is None when the commit succeeded."""
+    """From the engine thread to the event loop: figures of a push that was committed, or why there are none."""
 
     job_id: int
     result: PrefillFigures | OutriderError

@@ -170,11 +170,6 @@ class PrefillLoop:
         """Jobs that wait for blocks, or for others' pushes. May be read by any thread."""
         return self._scheduler.num_waiting + self._places.num_waiting
 
-    @property
-    def num_tasks(self) -> int:
-        """Jobs that hold blocks or wait for some."""
-        return len(self._tasks)
-
     # ---- commands
 
     def _take_commands(self) -> None:

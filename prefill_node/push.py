@@ -102,10 +102,9 @@ class KvPush:
         if sender is not None:  # else it is connecting, and ends when it has
             sender.interrupt()
 
-    def join(self, timeout_seconds: float) -> bool:
-        """Whether the thread has ended."""
+    def join(self, timeout_seconds: float) -> None:
+        """Waits so long at most for the thread's end."""
         self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
 
     # ---- the push's thread
 

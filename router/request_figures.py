@@ -160,7 +160,7 @@ class RequestFigures:
         for finished in samples:
             self.metrics.observe_finished_sample(finished.reason)
         usage, metrics = summary.usage, summary.metrics
-        self.metrics.observe_finished_request(e2e_seconds=metrics.e2e_seconds)
+        self.metrics.observe_finished_request(metrics.e2e_seconds)
         _log.info(
             "request finished",
             request_id=self.request.request_id,

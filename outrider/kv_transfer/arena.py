@@ -71,9 +71,9 @@ class Arena:
     """The sender's side: slots that are taken, filled, sent and released. Thread-safe.
 
     Memory is reserved slot by slot as slots are first needed (`posix_fallocate`): a full
-    /dev/shm is then an error that can be handled, rather than a SIGBUS, and a quiet node
-    holds one page. The memory goes with the object, once the receiver has unmapped it
-    too. Raises in the constructor: OSError.
+    /dev/shm is then an error that can be handled, rather than a SIGBUS. The memory goes with
+    the object, once the receiver has unmapped it too. Raises in the constructor: OSError,
+    also when there is no room for one slot.
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int) -> None:
@@ -88,7 +88,7 @@ class Arena:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._fd, self.num_bytes)
-            os.posix_fallocate(self._fd, 0, HEAD_BYTES)
+            os.posix_fallocate(self._fd, 0, HEAD_BYTES + slot_bytes)
             self._map = mmap.mmap(self._fd, self.num_bytes)
         except OSError:
             self.unlink()
@@ -96,8 +96,8 @@ class Arena:
         self._map[:NONCE_BYTES] = self.nonce
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._changed = threading.Condition()
-        self._free: list[int] = []
-        self._num_reserved = 0
+        self._free = [HEAD_BYTES]
+        self._num_reserved = 1
         self._is_full = False  # the file system is: no further slots
         self._num_quarantined = 0
         self.num_released = 0
@@ -146,12 +146,6 @@ class Arena:
         self._free.append(HEAD_BYTES + self._num_reserved * self.slot_bytes)
         self._num_reserved += 1
         return True
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether there is at least one slot; reserves the first."""
-        with self._changed:
-            return not self.is_retired and (self._num_reserved > 0 or self._reserve())
 
     def write(self, offset: int, payload: memoryview) -> None:
         """Fills a taken slot (numpy copies without the GIL)."""

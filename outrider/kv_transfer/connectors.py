@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -13,8 +13,10 @@ from outrider.errors import NotSupportedError
 from outrider.kv_transfer.base import Connector, Sender, TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES
+from outrider.kv_transfer.grpc_inline import InlineCarrier
 from outrider.kv_transfer.sender import Carrier, StreamSender
 from outrider.kv_transfer.sender_stream import SenderStream
+from outrider.kv_transfer.shared_memory import ArenaSource
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 
 MAX_CHANNELS = 256
@@ -94,13 +96,8 @@ class StreamConnector:
 
 def make_connector(config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> Connector:
     """The connector that the settings name: "auto", "shared_memory" or "grpc"."""
-    # Imported here so that a node that does not share memory needs nothing of it.
-    from outrider.kv_transfer.grpc_inline import InlineSource
-    from outrider.kv_transfer.shared_memory import ArenaSource
+    sources = [SOURCES[name](config) for name in config.accepted]
+    return StreamConnector(config.connector, sources, config, security)
 
-    sources: dict[str, tuple[CarrierSource, ...]] = {
-        "grpc": (InlineSource(config.frame_bytes),),
-        "shared_memory": (ArenaSource(config),),
-        "auto": (ArenaSource(config), InlineSource(config.frame_bytes)),
-    }
-    return StreamConnector(config.connector, sources[config.connector], config, security)
+
+SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}

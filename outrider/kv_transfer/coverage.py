@@ -25,14 +25,6 @@ class _TokenRanges:
         self.starts.insert(at, start)
         self.ends.insert(at, end)
 
-    def first_gap(self, start: int) -> int:
-        """The first token from `start` on that is in no range."""
-        for arrived_start, arrived_end in zip(self.starts, self.ends, strict=True):
-            if arrived_start > start:
-                break
-            start = arrived_end
-        return start
-
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
         """Within [start, end)."""
         gaps: list[tuple[int, int]] = []
@@ -60,11 +52,6 @@ class Coverage:
         # By plane, then by range of heads: the tokens of each layer.
         self._arrived: dict[str, dict[_HeadRange, list[_TokenRanges]]] = {plane.name: {} for plane in spec.planes}
 
-    def is_inside(self, region: Region) -> bool:
-        """Whether the region is non-empty and within the transfer's bounds."""
-        plane, spec = self._spec.plane(region.plane), self._spec
-        return plane is not None and region.is_inside(plane, start_token=spec.start_token, end_token=spec.end_token)
-
     def overlaps(self, region: Region) -> bool:
         """Whether any cell of a region inside the bounds has arrived already, or its heads are cut at other places."""
         heads, arrived = (region.start_head, region.end_head), self._arrived[region.plane]
@@ -84,13 +71,14 @@ class Coverage:
 
     def complete_until(self) -> int:
         """The token up to which every head of every layer of every plane has arrived."""
-        first_gap = self._spec.end_token
+        until = self._spec.end_token
         for plane in self._spec.planes:
             arrived = self._arrived[plane.name]
             for heads in _partition(arrived, plane.num_heads):
                 for tokens in arrived.get(heads) or [_TokenRanges()]:
-                    first_gap = min(first_gap, tokens.first_gap(self._spec.start_token))
-        return first_gap
+                    gaps = tokens.gaps(self._spec.start_token, until)
+                    until = gaps[0][0] if gaps else until
+        return until
 
     def missing(self) -> tuple[Region, ...]:
         """The gaps, equal ones of consecutive layers as one region; at most `MAX_MISSING`."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import xxhash
@@ -163,6 +164,12 @@ _ACK = struct.Struct("<BIB")
 _ANSWER = struct.Struct("<BBI")
 _CANCELLED = struct.Struct("<BB")
 _DRAINS = (DrainState.DRAINED, DrainState.UNKNOWN)
+_REGION_NUMBERS = ("start_layer", "end_layer", "start_token", "end_token", "start_head", "end_head")
+_region_numbers = attrgetter(*_REGION_NUMBERS)
+
+CANCEL = bytes((Kind.CANCEL,))
+ALIVE = bytes((Kind.ALIVE,))
+NOT_HELD = bytes((Kind.NOT_HELD,))
 
 
 def encode_frame(sequence: int, header: FrameHeader, payload: memoryview) -> bytes:
@@ -202,14 +209,6 @@ def encode_commit(manifest: Manifest) -> bytes:
     return b"".join(parts)
 
 
-def encode_cancel() -> bytes:
-    return bytes((Kind.CANCEL,))
-
-
-def encode_alive() -> bytes:
-    return bytes((Kind.ALIVE,))
-
-
 def encode_welcome(welcome: Welcome) -> bytes:
     return _WELCOME.pack(Kind.WELCOME, welcome.state, welcome.nonce)
 
@@ -223,10 +222,6 @@ def encode_commit_answer(result: CommitResult) -> bytes:
     return _ANSWER.pack(Kind.COMMIT_ANSWER, result.state.value, len(result.missing)) + regions
 
 
-def encode_not_held() -> bytes:
-    return bytes((Kind.NOT_HELD,))
-
-
 def encode_cancelled(drain: DrainState) -> bytes:
     return _CANCELLED.pack(Kind.CANCELLED, _DRAINS.index(drain))
 
@@ -234,31 +229,24 @@ def encode_cancelled(drain: DrainState) -> bytes:
 def decode_sender_message(message: bytes) -> SenderMessage:
     """What a receiver gets. `Frame.payload` is a view of the message. Raises: MalformedMessageError."""
     try:
-        return _decode_sender_message(message)
+        kind = message[0]
+        if kind == Kind.FRAME:
+            return _decode_frame(message)
+        if kind == Kind.SLOT_FRAME:
+            return _decode_slot_frame(message)
+        if kind == Kind.ALIVE:
+            return Alive()
+        if kind == Kind.READ:
+            return Read(_region_of(_REGION.unpack(message[1:])))
+        if kind == Kind.COMMIT:
+            return Commit(manifest=_decode_manifest(message))
+        if kind == Kind.CANCEL:
+            return Cancel()
+        if kind == Kind.HELLO:
+            return _decode_hello(message)
     except (struct.error, ValueError, IndexError) as error:
         raise MalformedMessageError(f"not a KV message ({len(message)} bytes): {error}") from error
-
-
-def _decode_sender_message(message: bytes) -> SenderMessage:
-    kind = message[0]
-    if kind == Kind.FRAME:
-        return _decode_frame(message)
-    if kind == Kind.SLOT_FRAME:
-        return _decode_slot_frame(message)
-    if kind == Kind.ALIVE:
-        return Alive()
-    if kind == Kind.READ:
-        return Read(_region_of(_REGION.unpack(message[1:])))
-    if kind == Kind.COMMIT:
-        return Commit(manifest=_decode_manifest(message))
-    if kind == Kind.CANCEL:
-        return Cancel()
-    if kind == Kind.HELLO:
-        _, version, transfer_id, incarnation, arena_id, arena_bytes = _HELLO.unpack(message)
-        if version != WIRE_VERSION:
-            raise MalformedMessageError(f"KV wire version {version}, this side speaks {WIRE_VERSION}")
-        return Hello(transfer_id=transfer_id, incarnation=incarnation, arena_id=arena_id, arena_bytes=arena_bytes)
-    raise MalformedMessageError(f"unknown kind {kind}")
+    raise MalformedMessageError(f"unknown kind {message[0]}")
 
 
 def decode_receiver_message(message: bytes) -> ReceiverMessage:
@@ -283,6 +271,13 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
     except (struct.error, ValueError, IndexError) as error:
         raise MalformedMessageError(f"not a KV answer ({len(message)} bytes): {error}") from error
     raise MalformedMessageError(f"unknown kind {message[0]}")
+
+
+def _decode_hello(message: bytes) -> Hello:
+    _, version, transfer_id, incarnation, arena_id, arena_bytes = _HELLO.unpack(message)
+    if version != WIRE_VERSION:
+        raise MalformedMessageError(f"KV wire version {version}, this side speaks {WIRE_VERSION}")
+    return Hello(transfer_id=transfer_id, incarnation=incarnation, arena_id=arena_id, arena_bytes=arena_bytes)
 
 
 def _decode_frame(message: bytes) -> Frame:
@@ -355,26 +350,10 @@ def _check(sequence: int, body: bytes | memoryview) -> int:
 def _encode_region(region: Region) -> bytes:
     plane = region.plane.encode()
     assert len(plane) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
-    return _REGION.pack(
-        plane,
-        region.start_layer,
-        region.end_layer,
-        region.start_token,
-        region.end_token,
-        region.start_head,
-        region.end_head,
-    )
+    return _REGION.pack(plane, *_region_numbers(region))
 
 
 def _region_of(fields: tuple[Any, ...]) -> Region:
     """Of the fields of `_REGION`."""
-    plane, start_layer, end_layer, start_token, end_token, start_head, end_head = fields
-    return Region(
-        plane=plane.rstrip(b"\0").decode(),
-        start_layer=start_layer,
-        end_layer=end_layer,
-        start_token=start_token,
-        end_token=end_token,
-        start_head=start_head,
-        end_head=end_head,
-    )
+    plane, *numbers = fields
+    return Region(plane=plane.rstrip(b"\0").decode(), **dict(zip(_REGION_NUMBERS, numbers, strict=True)))

@@ -77,36 +77,6 @@ class TransferState(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverCounters:
-    """Totals since the start. Frames by disposition, transfers by end."""
-
-    frames_written: int = 0
-    frames_duplicate: int = 0
-    frames_stale: int = 0
-    frames_corrupt: int = 0
-    frames_out_of_bounds: int = 0
-    frames_conflicting: int = 0
-    frames_failed: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    messages_malformed: int = 0
-    senders_refused: int = 0
-    transfers_completed: int = 0
-    transfers_failed: int = 0
-
-    @property
-    def frames_dropped(self) -> int:
-        """Everything that was neither written nor a harmless duplicate."""
-        return (
-            self.frames_stale
-            + self.frames_corrupt
-            + self.frames_out_of_bounds
-            + self.frames_conflicting
-            + self.frames_failed
-        )
-
-
 @dataclass(slots=True)
 class _Transfer:
     """One transfer's state; `changed` guards everything below it."""
@@ -205,19 +175,21 @@ class TransferInbox:
                 return None
             return 0 if transfer.has_lost_a_write else transfer.coverage.complete_until()
 
-    def state(self, transfer_id: bytes) -> TransferState | None:
-        """None: not known here (any more)."""
-        transfer = self._find(transfer_id)
-        return None if transfer is None else transfer.state
+    def has_seen(self, transfer_id: bytes) -> bool:
+        """Whether the transfer is open or not drained yet, or was committed of late: `open` wants another id."""
+        return self._find(transfer_id) is not None or self.was_committed(transfer_id)
 
     def last_frame_at(self, transfer_id: bytes) -> float | None:
         """When the last new frame was accepted, on this inbox's clock; None: none was, or the transfer is closed."""
         transfer = self._find(transfer_id)
         return None if transfer is None else transfer.last_frame_at
 
-    def counters(self) -> ReceiverCounters:
+    def counters(self) -> Counter[str]:
+        """Totals since the start: frames_ and the name of each `Disposition` in small letters, bytes_written and
+        bytes_read, messages_malformed, senders_refused, transfers_completed and transfers_failed.
+        """
         with self._lock:
-            return ReceiverCounters(**self._counts)
+            return self._counts.copy()
 
     # ---- the connectors' side
 
@@ -331,7 +303,11 @@ class TransferInbox:
             if missing:
                 return CommitResult(state=CommitState.INCOMPLETE, missing=missing)
             transfer.state = TransferState.COMMITTED
-            stats = self._stats(transfer)
+            stats = TransferStats(
+                connector=transfer.connector or "",
+                payload_bytes=transfer.payload_bytes,
+                seconds=0.0 if transfer.first_frame_at is None else self._clock() - transfer.first_frame_at,
+            )
         with self._lock:
             self._commits[transfer_id] = None
             if len(self._commits) > NUM_REMEMBERED_COMMITS:
@@ -340,13 +316,6 @@ class TransferInbox:
         self._on_complete(transfer_id, stats)
         fault_point("decode.before_commit_answer")
         return CommitResult(state=CommitState.COMMITTED)
-
-    def _stats(self, transfer: _Transfer) -> TransferStats:
-        now = self._clock()
-        started = now if transfer.first_frame_at is None else transfer.first_frame_at
-        return TransferStats(
-            connector=transfer.connector or "", payload_bytes=transfer.payload_bytes, seconds=now - started
-        )
 
     def fail(self, transfer_id: bytes, reason: str) -> None:
         """The transfer cannot complete any more; reported once. Nothing happens after its end."""
@@ -369,7 +338,7 @@ class TransferInbox:
             return DrainState.DRAINED if transfer.wait_until_drained(timeout_seconds) else DrainState.UNKNOWN
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Adds to one field of `ReceiverCounters`."""
+        """Adds to one of the `counters`."""
         with self._lock:
             self._counts[name] += amount
 
@@ -384,10 +353,11 @@ class TransferInbox:
 
 
 def _fits(header: FrameHeader, transfer: _Transfer) -> bool:
-    """Whether the region lies within the transfer, and the length is the region's."""
-    plane = transfer.spec.plane(header.region.plane)
+    """Whether the region is a part of the transfer, and the length is the region's."""
+    spec, region = transfer.spec, header.region
+    plane = spec.plane(region.plane)
     return (
         plane is not None
-        and transfer.coverage.is_inside(header.region)
-        and header.length == header.region.num_bytes(plane)
+        and region.is_inside(plane, start_token=spec.start_token, end_token=spec.end_token)
+        and header.length == region.num_bytes(plane)
     )

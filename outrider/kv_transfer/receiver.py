@@ -15,22 +15,20 @@ import grpc
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
 from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, KvSink, TransferSpec, TransferStats
-from outrider.kv_transfer.config import ARENA_DIRECTORY
+from outrider.kv_transfer.config import ARENA_DIRECTORY, CONNECTORS
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
-from outrider.kv_transfer.inbox import ReceiverCounters, TransferInbox
+from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog
 from outrider.rpc.channels import server_options
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
-
-DEFAULT_CONNECTORS = ("shared_memory", "grpc")
 
 HELLO_SECONDS = 2.0
 """How long a stream may take to attach to a transfer."""
 
 
 class KvReceiver:
-    """Receives transfers for one process.
+    """Receives transfers for one process; `inbox` knows their states.
 
     Each stream holds one thread. Attached ones are as many as the owner has opened transfers;
     of those that are not attached `max_unattached` may stay, for `HELLO_SECONDS`: another one
@@ -44,7 +42,7 @@ class KvReceiver:
         incarnation: bytes,
         host: str,
         port: int = 0,
-        connectors: Sequence[str] = DEFAULT_CONNECTORS,
+        connectors: Sequence[str] = CONNECTORS,
         on_complete: Callable[[bytes, TransferStats], None],
         on_failed: Callable[[bytes, str], None],
         progress_seconds: float = PROGRESS_SECONDS,
@@ -63,7 +61,7 @@ class KvReceiver:
         self._progress_seconds = progress_seconds
         self._max_senders = max_senders
         self._max_unattached = max_unattached
-        self._inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
+        self.inbox = TransferInbox(incarnation=incarnation, on_complete=on_complete, on_failed=on_failed)
         self._watchdog = Watchdog(name="kv-receiver-watchdog")
         self._arenas = ArenaReader(arena_directory)
         self._streams: dict[ReceiverStream, None] = {}  # insertion and removal are atomic
@@ -106,40 +104,24 @@ class KvReceiver:
 
     def open(self, spec: TransferSpec, sink: KvSink) -> None:
         """Expects a transfer; before its grant is announced. Its id must be new."""
-        self._inbox.open(spec, sink)
-
-    def has_seen(self, transfer_id: bytes) -> bool:
-        """Whether the transfer is open or not drained yet, or was committed of late: `open` wants another id."""
-        return self._inbox.state(transfer_id) is not None or self._inbox.was_committed(transfer_id)
-
-    def last_frame_at(self, transfer_id: bytes) -> float | None:
-        """When the last frame of this transfer was accepted, monotonic seconds; None: none was, or it is closed."""
-        return self._inbox.last_frame_at(transfer_id)
-
-    def received_until(self, transfer_id: bytes) -> int | None:
-        """Ends a transfer; the token up to which its KV is there. See `TransferInbox.received_until`."""
-        return self._inbox.received_until(transfer_id)
+        self.inbox.open(spec, sink)
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Forgets a transfer in whatever state; idempotent. After DRAINED no byte is written to its sink.
 
         Waits so long at most for the write in flight. UNKNOWN: keep the blocks, and call again.
         """
-        state = self._inbox.close(transfer_id, timeout_seconds=timeout_seconds)
+        state = self.inbox.close(transfer_id, timeout_seconds=timeout_seconds)
         for stream in list(self._streams):
             if stream.transfer_id == transfer_id:
                 stream.end_unless_committed()
         return state
 
-    @property
-    def counters(self) -> ReceiverCounters:
-        return self._inbox.counters()
-
     def _push(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         if not self._security.is_peer(context.auth_context()):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, self._security.explain_refusal(context.auth_context()))
         stream = ReceiverStream(
-            inbox=self._inbox, arenas=self._arenas, connectors=self._connectors, cancel=context.cancel
+            inbox=self.inbox, arenas=self._arenas, connectors=self._connectors, cancel=context.cancel
         )
         guard = self._watchdog.watch(min(self._progress_seconds, HELLO_SECONDS), stream.expire)
         self._streams[stream] = None

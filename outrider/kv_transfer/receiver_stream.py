@@ -8,6 +8,7 @@ from collections.abc import Callable
 from outrider.kv_transfer.arena import ArenaMapping, ArenaReader
 from outrider.kv_transfer.frames import (
     NO_ARENA,
+    NOT_HELD,
     Ack,
     Alive,
     Cancel,
@@ -24,7 +25,6 @@ from outrider.kv_transfer.frames import (
     encode_cancelled,
     encode_commit_answer,
     encode_held,
-    encode_not_held,
     encode_welcome,
 )
 from outrider.kv_transfer.inbox import AttachState, Disposition, TransferInbox
@@ -74,7 +74,7 @@ class ReceiverStream:
         match message:
             case Read():
                 held = self._inbox.read(transfer_id, message.region)
-                return encode_not_held() if held is None else encode_held(*held)
+                return NOT_HELD if held is None else encode_held(*held)
             case Frame():
                 return encode_ack(Ack(sequence=message.sequence, disposition=self._accept_frame(message)))
             case SlotFrame():

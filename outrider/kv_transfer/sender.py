@@ -44,21 +44,14 @@ class StreamSender:
     ) -> None:
         """`reopen`: another stream to the same receiver, to ask for a commit's lost answer."""
         self.connector = carrier.name
+        self.max_frame_bytes = carrier.max_frame_bytes
+        self.payload_bytes = 0
         self._spec = spec
         self._stream = stream
         self._carrier = carrier
         self._reopen = reopen
         self._sent: list[ManifestEntry] = []
-        self._payload_bytes = 0
         self._drain: DrainState | None = None
-
-    @property
-    def max_frame_bytes(self) -> int:
-        return self._carrier.max_frame_bytes
-
-    @property
-    def payload_bytes(self) -> int:
-        return self._payload_bytes
 
     def put(self, region: Region, payload: Buffer) -> None:
         view = memoryview(payload).cast("B")
@@ -67,7 +60,7 @@ class StreamSender:
         self._stream.raise_if_ended()
         self._carrier.send(self._stream, header, view)
         self._sent.append(ManifestEntry(region, header.checksum))
-        self._payload_bytes += len(view)
+        self.payload_bytes += len(view)
 
     def read(self, regions: Iterable[Region], writer: KvWriter) -> None:
         asked: deque[Region] = deque()

@@ -14,6 +14,8 @@ import grpc
 from outrider.errors import AbortedError, OutriderError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region
 from outrider.kv_transfer.frames import (
+    ALIVE,
+    CANCEL,
     METHOD,
     Ack,
     Cancelled,
@@ -24,8 +26,6 @@ from outrider.kv_transfer.frames import (
     ReceiverMessage,
     Welcome,
     decode_receiver_message,
-    encode_alive,
-    encode_cancel,
     encode_commit,
     encode_hello,
     encode_read,
@@ -128,7 +128,7 @@ class SenderStream:
     def keep_alive(self) -> None:
         """Raises: PeerLostError, AbortedError when the stream has ended meanwhile."""
         self.raise_if_ended()
-        self._outgoing.put(encode_alive())
+        self._outgoing.put(ALIVE)
 
     def commit(self, manifest: Manifest) -> CommitResult:
         """Frames and commit arrive in order: the answer acknowledges every frame.
@@ -143,7 +143,7 @@ class SenderStream:
 
     def cancel(self) -> DrainState:
         """DRAINED when the receiver says so in time. Ends the stream."""
-        self._outgoing.put(encode_cancel())
+        self._outgoing.put(CANCEL)
         with self._changed:
             self._last_heard = time.monotonic()
             self._changed.wait_for(lambda: self._drain is not None or self._broken is not None, self._progress_seconds)

@@ -194,7 +194,7 @@ class ArenaSource:
 
     def _new_arena(self) -> Arena | None:
         try:
-            arena = Arena(
+            return Arena(
                 directory=self._config.arena_directory,
                 num_bytes=self._config.arena_bytes,
                 slot_bytes=self._config.frame_bytes,
@@ -202,11 +202,6 @@ class ArenaSource:
         except OSError as error:
             log.warning("no shared memory", directory=self._config.arena_directory, error=str(error))
             return None
-        if arena.has_slots:
-            return arena
-        log.warning("no shared memory", directory=self._config.arena_directory, error="no room for one slot")
-        arena.retire()
-        return None
 
     def close(self) -> None:
         with self._lock:

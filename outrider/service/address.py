@@ -47,13 +47,13 @@ def own_host() -> str:
 
 def is_wildcard(host: str) -> bool:
     """Whether binding there means every interface."""
-    address = _ip_of(host)
+    address = ip_of(host)
     return host == "" or (address is not None and address.is_unspecified)
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a port that is bound there."""
-    address = _ip_of(host)
+    address = ip_of(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
@@ -62,7 +62,8 @@ def is_local(host: str) -> bool:
     return is_loopback(host) or (host != "" and is_wildcard(host))
 
 
-def _ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: a name."""
     try:
         return ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
+
+from outrider.service.address import ip_of
 
 Resolver = Callable[[str], Awaitable[list[str]]]
 """Target → addresses that can be dialled. Raises: OSError when the name is not known (yet)."""
@@ -36,14 +37,6 @@ def host_name_of(target: str) -> str:
     """The name in "name:port"; empty where the target is an address already, or of another scheme."""
     host, colon, port = target.rpartition(":")
     host = host.strip("[]")
-    if not colon or not port.isdigit() or ":" in host or _is_address(host):
+    if not colon or not port.isdigit() or ":" in host or ip_of(host) is not None:
         return ""
     return host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Never, Protocol
 
 import grpc
@@ -41,6 +42,8 @@ from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
 from outrider.service.security import log_refused_files, warn_if_exposed
 from outrider.service.telemetry.logging import configure_logging, get_logger
+
+_log = get_logger("service")
 
 DRAIN_SLACK_SECONDS = 1.0
 """How far past its deadline a drain may go before it is given up."""
@@ -106,53 +109,44 @@ def run_service(
         os._exit(status)
 
 
+@dataclass(slots=True)
 class _ServiceProcess:
-    def __init__(
-        self,
-        service: Service,
-        config: ServerConfig,
-        role: str,
-        security: PeerSecurity,
-        client_tls: TlsConfig,
-        authenticate: Authenticate | None,
-    ) -> None:
-        self._service = service
-        self._config = config
-        self._role = role
-        self._security = security
-        self._client_tls = client_tls
-        self._authenticate = authenticate
-        self._log = get_logger("service")
-        self._announcer = Announcer.from_environment()
-        self._stopping = asyncio.Event()
-        self._server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
+    service: Service
+    config: ServerConfig
+    role: str
+    security: PeerSecurity
+    client_tls: TlsConfig
+    authenticate: Authenticate | None
+    announcer: Announcer = field(default_factory=Announcer.from_environment)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    server: grpc.aio.Server | None = None  # kept: without references it would shut itself down
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = self._server = make_server(self._config, self._security, self._authenticate)
-        health = Health(self._service.service_names)
+        server = self.server = make_server(self.config, self.security, self.authenticate)
+        health = Health(self.service.service_names)
         await health.add_to(server)
-        self._service.add_to(server)
-        add_reflection(server, (*self._service.service_names, HEALTH_SERVICE))
+        self.service.add_to(server)
+        add_reflection(server, (*self.service.service_names, HEALTH_SERVICE))
         try:
-            address = bind(server, self._config, self._security, role=self._role, client_tls=self._client_tls)
+            address = bind(server, self.config, self.security, role=self.role, client_tls=self.client_tls)
             await server.start()
-            metrics = MetricsEndpoint.open(self._config)
+            metrics = MetricsEndpoint.open(self.config)
         except (OutriderError, OSError) as error:
-            self._log.error("cannot listen", error=str(error))
+            _log.error("cannot listen", error=str(error))
             return 1
         where = {
-            "role": self._role,
+            "role": self.role,
             "address": address,
             "metrics_address": metrics.address,
             "pid": os.getpid(),
-            "drain_seconds": self._config.drain_seconds,
+            "drain_seconds": self.config.drain_seconds,
         }
-        self._announcer.say(**where)
-        reachable = reachable_address(self._config.advertise_address, address)
-        self._log.info(
+        self.announcer.say(**where)
+        reachable = reachable_address(self.config.advertise_address, address)
+        _log.info(
             "listening",
             address=address,
             reachable_address=reachable,
@@ -166,20 +160,20 @@ class _ServiceProcess:
             await self._close(metrics)
 
     def _warn_if_exposed(self) -> None:
-        tls = self._client_tls
-        asks_for_certificates = tls.authority is not None if tls.is_enabled else self._security.is_enabled
-        asks_for_tokens = self._authenticate is not None and tls.is_enabled  # in plaintext, tokens are for everybody
+        tls = self.client_tls
+        asks_for_certificates = tls.authority is not None if tls.is_enabled else self.security.is_enabled
+        asks_for_tokens = self.authenticate is not None and tls.is_enabled  # in plaintext, tokens are for everybody
         warn_if_exposed(
-            self._config.host,
-            what=f"this {self._role}",
+            self.config.host,
+            what=f"this {self.role}",
             is_protected=asks_for_certificates or asks_for_tokens,
             fix="docs/security.md says how to turn on TLS and authentication",
         )
 
     async def _serve(self, health: Health, where: Mapping[str, Any], reachable_address: str) -> int:
         started_at = time.monotonic()
-        starting = asyncio.ensure_future(self._service.start(reachable_address))
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        starting = asyncio.ensure_future(self.service.start(reachable_address))
+        stopping = asyncio.ensure_future(self.stopping.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
@@ -189,42 +183,42 @@ class _ServiceProcess:
         if failure is not None:
             stopping.cancel()
             trace = None if isinstance(failure, OutriderError) else failure
-            self._log.error("cannot start", error=str(failure), exc_info=trace)
+            _log.error("cannot start", error=str(failure), exc_info=trace)
             return 1
-        if isinstance(self._service, DependsOnOthers):
-            self._service.follow_readiness(health.set_ready)
+        if isinstance(self.service, DependsOnOthers):
+            self.service.follow_readiness(health.set_ready)
         await health.set_serving(is_serving=True)
-        described = {"version": __version__, **self._service.describe()}
+        described = {"version": __version__, **self.service.describe()}
         _tune_garbage_collection()
-        self._announcer.say(serving=True, **{**described, **where})
-        self._log.info(
+        self.announcer.say(serving=True, **{**described, **where})
+        _log.info(
             "serving", address=where["address"], start_seconds=round(time.monotonic() - started_at, 3), **described
         )
         await stopping
         await health.set_serving(is_serving=False)
-        self._log.info("draining", drain_seconds=self._config.drain_seconds)
+        _log.info("draining", drain_seconds=self.config.drain_seconds)
         try:
-            async with asyncio.timeout(self._config.drain_seconds + DRAIN_SLACK_SECONDS):
-                await asyncio.gather(self._service.drain(self._config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS))
+            async with asyncio.timeout(self.config.drain_seconds + DRAIN_SLACK_SECONDS):
+                await asyncio.gather(self.service.drain(self.config.drain_seconds), asyncio.sleep(HANDOVER_SECONDS))
         except TimeoutError:
-            self._log.warning("drain took too long; running work is cut off")
+            _log.warning("drain took too long; running work is cut off")
         return 0
 
     async def _close(self, metrics: MetricsEndpoint) -> None:
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._service.stop()
+                await self.service.stop()
                 await asyncio.to_thread(metrics.close)
         except TimeoutError:
-            self._log.warning("stopping took too long; the process ends all the same")
-        self._log.info("stopped")
+            _log.warning("stopping took too long; the process ends all the same")
+        _log.info("stopped")
 
     def _on_signal(self, number: int) -> None:
-        if self._stopping.is_set():
-            self._log.warning("second signal: ending at once", signal=signal.Signals(number).name)
+        if self.stopping.is_set():
+            _log.warning("second signal: ending at once", signal=signal.Signals(number).name)
             sys.stderr.flush()
             os._exit(128 + number)
-        self._stopping.set()
+        self.stopping.set()
 
 
 def _tune_garbage_collection() -> None:

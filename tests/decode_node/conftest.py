@@ -54,7 +54,7 @@ class ScriptedIngest:
         return f"{reached_host}:1"
 
     def has_seen(self, transfer_id):
-        return self.inbox.state(transfer_id) is not None or self.inbox.was_committed(transfer_id)
+        return self.inbox.has_seen(transfer_id)
 
     def open(self, transfer_id, block_ids, *, start_token, end_token):
         spec = TransferSpec(

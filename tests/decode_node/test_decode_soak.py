@@ -99,7 +99,7 @@ def _push_some(node, opened, choice):
     for group_id, (prompt, _, _) in opened.items():
         granted = node.find(Granted, group_id)
         transfer_id = granted[-1].transfer_id if granted else b""
-        if node.ingest.inbox.state(transfer_id) is None:
+        if transfer_id not in node.ingest.inbox._transfers:
             continue
         what = choice.random()
         if what < 0.4:

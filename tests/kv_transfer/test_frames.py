@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from outrider.kv_transfer.base import CommitResult, CommitState, DrainState, FrameHeader, Region
 from outrider.kv_transfer.frames import (
+    ALIVE,
+    CANCEL,
+    NOT_HELD,
     Ack,
     Alive,
     Cancel,
@@ -23,15 +26,12 @@ from outrider.kv_transfer.frames import (
     decode_receiver_message,
     decode_sender_message,
     encode_ack,
-    encode_alive,
-    encode_cancel,
     encode_cancelled,
     encode_commit,
     encode_commit_answer,
     encode_frame,
     encode_held,
     encode_hello,
-    encode_not_held,
     encode_read,
     encode_slot_frame,
     encode_welcome,
@@ -52,8 +52,8 @@ def test_what_a_sender_says_comes_back_equal():
     for manifest in (MANIFEST, ()):
         assert decode_sender_message(encode_commit(manifest)) == Commit(manifest=manifest)
     assert decode_sender_message(encode_read(REGION)) == Read(REGION)
-    assert decode_sender_message(encode_cancel()) == Cancel()
-    assert decode_sender_message(encode_alive()) == Alive()
+    assert decode_sender_message(CANCEL) == Cancel()
+    assert decode_sender_message(ALIVE) == Alive()
 
 
 def test_what_is_said_of_a_frame_comes_back_equal():
@@ -69,7 +69,7 @@ def test_what_is_said_of_a_frame_comes_back_equal():
 
 def test_what_a_receiver_says_comes_back_equal():
     incomplete = CommitResult(state=CommitState.INCOMPLETE, missing=(REGION, REGION))
-    assert decode_receiver_message(encode_not_held()) == NotHeld()
+    assert decode_receiver_message(NOT_HELD) == NotHeld()
     welcome = Welcome(state=AttachState.ATTACHED, nonce=b"n" * 16)
     assert decode_receiver_message(encode_welcome(welcome)) == welcome
     for disposition in Disposition:

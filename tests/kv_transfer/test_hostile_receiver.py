@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from outrider.errors import PeerLostError
-from outrider.kv_transfer.frames import METHOD_NAME, SERVICE_NAME, Hello, Welcome, encode_not_held, encode_welcome
+from outrider.kv_transfer.frames import METHOD_NAME, NOT_HELD, SERVICE_NAME, Hello, Welcome, encode_welcome
 from outrider.kv_transfer.inbox import AttachState
 from outrider.kv_transfer.sender_stream import SenderStream
 
@@ -22,7 +22,7 @@ def address():
     def push(requests, _context):
         next(requests)
         yield encode_welcome(Welcome(state=AttachState.ATTACHED))
-        yield encode_not_held()
+        yield NOT_HELD
         for _ in requests:
             pass
 

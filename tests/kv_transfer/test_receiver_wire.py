@@ -16,10 +16,10 @@ from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
 from outrider.kv_transfer.frames import (
+    ALIVE,
     MAX_MESSAGE_BYTES,
     Hello,
     decode_receiver_message,
-    encode_alive,
     encode_commit,
     encode_frame,
     encode_hello,
@@ -62,8 +62,7 @@ def test_refused_frames_are_counted_and_do_not_disturb_the_transfer(peers, attac
     for message, disposition in refused.items():
         assert stream.ask(message).disposition is disposition
     assert sink.num_writes == 0
-    assert receiver.counters.frames_dropped == len(refused)
-    assert receiver.counters.frames_stale == 2
+    assert receiver.inbox.counters() == {"frames_corrupt": 2, "frames_out_of_bounds": 2, "frames_stale": 2}
     assert peers.finish(spec, stream) is CommitState.COMMITTED
     assert sink.cells == peers.expected_cells(spec)
 
@@ -77,7 +76,7 @@ def test_messages_that_do_not_parse_are_counted_and_the_commit_misses_their_fram
         stream.say(message)
     answer = stream.ask(encode_commit(peers.manifest(frames)))
     assert answer.state is CommitState.INCOMPLETE
-    assert receiver.counters.messages_malformed == 5
+    assert receiver.inbox.counters()["messages_malformed"] == 5
     assert peers.finish(spec, stream) is CommitState.COMMITTED
 
 
@@ -95,12 +94,12 @@ def test_a_stream_that_does_not_begin_with_a_hello_is_ended(peers, receiver_fact
     receiver, port = receiver_factory()
     spec, sink = peers.spec(), peers.sink()
     receiver.open(spec, sink)
-    for first in (b"GET / HTTP/1.1", encoded(1, peers.frames(spec)[0]), encode_commit(()), encode_alive()):
+    for first in (b"GET / HTTP/1.1", encoded(1, peers.frames(spec)[0]), encode_commit(()), ALIVE):
         stream = raw(port)
         stream.say(first)
         with pytest.raises(grpc.RpcError):
             next(stream.call)
-    assert receiver.counters.messages_malformed == 4
+    assert receiver.inbox.counters()["messages_malformed"] == 4
     assert sink.num_writes == 0
     assert not peers.failed
 

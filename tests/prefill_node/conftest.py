@@ -198,7 +198,7 @@ class Rig:
     def wait_until_idle(self):
         """Until the loop holds no job: a stop is the only way to be sure that it has seen everything."""
         self.stop()
-        assert self.loop.num_tasks == 0
+        assert not self.loop._tasks
         self.engine.pool.check_integrity([])
 
 

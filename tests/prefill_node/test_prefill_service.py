@@ -159,7 +159,7 @@ async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(serving):
     await until(lambda: serving.node._jobs.num_jobs == 0)
     await serving.stub.Prefill(serving.request([1], to=serving.rig.other_decode))  # the loop has seen the cancel
     serving.rig.decode.gate.set()
-    await until(lambda: serving.rig.loop.num_tasks == 0)
+    await until(lambda: not serving.rig.loop._tasks)
     serving.rig.engine.pool.check_integrity([])
     assert request.transfer_id not in serving.rig.decode.completed
 

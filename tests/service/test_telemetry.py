@@ -127,7 +127,7 @@ def test_router_metrics_have_the_names_of_vllm():
     metrics.observe_tokens(1, None)
     metrics.observe_tokens(4, 0.08)
     metrics.observe_finished_sample(FinishReason.ABORTED)
-    metrics.observe_finished_request(e2e_seconds=1.5)
+    metrics.observe_finished_request(1.5)
     metrics.add_failure("OVERLOADED")
     metrics.add_lost_node("decode")
     figures = exported(registry)

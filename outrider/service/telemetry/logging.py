@@ -21,7 +21,6 @@ import structlog
 from outrider.service.config import TelemetryConfig
 
 TEXT_FIELD = "text"
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
@@ -37,7 +36,7 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
     """
     stream = sys.stderr if stream is None else stream
     as_json = config.log_format == "json" or (config.log_format == "auto" and not stream.isatty())
-    level = _LEVELS[config.log_level]
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
 
     def add_role(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         event.setdefault("role", role)
@@ -67,14 +66,11 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[_drop_meta, *last], foreign_pre_chain=shared))
+    drop_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[drop_meta, *last], foreign_pre_chain=shared))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.WARNING))
-
-
-def _drop_meta(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    return structlog.stdlib.ProcessorFormatter.remove_processors_meta(logger, method, event)
 
 
 def _order(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class EngineMetrics:
         self._kv_usage = family.gauge("vllm:kv_cache_usage_perc", "Used share of KV blocks, 0 to 1.")
         self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens computed or found in a cache.")
         self._generation_tokens = family.counter("vllm:generation_tokens", "Tokens generated.")
-        self._preemptions = family.counter("vllm:num_preemptions", "Sequences preempted.")
+        self.add_preemptions = family.counter("vllm:num_preemptions", "Sequences preempted.").inc
         self._cache_queries = family.counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._cache_hits = family.counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
         self._drafts = family.counter("vllm:spec_decode_num_drafts", "Verifications with draft tokens.")
@@ -164,9 +164,10 @@ class EngineMetrics:
         )
         self._dropped = family.labelled_counter("outrider:kv_frames_dropped", "Frames refused.", "reason")
         self._refused = family.labelled_counter("outrider:proposals_refused", "Hostile or stale proposals.", "reason")
-        self._breakers = family.labelled_gauge(
+        # By address, of every draft node there is now. One thread.
+        self.set_breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
-        )
+        ).show
 
     def set_load(self, load: NodeLoad) -> None:
         self._running.set(load.num_running)
@@ -186,9 +187,6 @@ class EngineMetrics:
     def add_tokens(self, *, num_prompt_tokens: int = 0, num_generated_tokens: int = 0) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
         self._generation_tokens.inc(num_generated_tokens)
-
-    def add_preemptions(self, num_preempted: int) -> None:
-        self._preemptions.inc(num_preempted)
 
     def add_prefix_lookup(self, *, num_query_tokens: int, num_hit_tokens: int) -> None:
         self._cache_queries.inc(num_query_tokens)
@@ -231,10 +229,6 @@ class EngineMetrics:
     def add_refused_proposals(self, reason: str, num_proposals: int = 1) -> None:
         self._refused(reason).inc(num_proposals)
 
-    def set_breakers(self, is_open: Mapping[str, bool]) -> None:
-        """By address, of every draft node there is now. One thread."""
-        self._breakers.show(is_open)
-
 
 class RouterMetrics:
     """What clients of the router see. One for each process and registry."""
@@ -247,27 +241,33 @@ class RouterMetrics:
         self._running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.")
         self._prompt_tokens = family.counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
-        self._ttft = family.histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self._e2e = family.histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS)
+        self.observe_first_token = family.histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
+        ).observe
+        self.observe_finished_request = family.histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS
+        ).observe
         self._queue = family.histogram("vllm:request_queue_time_seconds", "Arrival to admission.", REQUEST_BUCKETS)
         self._success = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
         self._failures = family.labelled_counter(
             "outrider:request_failures", "Requests that ended in an error.", "reason"
         )
         self._lost = family.labelled_counter("outrider:nodes_lost", "Nodes that died or froze.", "role")
-        self._mixed_numerics = family.counter(
+        self.add_mixed_numerics = family.counter(
             "outrider:mixed_numerics_requests", "Requests that moved between nodes of different numerics."
-        )
+        ).inc
         self._moves = family.labelled_counter(
             "outrider:moves", "Times that a request's work moved to another node.", "cause"
         )
-        self._hedges = family.counter("outrider:hedges", "Requests computed in two places because a node was late.")
+        self.add_hedge = family.counter(
+            "outrider:hedges", "Requests computed in two places because a node was late."
+        ).inc
         self._mismatches = family.counter(
             "outrider:token_mismatches", "Positions for which two nodes computed different tokens."
         )
-        self._gap = family.histogram(
+        self.observe_move_gap = family.histogram(
             "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
-        )
+        ).observe
         # Known from the start: a series that begins at 1 has not risen, and no rate shows the first of anything.
         for reason in _FINISHED_REASONS.values():
             self._success(reason)
@@ -284,22 +284,12 @@ class RouterMetrics:
         self._queue.observe(queue_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
 
-    def observe_first_token(self, ttft_seconds: float) -> None:
-        self._ttft.observe(ttft_seconds)
-
     def observe_finished_sample(self, reason: FinishReason) -> None:
         self._success(_FINISHED_REASONS[reason]).inc()
-
-    def observe_finished_request(self, *, e2e_seconds: float) -> None:
-        self._e2e.observe(e2e_seconds)
 
     def add_failure(self, reason: str) -> None:
         """`reason` is an OutriderError's."""
         self._failures(reason).inc()
-
-    def add_mixed_numerics(self) -> None:
-        """One request, however it ended."""
-        self._mixed_numerics.inc()
 
     def add_lost_node(self, role: str) -> None:
         self._lost(role).inc()
@@ -309,9 +299,3 @@ class RouterMetrics:
         self._moves(cause).inc()
         if cause == "token_mismatch":
             self._mismatches.inc()
-
-    def add_hedge(self) -> None:
-        self._hedges.inc()
-
-    def observe_move_gap(self, seconds: float) -> None:
-        self._gap.observe(seconds)
