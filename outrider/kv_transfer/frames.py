@@ -234,13 +234,13 @@ def decode_sender_message(message: bytes) -> SenderMessage:
             return _decode_frame(message)
         if kind == Kind.SLOT_FRAME:
             return _decode_slot_frame(message)
-        if kind == Kind.ALIVE:
+        if message == ALIVE:
             return Alive()
         if kind == Kind.READ:
             return Read(_region_of(_REGION.unpack(message[1:])))
         if kind == Kind.COMMIT:
             return Commit(manifest=_decode_manifest(message))
-        if kind == Kind.CANCEL:
+        if message == CANCEL:
             return Cancel()
         if kind == Kind.HELLO:
             return _decode_hello(message)
@@ -262,7 +262,7 @@ def decode_receiver_message(message: bytes) -> ReceiverMessage:
         if kind == Kind.HELD:
             frame = _decode_frame(message)
             return Held(header=frame.header, payload=frame.payload)
-        if kind == Kind.NOT_HELD:
+        if message == NOT_HELD:
             return NotHeld()
         if kind == Kind.COMMIT_ANSWER:
             return _decode_answer(message)

@@ -90,20 +90,20 @@ def test_no_flipped_bit_in_a_header_goes_unnoticed(kind):
             decode_sender_message(bytes(altered))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        encode_hello(HELLO),
-        encode_frame(6, HEADER, memoryview(b"")),
-        encode_slot_frame(5, HEADER, 4096),
-        encode_commit(MANIFEST),
-        encode_read(REGION),
-    ],
-)
+SENT = (encode_hello(HELLO), encode_slot_frame(5, HEADER, 4096), encode_commit(MANIFEST), encode_read(REGION))
+
+
+@pytest.mark.parametrize("message", [*SENT, encode_frame(6, HEADER, memoryview(b""))])
 def test_a_message_cut_anywhere_is_refused(message):
     for length in range(len(message)):
         with pytest.raises(MalformedMessageError):
             decode_sender_message(message[:length])
+
+
+@pytest.mark.parametrize("message", [*SENT, CANCEL, ALIVE])
+def test_a_message_with_more_behind_it_is_refused(message):
+    with pytest.raises(MalformedMessageError):
+        decode_sender_message(message + b"x")
 
 
 def test_another_version_is_refused():
