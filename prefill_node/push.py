@@ -216,14 +216,11 @@ def cut_frames(
     num_tokens = max_frame_bytes // (num_layers * per_layer)
     for first_layer in range(layers.start, layers.stop, num_layers):
         for first_token in range(start_token, end_token, num_tokens):
-            yield Region(
-                plane=plane.name,
-                start_layer=first_layer,
-                end_layer=min(first_layer + num_layers, layers.stop),
-                start_token=first_token,
-                end_token=min(first_token + num_tokens, end_token),
-                start_head=heads.start,
-                end_head=heads.stop,
+            yield Region.of(
+                plane.name,
+                range(first_layer, min(first_layer + num_layers, layers.stop)),
+                range(first_token, min(first_token + num_tokens, end_token)),
+                heads,
             )
 
 

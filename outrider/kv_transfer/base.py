@@ -86,6 +86,19 @@ class Region:
     start_head: int = 0
     end_head: int  # exclusive
 
+    @classmethod
+    def of(cls, plane: str, layers: range, tokens: range, heads: range) -> Region:
+        """These ranges of the plane of that name."""
+        return cls(
+            plane=plane,
+            start_layer=layers.start,
+            end_layer=layers.stop,
+            start_token=tokens.start,
+            end_token=tokens.stop,
+            start_head=heads.start,
+            end_head=heads.stop,
+        )
+
     @property
     def layers(self) -> range:
         return range(self.start_layer, self.end_layer)

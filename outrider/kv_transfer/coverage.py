@@ -77,7 +77,7 @@ class Coverage:
             for heads in _partition(arrived, plane.num_heads):
                 for tokens in arrived.get(heads) or [_TokenRanges()]:
                     gaps = tokens.gaps(self._spec.start_token, until)
-                    until = gaps[0][0] if gaps else until
+                    until = min(until, gaps[0][0]) if gaps else until
         return until
 
     def missing(self) -> tuple[Region, ...]:
@@ -100,15 +100,7 @@ class Coverage:
             if end_layer < plane.num_layers and gaps[end_layer] == gaps[first_layer]:
                 continue
             found += [
-                Region(
-                    plane=plane.name,
-                    start_layer=first_layer,
-                    end_layer=end_layer,
-                    start_token=start,
-                    end_token=end,
-                    start_head=heads[0],
-                    end_head=heads[1],
-                )
+                Region.of(plane.name, range(first_layer, end_layer), range(start, end), range(*heads))
                 for start, end in gaps[first_layer]
             ]
             if len(found) >= MAX_MISSING:

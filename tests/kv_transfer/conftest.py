@@ -10,7 +10,14 @@ import xxhash
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import FrameHeader, Region, TransferSpec
-from outrider.kv_transfer.frames import METHOD, decode_receiver_message, encode_commit, encode_frame
+from outrider.kv_transfer.frames import (
+    METHOD,
+    Hello,
+    decode_receiver_message,
+    encode_commit,
+    encode_frame,
+    encode_hello,
+)
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.manifest import ManifestEntry
 from outrider.kv_transfer.receiver import KvReceiver
@@ -49,8 +56,6 @@ class Peers:
     """What a sender would send, piece by piece, and what the receiving side has said."""
 
     incarnation = INCARNATION
-    planes = PLANES
-    cell_bytes = CELL_BYTES
 
     def __init__(self):
         self.news: queue.SimpleQueue = queue.SimpleQueue()
@@ -113,14 +118,8 @@ class Peers:
         for plane in PLANES:
             for layer in range(0, plane.num_layers, num_layers):
                 for token in range(spec.start_token, spec.end_token, num_tokens):
-                    yield Region(
-                        plane=plane.name,
-                        start_layer=layer,
-                        end_layer=layer + num_layers,
-                        start_token=token,
-                        end_token=min(token + num_tokens, spec.end_token),
-                        end_head=1,
-                    )
+                    tokens = range(token, min(token + num_tokens, spec.end_token))
+                    yield Region.of(plane.name, range(layer, layer + num_layers), tokens, range(1))
 
     def frames(self, spec):
         return [self.frame(spec, region) for region in self.regions(spec)]
@@ -128,6 +127,11 @@ class Peers:
     @staticmethod
     def manifest(frames):
         return tuple(ManifestEntry(header.region, header.checksum) for header, _ in frames)
+
+    @staticmethod
+    def hello(spec, **offer):
+        """What a sender says first; `offer`: an arena."""
+        return encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation, **offer))
 
     def finish(self, spec, stream):
         """The transfer still completes after whatever went wrong."""
@@ -137,19 +141,8 @@ class Peers:
         return stream.ask(encode_commit(self.manifest(frames))).state
 
     def expected_cells(self, spec):
-        whole = [
-            Region(
-                plane=plane.name,
-                start_layer=0,
-                end_layer=plane.num_layers,
-                start_token=spec.start_token,
-                end_token=spec.end_token,
-                end_head=1,
-            )
-            for plane in PLANES
-        ]
         sink = RecordingSink()
-        for region in whole:
+        for region in self.regions(spec):
             sink.write(region, memoryview(self.payload(region)))
         return sink.cells
 

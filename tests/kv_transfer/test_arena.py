@@ -13,7 +13,7 @@ from outrider.kv_transfer.arena import HEAD_BYTES, IDLE_SECONDS, MAX_IDLE, Arena
 from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
-from outrider.kv_transfer.frames import Hello, decode_receiver_message, encode_hello, encode_slot_frame
+from outrider.kv_transfer.frames import decode_receiver_message, encode_slot_frame
 from outrider.kv_transfer.inbox import Disposition
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
@@ -240,10 +240,8 @@ def test_a_slot_that_is_taken_while_the_stream_breaks_off_is_no_error(new_arena,
     arena, reader, spec = new_arena(), ArenaReader(str(tmp_path)), peers.spec()
     inbox.open(spec, peers.sink())
     stream = Breaking(inbox=inbox, arenas=reader, connectors=frozenset(("shared_memory",)), cancel=lambda: None)
-    hello = Hello(
-        transfer_id=spec.transfer_id, incarnation=spec.incarnation, arena_id=arena.arena_id, arena_bytes=arena.num_bytes
-    )
-    welcome = decode_receiver_message(stream.handle(encode_hello(hello)))
+    hello = peers.hello(spec, arena_id=arena.arena_id, arena_bytes=arena.num_bytes)
+    welcome = decode_receiver_message(stream.handle(hello))
     assert welcome.nonce == arena.nonce
     stream._looks = 0
     (header, payload), *_ = peers.frames(spec)

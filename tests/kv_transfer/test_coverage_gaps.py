@@ -18,21 +18,15 @@ CUTS = ([(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (
 """Of heads, by different senders."""
 
 
+def ranges(start, end):
+    return st.sets(st.integers(start, end), min_size=2, max_size=2).map(lambda ends: range(min(ends), max(ends)))
+
+
 @st.composite
 def regions(draw, cut):
-    start_head, end_head = draw(st.sampled_from(cut))
     plane = draw(st.sampled_from(SPEC.planes))
-    start_layer = draw(st.integers(0, plane.num_layers - 1))
-    start_token = draw(st.integers(2, 11))
-    return Region(
-        plane=plane.name,
-        start_layer=start_layer,
-        end_layer=draw(st.integers(start_layer + 1, plane.num_layers)),
-        start_token=start_token,
-        end_token=draw(st.integers(start_token + 1, 12)),
-        start_head=start_head,
-        end_head=end_head,
-    )
+    heads = range(*draw(st.sampled_from(cut)))
+    return Region.of(plane.name, draw(ranges(0, plane.num_layers)), draw(ranges(2, 12)), heads)
 
 
 def cells(region):

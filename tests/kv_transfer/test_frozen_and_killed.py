@@ -99,8 +99,7 @@ def spec_of(transfer_id):
 
 def put_until_it_blocks(sender):
     for start in range(0, 4096 * 16, 1024):
-        region = Region(plane="k", start_layer=0, end_layer=1, start_token=start, end_token=start + 1024, end_head=1)
-        sender.put(region, bytes(64 * 1024))
+        sender.put(Region.of("k", range(1), range(start, start + 1024), range(1)), bytes(64 * 1024))
 
 
 def test_a_frozen_receiver_does_not_hold_the_sender(child, connector):

@@ -6,7 +6,6 @@ import os
 
 import numpy as np
 import pytest
-import xxhash
 
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.kv_transfer.base import CommitState, FrameHeader, Region, TransferSpec
@@ -49,28 +48,13 @@ class Transfer:
         assert inbox.attach(self.spec.transfer_id, incarnation, connector="test") is AttachState.ATTACHED
 
     def put(self, plane, heads=(0, NUM_HEADS), tokens=(0, NUM_TOKENS)):
-        region = Region(
-            plane=plane,
-            start_layer=0,
-            end_layer=NUM_LAYERS,
-            start_token=tokens[0],
-            end_token=tokens[1],
-            start_head=heads[0],
-            end_head=heads[1],
-        )
-        payload = KV[plane][:, slice(*tokens), heads[0] : heads[1]].tobytes()
-        checksum = xxhash.xxh3_64_intdigest(payload)
-        header = FrameHeader(
-            transfer_id=self.spec.transfer_id,
-            incarnation=self.spec.incarnation,
-            region=region,
-            length=len(payload),
-            checksum=checksum,
-        )
-        frame = decode_sender_message(encode_frame(1, header, memoryview(payload)))  # as it comes over the wire
+        region = Region.of(plane, range(NUM_LAYERS), range(*tokens), range(*heads))
+        payload = memoryview(KV[plane][:, slice(*tokens), slice(*heads)].tobytes())
+        header = FrameHeader.of(self.spec, region, payload)
+        frame = decode_sender_message(encode_frame(1, header, payload))  # as it comes over the wire
         disposition = self.inbox.accept(frame.header, frame.payload)
         if disposition is Disposition.WRITTEN:
-            self.sent.append(ManifestEntry(region, checksum))
+            self.sent.append(ManifestEntry(region, header.checksum))
         return disposition
 
     def commit(self):

@@ -76,8 +76,7 @@ def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_fac
     spec = peers.spec()
     receiver.open(spec, peers.sink())
     stream = raw(port)
-    welcome = stream.ask(encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)))
-    assert welcome.state is AttachState.ATTACHED
+    assert stream.ask(peers.hello(spec)).state is AttachState.ATTACHED
     assert peers.finish(spec, stream) is CommitState.COMMITTED
 
 
@@ -112,9 +111,8 @@ def test_an_attached_stream_whose_welcome_is_not_sent_yet_is_attached(peers):
     receiver = peers.new_receiver(max_unattached=1)
     spec = peers.spec()
     receiver.open(spec, peers.sink())
-    hello = encode_hello(Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation))
     context = Context()
-    replies = receiver._push(iter((hello,)), context)
+    replies = receiver._push(iter((peers.hello(spec),)), context)
     assert decode_receiver_message(next(replies)).state is AttachState.ATTACHED
     for _ in range(3):
         assert list(receiver._push(iter(()), Context())) == []
@@ -138,7 +136,6 @@ def test_eight_prefill_nodes_with_seventeen_prompts_each_are_let_in(peers, recei
         for _ in range(17):
             spec = peers.spec()
             receiver.open(spec, peers.sink())
-            hello = Hello(transfer_id=spec.transfer_id, incarnation=spec.incarnation)
-            welcome = next(streams.open(encode_hello(hello)))
+            welcome = next(streams.open(peers.hello(spec)))
             states.append(decode_receiver_message(welcome).state)
     assert states == [AttachState.ATTACHED] * (8 * 17)
