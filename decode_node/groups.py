@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.sampler import SequenceSampling
 from outrider.engine.scheduler import EngineSequence
 from outrider.session import OpenSequenceGroup, SampleStart
+
+
+def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int]) -> SequenceKV:
+    """Of what all samples begin with: as much of it as the prefix cache has."""
+    return SequenceKV.create(
+        pool, shared_token_ids, max_cached_tokens=len(shared_token_ids), cache_salt=opened.options.cache_salt
+    )
 
 
 @dataclass(slots=True)

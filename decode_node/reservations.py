@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode_node.groups import SequenceGroup
+from decode_node.groups import SequenceGroup, cached_table
 from decode_node.ingest import Ingest
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
@@ -233,12 +233,9 @@ class Reservations:
 
     def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
         """Reserves others; those that may still be written into are freed once they have drained. False: no room."""
-        num_shared = len(group.shared_token_ids)
-        kv = SequenceKV.create(
-            self._pool, group.shared_token_ids, max_cached_tokens=num_shared, cache_salt=group.opened.options.cache_salt
-        )
+        kv = cached_table(self._pool, group.opened, group.shared_token_ids)
         try:
-            kv.reserve(num_shared)
+            kv.reserve(len(group.shared_token_ids))
         except NoFreeBlocksError:
             kv.free()
             return False

@@ -17,7 +17,7 @@ from decode_node.commands import (
 )
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.fair_shares import FairShares
-from decode_node.groups import GroupTable, Sample, SequenceGroup
+from decode_node.groups import GroupTable, Sample, SequenceGroup, cached_table
 from decode_node.ingest import Ingest
 from decode_node.reservations import Reservations
 from decode_node.statistics import PrefixLookups
@@ -137,9 +137,7 @@ class SequenceGroupManager:
             self._reject(command, *invalid)
             return
         shared = opened.shared_token_ids()
-        kv = SequenceKV.create(
-            self._engine.pool, shared, max_cached_tokens=len(shared), cache_salt=opened.options.cache_salt
-        )
+        kv = cached_table(self._engine.pool, opened, shared)
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
@@ -263,18 +261,13 @@ class SequenceGroupManager:
         """The leader has computed what all begin with, or ends: the others have as much of it as there is."""
         del self._led[group]
         starts, group.followers = group.followers, []
-        num_shared, kv = len(group.shared_token_ids), leader.sequence.kv
+        kv = leader.sequence.kv
         for start in starts:
             if kv is None:  # preempted
-                table = SequenceKV.create(
-                    self._engine.pool,
-                    group.shared_token_ids,
-                    max_cached_tokens=num_shared,
-                    cache_salt=group.opened.options.cache_salt,
-                )
+                table = cached_table(self._engine.pool, group.opened, group.shared_token_ids)
             else:
                 table = kv.fork()
-                table.truncate(min(table.num_tokens, num_shared))
+                table.truncate(min(table.num_tokens, len(group.shared_token_ids)))
             self._start_sample(group, start, table)
 
     def _start_sample(self, group: SequenceGroup, start: SampleStart, kv: SequenceKV) -> None:

@@ -51,7 +51,7 @@ class RouterSession:
 
     session_id: int
     router: str
-    writer: asyncio.Task[object] | None
+    writer: asyncio.Task[object]
     events: list[SequenceGroupEvent] = field(default_factory=list)  # not yet written
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BaseException | None = None  # why this node ended the session
@@ -60,8 +60,7 @@ class RouterSession:
         """Ends the session from this side, also where its writer waits for a peer that does not read."""
         if self.failure is None:
             self.failure = failure
-            if self.writer is not None:
-                self.writer.cancel()
+            self.writer.cancel()
 
 
 class Sessions:
@@ -128,7 +127,9 @@ class Sessions:
         CapacityError for one that does not read.
         """
         hello = await self._read_hello(commands)
-        session = RouterSession(next(self._session_ids), hello.name or "router", asyncio.current_task())
+        writer = asyncio.current_task()
+        assert writer is not None
+        session = RouterSession(next(self._session_ids), hello.name or "router", writer)
         kv_host = hello.reached_at.rpartition(":")[0].removeprefix("ipv4:").removeprefix("dns:///") or "127.0.0.1"
         self._sessions[session.session_id] = session
         _log.info("session opened", router=session.router, session=session.session_id)
@@ -147,9 +148,9 @@ class Sessions:
                     fault_point("decode.granted")
                 del session.events[: len(events)]  # written: a drain waits for that
         except asyncio.CancelledError:
-            if session.failure is None or session.writer is None:
+            if session.failure is None:
                 raise
-            session.writer.uncancel()  # it was us: see `RouterSession.end`
+            writer.uncancel()  # it was us: see `RouterSession.end`
             raise session.failure from None
         finally:
             if reader is not None:

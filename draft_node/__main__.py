@@ -14,10 +14,11 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.processor import prepare_environment
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import SecurityConfig
+from outrider.service.announce import announce_progress
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
-from outrider.speculation.proposers.factory import ProposerSettings
+from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=config.draft_model(sections["model"]),
         kv_cache=sections["kv_cache"],
     )
-    service = DraftNode(config, name=sections["server"].name, settings=settings, registry=REGISTRY)
+    service = DraftNode(
+        config,
+        lambda: make_ladder(config.proposer, config.second_proposer, settings, progress=announce_progress),
+        name=sections["server"].name,
+        registry=REGISTRY,
+    )
     return run_service(
         service,
         server=sections["server"],

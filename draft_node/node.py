@@ -19,12 +19,10 @@ from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
 from outrider.errors import PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.service.announce import announce_progress
 from outrider.service.engine_failure import end_process
 from outrider.service.node_service import NodeServicer, default_node_name, make_incarnation
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.speculation.proposers.base import Proposer, ProposerInfo
-from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 MIN_EXPECTED_STEP_SECONDS = 1.0
@@ -39,21 +37,20 @@ class DraftNode:
     def __init__(
         self,
         config: DraftNodeConfig,
+        make_proposer: Callable[[], Proposer],
         *,
         name: str = "",
-        settings: ProposerSettings | None = None,
         registry: CollectorRegistry,
-        proposer: Proposer | None = None,
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
-        """`name`: by default role and address."""
+        """`make_proposer` is called in the draft loop's thread. `name`: by default role and address."""
         self._config = config
         self._registry = registry
-        self._proposer = proposer  # None: made in `start`
+        self._make_proposer = make_proposer
+        self._proposer: Proposer | None = None  # until `start`
         self._on_loop_failure = on_loop_failure
         self._incarnation = make_incarnation()
         self._configured_name = name
-        self._settings = settings
         self._name = ""
         self._state = NodeState.STARTING
         self._loop: DraftLoop | None = None
@@ -90,12 +87,7 @@ class DraftNode:
 
     def _build(self) -> DraftLoop:
         """In the draft loop's thread."""
-        proposer = self._proposer
-        if proposer is None:
-            proposer = make_ladder(
-                self._config.proposer, self._config.second_proposer, self._settings, progress=announce_progress
-            )
-            self._proposer = proposer
+        proposer = self._proposer = self._make_proposer()
         limits = DraftLimits(
             num_speculative_tokens=self._config.num_speculative_tokens,
             max_alternatives=self._config.max_alternatives,

@@ -30,7 +30,7 @@ from outrider.speculation.proposers.factory import ProposerSettings, make_propos
 
 
 async def serve(config: DraftNodeConfig, proposer: Proposer) -> None:
-    node = DraftNode(config, registry=CollectorRegistry(), proposer=proposer)
+    node = DraftNode(config, lambda: proposer, registry=CollectorRegistry())
     server = grpc.aio.server(options=server_options())
     node.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")

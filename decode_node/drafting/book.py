@@ -243,7 +243,7 @@ class DraftBook:
         A sequence that had nothing last time is not waited for, nor a late node: a late draft serves all the same.
         """
         served = drafted.assignment
-        if served is None or served.had_nothing or served.answered_length >= len(drafted.committed.token_ids):
+        if served is None or served.had_nothing or not (drafted.has_news or served.asked):
             return False
         usual = served.node.answer_seconds
         age = 0.0 if served.asked is None else now - served.asked.at

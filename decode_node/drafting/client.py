@@ -63,7 +63,6 @@ class DraftClient:
         self._hello = hello
         self._changed = threading.Condition()
         self._book = DraftBook(clock=time.monotonic)
-        self._links_by_node: dict[bytes, DraftLink] = {}
         self._nodes = PeerSet(
             addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
         )
@@ -131,7 +130,7 @@ class DraftClient:
             self._hello,
             book=self._book,
             changed=self._changed,
-            links_by_node=self._links_by_node,
+            others=lambda: self.links,
             open_channel=self._open_channel,
         )
 

@@ -55,16 +55,10 @@ class Assignment:
     max_wanted: int = 0  # the most that any update asked for
     asked: Asked | None = None
     is_catching_up: bool = False  # an answer follows, whether more is asked or not
-    answered_length: int = -1  # newest state of which a wish was answered
-    last_was_empty: bool = False
+    had_nothing: bool = False  # the last answer to a wish was that there is nothing, or nothing yet
     resent_at: float = float("-inf")
     ready_at: float = 0.0  # before that nothing is sent
     num_ahead_allowed: int = 0  # branches that may come besides answers
-
-    @property
-    def had_nothing(self) -> bool:
-        """Whether the last answer to a wish was that there is nothing, or nothing yet."""
-        return self.last_was_empty or self.is_catching_up
 
     @property
     def is_awaited(self) -> bool:
@@ -154,21 +148,19 @@ class DraftedSequence:
         asked = served.asked
         is_of_newest = asked is not None and answer.acked_length >= asked.length
         if answer.status is DraftStatus.CATCHING_UP:
-            served.is_catching_up = True
+            served.is_catching_up = served.had_nothing = True
             if is_of_newest:
                 served.asked = None
             return None
         self._keep(answer.branches, now)
         if asked is None:  # the end of catching up
             served.is_catching_up = False
-            served.answered_length = max(served.answered_length, answer.acked_length)
-            served.last_was_empty = not answer.branches
+            served.had_nothing = not answer.branches
         elif is_of_newest:
             served.asked = None
             served.is_catching_up = False
             if asked.num_wanted > 0:
-                served.answered_length = max(served.answered_length, asked.length)
-                served.last_was_empty = not answer.branches
+                served.had_nothing = not answer.branches
                 return now - asked.at
         return None
 

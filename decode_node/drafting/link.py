@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 import grpc.aio
@@ -54,17 +54,18 @@ class DraftLink:
         *,
         book: DraftBook,
         changed: threading.Condition,
-        links_by_node: dict[bytes, DraftLink],
+        others: Callable[[], Sequence[DraftLink]],
         open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        """`links_by_node`: the connected link to each draft process, shared by all links."""
+        """`others`: the client's links, this one among them."""
         self.address = address
         self.node_name = ""
         self.refusal = ""
+        self.incarnation = b""  # of the process that the last stream led to
         self._hello = hello
         self._book = book
         self._changed = changed
-        self._links_by_node = links_by_node
+        self._others = others
         self._open_channel = open_channel
         self._wake = asyncio.Event()
         with changed:
@@ -133,7 +134,6 @@ class DraftLink:
             raise PeerLostError(f"{self.address}: {reason}", node=self.address) from error
         finally:
             call.cancel()
-            self._release()
             with self._changed:
                 self._book.disconnected(self.node)
                 self._changed.notify_all()
@@ -150,14 +150,11 @@ class DraftLink:
         return info
 
     def _claim(self, info: NodeInfo) -> None:
-        """One link to each process. Raises: MismatchError when another target leads to this one."""
-        other = self._links_by_node.setdefault(info.incarnation, self)
-        if other is not self:
-            raise MismatchError(f"{info.name} is reached as {other.address} already", reason="SAME_NODE")
-
-    def _release(self) -> None:
-        for incarnation in [key for key, link in self._links_by_node.items() if link is self]:
-            del self._links_by_node[incarnation]
+        """One connected link to each process. Raises: MismatchError when another target leads to this one."""
+        for other in self._others():
+            if other.is_connected and other.incarnation == info.incarnation:
+                raise MismatchError(f"{info.name} is reached as {other.address} already", reason="SAME_NODE")
+        self.incarnation = info.incarnation
 
     async def _exchange_state(self, call: DraftCall) -> None:
         tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]

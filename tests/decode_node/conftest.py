@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 from functools import partial
@@ -179,6 +180,18 @@ class Node(DrivenNode):
         if until is None:
             sender.commit()
         return sender
+
+    @contextlib.contextmanager
+    def writing(self, put, *frame, **options):
+        """A thread that `put`s a frame is in the middle of its write until the block ends."""
+        self.ingest.gate.clear()
+        self.ingest.writing.clear()
+        thread = threading.Thread(target=put, args=frame, kwargs=options)
+        thread.start()
+        assert self.ingest.writing.wait(PATIENCE_SECONDS)
+        yield
+        self.ingest.gate.set()
+        thread.join(PATIENCE_SECONDS)
 
 
 @pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])

@@ -38,6 +38,10 @@ class DrivenNode:
     def num_preempted(self):
         return sum(stats.num_preempted for stats in self.stats)
 
+    @property
+    def num_rows(self):
+        return sum(stats.num_rows for stats in self.stats)
+
     def submit(self, command):
         self.loop.submit(command)
 

@@ -140,6 +140,18 @@ def test_preempted_sequences_give_the_same_tokens(make_node):
     tight.assert_nothing_is_held()
 
 
+def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
+    node = make_node()
+    group_id = node.open(prompt=tuple(range(10, 110)))
+    node.iterate()
+    (granted,) = node.find(Granted, group_id)
+    assert granted.kv_address.startswith("127.0.0.1:")
+    assert node.engine.pool.num_free_blocks < node.engine.pool.num_blocks
+    node.cancel(group_id)
+    node.run()
+    node.assert_nothing_is_held()
+
+
 def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):
     node = make_node()
     prompt = tuple(range(20, 53))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from outrider.kv_transfer.base import Region
 from outrider.session import KvFailed
-from tests.decode_node.test_reservations import PATIENCE_SECONDS, PROMPT, SECOND, THIRD, RowCounter
+from tests.decode_node.test_reservations import PROMPT, SECOND, THIRD
 
 NUM_BROUGHT = 18  # four blocks and a half
 
@@ -49,12 +47,11 @@ def test_the_next_transfer_brings_what_is_missing(node, breaks):
 def test_without_a_prefill_node_the_node_goes_on_from_there(node, breaks):
     group_id = lose_transfer(node, breaks=breaks)
     node.retarget(group_id, b"", keeps_received=True)
-    counter = RowCounter(node)
     granted = node.granted(group_id)
     assert (granted.held_prefix_length, granted.num_tokens_to_compute) == (NUM_BROUGHT, len(PROMPT) - NUM_BROUGHT)
     node.run()
     assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
-    assert counter.num_rows == len(PROMPT) - NUM_BROUGHT + 4
+    assert node.num_rows == len(PROMPT) - NUM_BROUGHT + 4
     node.assert_nothing_is_held()
 
 
@@ -101,16 +98,10 @@ def test_a_frame_that_is_being_written_is_waited_for(node):
     group_id = node.open(prompt=PROMPT)
     first = node.granted(group_id)
     sender = node.push(group_id, PROMPT, until=8)
-    node.ingest.gate.clear()
-    node.ingest.writing.clear()
     region = Region(plane="k", start_layer=0, end_layer=1, start_token=8, end_token=9, end_head=1)
-    pushing = threading.Thread(target=sender.put, args=(region, memoryview(bytes(4))))
-    pushing.start()
-    assert node.ingest.writing.wait(PATIENCE_SECONDS)
-    node.retarget(group_id, SECOND, keeps_received=True)
-    assert node.granted(group_id) == first, "not yet"
-    node.ingest.gate.set()
-    pushing.join(PATIENCE_SECONDS)
+    with node.writing(sender.put, region, memoryview(bytes(4))):
+        node.retarget(group_id, SECOND, keeps_received=True)
+        assert node.granted(group_id) == first, "not yet"
     granted = node.granted(group_id)
     assert (granted.transfer_id, granted.held_prefix_length) == (SECOND, 8)
     node.push(group_id, PROMPT, transfer_id=SECOND)

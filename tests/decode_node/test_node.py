@@ -9,8 +9,7 @@ import pytest
 
 from decode_node.commands import DrainExpired, DrainStarted
 from decode_node.node import DecodeNode
-
-PATIENCE_SECONDS = 30.0
+from tests.support.waiting import PATIENCE_SECONDS, within
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ async def test_a_node_without_groups_waits_for_the_engine_thread_to_say_so(node,
     assert not drain.done()
     assert loop.commands == [DrainStarted()]
     loop.is_drained = True
-    await asyncio.wait_for(drain, PATIENCE_SECONDS)
+    await within(drain)
     assert loop.commands == [DrainStarted()]
 
 
@@ -44,7 +43,7 @@ async def test_what_still_runs_at_the_deadline_is_given_up(node, loop):
         loop.is_drained = loop.is_drained or isinstance(command, DrainExpired)
 
     loop.submit = submit
-    await asyncio.wait_for(node.drain(0.05), PATIENCE_SECONDS)
+    await within(node.drain(0.05))
     assert loop.commands == [DrainStarted(), DrainExpired()]
 
 
@@ -64,5 +63,5 @@ async def test_a_figure_that_cannot_be_had_does_not_stop_the_metrics(node, monke
     monkeypatch.setattr(node, "_load", lambda: None)
     node._metrics = SimpleNamespace(sync=lambda **_: synced.set())
     task = asyncio.create_task(node._sync_metrics())
-    await asyncio.wait_for(synced.wait(), PATIENCE_SECONDS)
+    await within(synced.wait())
     task.cancel()

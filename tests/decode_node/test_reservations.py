@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from decode_node.commands import TransferCompleted, TransferFailed
@@ -24,7 +22,6 @@ SHORT = (1, 2, 3)  # computed here
 PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
 SECOND = b"2" * 16
 THIRD = b"3" * 16
-PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -93,22 +90,8 @@ def test_without_a_prefill_node_the_node_computes_what_is_missing(node, before):
     node.assert_nothing_is_held()
 
 
-class RowCounter:
-    """Rows of every forward pass of a node."""
-
-    def __init__(self, node):
-        self.num_rows, forward = 0, node.engine.runner.forward
-
-        def count(sequences):
-            self.num_rows += sum(len(rows.token_ids) for rows in sequences)
-            return forward(sequences)
-
-        node.engine.runner.forward = count
-
-
 @pytest.mark.parametrize("cancelled", [None, (0,), (2,), (0, 2), ()], ids=str)
 def test_what_all_samples_begin_with_is_computed_once(node, cancelled):
-    rows = RowCounter(node)
     group_id = node.open(prompt=PROMPT, sampling={"n": 3})
     node.granted(group_id)
     node.retarget(group_id, b"")
@@ -122,7 +105,7 @@ def test_what_all_samples_begin_with_is_computed_once(node, cancelled):
         is_cancelled = cancelled is not None and (not cancelled or sample in cancelled)
         assert node.tokens(group_id, sample) == ([] if is_cancelled else node.model.generate(PROMPT, 5))
     if cancelled is None:
-        assert rows.num_rows == len(PROMPT) - 1 + 3 * 5
+        assert node.num_rows == len(PROMPT) - 1 + 3 * 5
     node.assert_nothing_is_held()
 
 
@@ -146,21 +129,16 @@ def test_a_retarget_does_not_wait_for_a_write_that_does_not_end(node, transfer_i
     """It gets other blocks; those that are still written into are freed later."""
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
-    node.ingest.gate.clear()
-    pushing = threading.Thread(target=put_one_frame, args=(node, group_id[::-1]), kwargs={"payload": b"junk"})
-    pushing.start()
-    assert node.ingest.writing.wait(PATIENCE_SECONDS)
-    node.retarget(group_id, transfer_id)
-    assert node.granted(group_id).transfer_id == transfer_id
-    if transfer_id:
-        node.ingest.gate.set()  # the old write ends beside the new ones
-        node.push(group_id, PROMPT, transfer_id=transfer_id)
-    node.run()
-    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
-    assert not node.find(KvFailed, group_id)
-    assert node.groups.num_groups == 0
-    node.ingest.gate.set()
-    pushing.join(PATIENCE_SECONDS)
+    with node.writing(put_one_frame, node, group_id[::-1], payload=b"junk"):
+        node.retarget(group_id, transfer_id)
+        assert node.granted(group_id).transfer_id == transfer_id
+        if transfer_id:
+            node.ingest.gate.set()  # the old write ends beside the new ones
+            node.push(group_id, PROMPT, transfer_id=transfer_id)
+        node.run()
+        assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+        assert not node.find(KvFailed, group_id)
+        assert node.groups.num_groups == 0
     node.iterate()
     node.assert_nothing_is_held()
 
@@ -170,20 +148,15 @@ def test_without_other_blocks_a_retarget_waits_until_nothing_is_written_any_more
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
     held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 3)
-    node.ingest.gate.clear()
-    pushing = threading.Thread(target=put_one_frame, args=(node, group_id[::-1]))
-    pushing.start()
-    assert node.ingest.writing.wait(PATIENCE_SECONDS)
-    node.retarget(group_id, b"" if then == "computes itself" else SECOND)
-    node.iterate()
-    assert len(node.find(Granted, group_id)) == 1
-    assert not node.engine.scheduler.has_work
-    if then == "cancel":
-        node.cancel(group_id)
+    with node.writing(put_one_frame, node, group_id[::-1]):
+        node.retarget(group_id, b"" if then == "computes itself" else SECOND)
         node.iterate()
-        assert node.engine.pool.num_free_blocks == 3
-    node.ingest.gate.set()
-    pushing.join(PATIENCE_SECONDS)
+        assert len(node.find(Granted, group_id)) == 1
+        assert not node.engine.scheduler.has_work
+        if then == "cancel":
+            node.cancel(group_id)
+            node.iterate()
+            assert node.engine.pool.num_free_blocks == 3
     node.iterate()
     node.engine.pool.release(held)
     if then == "another transfer":

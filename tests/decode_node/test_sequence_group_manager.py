@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 
 from decode_node.commands import DrainStarted, SessionEnded, TransferCompleted
 from outrider.request import LogprobsRequest
 from outrider.session import KvReady, Rejected, RejectReason, SampleDone, SampleStart
+from tests.decode_node.conftest import SHORT_PROMPT
 from tests.decode_node.test_reservations import SECOND, put_one_frame
 
 LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
-SHORT_PROMPT = (1, 2, 3)  # computed here
-PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -68,26 +66,20 @@ def test_a_completed_transfer_behind_a_cancel_starts_nothing(node):
 def test_a_write_that_does_not_end_holds_its_blocks_but_not_the_steps(node):
     group_id = node.open(prompt=LONG_PROMPT)
     node.granted(group_id)
-    node.ingest.gate.clear()
-    pushing = threading.Thread(target=put_one_frame, args=(node, group_id[::-1]))
-    pushing.start()
-    assert node.ingest.writing.wait(PATIENCE_SECONDS)
-    other = node.open()
-    node.cancel(group_id)
-    node.run()
-    assert node.tokens(other) == node.model.generate(SHORT_PROMPT, 5)
-    assert node.groups.num_groups == 0
-    pool = node.engine.pool
-    assert pool.num_free_blocks == pool.num_blocks - 7
+    with node.writing(put_one_frame, node, group_id[::-1]):
+        other = node.open()
+        node.cancel(group_id)
+        node.run()
+        assert node.tokens(other) == node.model.generate(SHORT_PROMPT, 5)
+        assert node.groups.num_groups == 0
+        pool = node.engine.pool
+        assert pool.num_free_blocks == pool.num_blocks - 7
 
-    too_large_now = node.open(prompt=tuple(range(30, 60)), sampling={"max_tokens": 150})
-    held = pool.allocate(pool.num_free_blocks - 4)
-    node.iterate()
-    assert node.find(Rejected, too_large_now)[0].reason is RejectReason.NO_ROOM
-    pool.release(held)
-
-    node.ingest.gate.set()
-    pushing.join(PATIENCE_SECONDS)
+        too_large_now = node.open(prompt=tuple(range(30, 60)), sampling={"max_tokens": 150})
+        held = pool.allocate(pool.num_free_blocks - 4)
+        node.iterate()
+        assert node.find(Rejected, too_large_now)[0].reason is RejectReason.NO_ROOM
+        pool.release(held)
     node.iterate()
     node.assert_nothing_is_held()
 
@@ -125,31 +117,11 @@ def test_a_loop_is_not_drained_while_commands_are_left_to_answer(node):
     assert [node.find(Rejected, group_id)[0].reason for group_id in late] == [RejectReason.DRAINING] * 50
 
 
-def test_a_flood_of_commands_does_not_keep_steps_from_running(node):
-    group_id = node.open(sampling={"max_tokens": 50})
-    node.iterate()
-    before = len(node.tokens(group_id))
-    find = node.groups.cancel
-
-    def cancel_and_ask_again(command):
-        find(command)
-        node.cancel(bytes(16))
-
-    node.groups.cancel = cancel_and_ask_again
-    node.cancel(bytes(16))
-    node.iterate()
-    assert len(node.tokens(group_id)) == before + 1
-
-
-def test_a_short_prompt_of_several_samples_is_computed_once(make_scripted_node):
-    node = make_scripted_node()
+def test_a_short_prompt_of_several_samples_is_computed_once(node):
     group = node.open(prompt=SHORT_PROMPT, sampling={"n": 3, "max_tokens": 1})
-    num_rows = []
-    emit = node.loop._emit
-    node.loop._emit = lambda events, stats: (num_rows.append(stats.num_rows if stats else 0), emit(events, stats))
     node.run()
     assert len(node.find(SampleDone, group)) == 3
-    assert sum(num_rows) == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
+    assert node.num_rows == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
 
 
 def assert_refused(node, reason, fields):

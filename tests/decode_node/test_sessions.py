@@ -20,8 +20,8 @@ from outrider.request import FinishReason
 from outrider.rpc.status import from_rpc_error
 from outrider.session import SampleDone, SampleTokens, SpeculationCounts
 from outrider.v1 import session_pb2, session_pb2_grpc
+from tests.support.waiting import PATIENCE_SECONDS, within
 
-PATIENCE_SECONDS = 30.0
 GROUP = bytes(16)
 INFO = NodeInfo(
     incarnation=bytes(16),
@@ -80,10 +80,6 @@ async def serving(**options):
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield engine, sessions, channel
     await server.stop(0)
-
-
-def within(awaitable):
-    return asyncio.wait_for(awaitable, PATIENCE_SECONDS)
 
 
 async def connect(channel):

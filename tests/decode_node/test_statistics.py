@@ -1,22 +1,11 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from decode_node.statistics import RATE_WINDOW_SECONDS, RecentRates, StepStats
-
-
-def stats_of(**counts):
-    return StepStats(
-        seconds=0.1,
-        nanoseconds={},
-        num_rows=1,
-        num_sequences=1,
-        num_preempted=0,
-        num_draft_tokens=0,
-        **{"num_generated_tokens": 0, "num_drafts": 0, "num_accepted_draft_tokens": 0, **counts},
-    )
+from decode_node.statistics import RATE_WINDOW_SECONDS, RecentRates
 
 
 def test_rates_are_those_of_the_last_ten_seconds():
@@ -26,7 +15,7 @@ def test_rates_are_those_of_the_last_ten_seconds():
     assert rates.tokens_per_second() == rates.mean_acceptance_length() == 0.0
     for _ in range(300):
         now += chance.choice([0.01, 0.2, 0.2, 3.0])
-        stats = stats_of(
+        stats = SimpleNamespace(
             num_generated_tokens=chance.randrange(9),
             num_drafts=chance.randrange(2),
             num_accepted_draft_tokens=chance.randrange(4),

@@ -9,20 +9,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from decode_node.drafting.book import DraftBook
 from decode_node.drafting.drafted_sequence import is_well_formed
 from draft_node.draft_loop import DraftLimits, DraftLoop
 from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
+from tests.support.draft_messages import hello_of, start_of
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_engine import ScriptedModel
 from tests.support.fake_kv_cache import ScriptedKVCache
@@ -32,15 +31,6 @@ BLOCK_SIZE = 4
 ORDER = 8  # tokens that a decision depends on: a model that reads whole texts would take the tests' time
 TICK_SECONDS = 0.0005
 
-Decide = Callable[[Sequence[int]], int]
-"""The target's decision after a text."""
-
-
-class Logits(Protocol):
-    """A model: Logits, SimulatedModel."""
-
-    def logits(self, context: Sequence[int], /) -> Sequence[float]: ...
-
 
 class ScriptedForward:
     """A `DraftForward` whose model reads its context back from the KV cache: lost or mixed-up KV is a wrong token."""
@@ -48,10 +38,8 @@ class ScriptedForward:
     max_model_len = 4096
     vocab_size = VOCAB_SIZE
 
-    def __init__(
-        self, clock: FakeClock, *, forward_seconds: float, num_blocks: int = 4096, model: Logits | None = None
-    ) -> None:
-        self.model: Logits = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER) if model is None else model
+    def __init__(self, clock: FakeClock, *, forward_seconds: float = 0.002, num_blocks: int = 4096) -> None:
+        self.model = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER)
         self.pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
         self.calls: list[tuple[float, int]] = []  # when each forward began, and its rows
         self._cache = ScriptedKVCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_layers=1)
@@ -84,30 +72,15 @@ class ScriptedForward:
         return tuple(ranked(self.model, context)[: row.num_decisions])
 
 
-def ranked(model: Logits, context: Sequence[int]) -> list[int]:
+def ranked(model: ScriptedModel, context: Sequence[int]) -> list[int]:
     """All ids, the likeliest first."""
     return _ranked(model, tuple(context[-ORDER:]))
 
 
 @functools.cache
-def _ranked(model: Logits, context: tuple[int, ...]) -> list[int]:
+def _ranked(model: ScriptedModel, context: tuple[int, ...]) -> list[int]:
     logits = model.logits(context)
     return sorted(range(len(logits)), key=lambda token_id: -logits[token_id])
-
-
-def target_that_decides_like(model: Logits, *shares: float) -> Decide:
-    """The drafter's first choice in so large a share of all texts, its second in the next share, and so on."""
-
-    def decide(context: Sequence[int]) -> int:
-        digest = hashlib.blake2b(repr(list(context)).encode(), digest_size=4).digest()
-        drawn = int.from_bytes(digest, "little") / 2**32
-        for choice, share in enumerate(shares):
-            if drawn < share:
-                return ranked(model, context)[choice]
-            drawn -= share
-        return ranked(model, context)[-1]
-
-    return decide
 
 
 @dataclass
@@ -116,38 +89,35 @@ class Text:
 
     token_ids: list[int]
     num_steps: int = 0
-    num_hits: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     hits: list[bool] = field(default_factory=list)
 
 
 class DecodeNode:
-    """Steps of a set time over its sequences, each with `num_wanted` draft tokens that are here when it begins."""
+    """Steps of a set time over its sequences, each with `num_wanted` draft tokens that are here when it begins.
+
+    Its target decides like the drafter's first choice in the first of the `shares` of all texts, like its second in the
+    next share, and so on.
+    """
 
     def __init__(
-        self, pair: SimulatedPair, decide: Decide, *, num_sequences: int, num_wanted: int, takes_trees: bool
+        self, pair: SimulatedPair, shares: Sequence[float], *, num_sequences: int, num_wanted: int, takes_trees: bool
     ) -> None:
         self.clock = FakeClock(pair.clock())
         self.book = DraftBook(clock=self.clock)
         self.sequences: dict[int, Text] = {}
         self._pair = pair
-        self._decide = decide
+        self._shares = shares
         self._num_wanted = num_wanted
         self._next_step = pair.clock()
         self.draft_node = self.book.add_node()
         self.book.connected(self.draft_node)
         name = f"decode-{len(pair.nodes)}"
-        hello = DraftHello(
-            incarnation=bytes(16), name=name, vocab_size=VOCAB_SIZE, vocabulary_fingerprint="", max_model_len=4096
-        )
-        self.peer = pair.loop.connect(hello, lambda: None)
+        self.peer = pair.loop.connect(hello_of(name=name, vocab_size=VOCAB_SIZE), lambda: None)
         self.to_draft: list[tuple[float, list[SequenceUpdate], float]] = []
         self.from_draft: list[tuple[float, list[SequenceProposals]]] = []
-        params = SamplingParams(seed=1, max_tokens=2000)
-        start = SequenceStart(
-            options=RequestOptions(sampling=params), sample=0, prompt_length=3, takes_trees=takes_trees
-        )
+        start = start_of(3, max_tokens=2000, takes_trees=takes_trees)
         for key in range(num_sequences):
             prompt = [len(pair.nodes), key, 7]
             self.sequences[key] = Text(list(prompt))
@@ -184,11 +154,20 @@ class DecodeNode:
                 last = draft.child(last, committed[-1])
             sequence.token_ids += committed
             sequence.num_steps += 1
-            sequence.num_hits += bool(draft)
             sequence.hits.append(bool(draft))
             sequence.num_drafted += len(draft)
             sequence.num_accepted += len(committed) - 1
             self.book.update(key, committed, num_wanted=self._num_wanted)
+
+    def _decide(self, context: Sequence[int]) -> int:
+        digest = hashlib.blake2b(repr(list(context)).encode(), digest_size=4).digest()
+        drawn = int.from_bytes(digest, "little") / 2**32
+        choices = ranked(self._pair.forward.model, context)
+        for choice, share in zip(choices, self._shares, strict=False):
+            if drawn < share:
+                return choice
+            drawn -= share
+        return choices[-1]
 
     def close_all(self) -> None:
         for key in self.sequences:
@@ -202,14 +181,12 @@ class SimulatedPair:
         self,
         *,
         step_seconds: float = 0.030,
-        forward_seconds: float = 0.002,
         delay_seconds: float = 0.005,
         max_alternatives: int = 31,
         num_blocks: int = 4096,
-        model: Logits | None = None,
     ) -> None:
         self.clock = FakeClock()
-        self.forward = ScriptedForward(self.clock, forward_seconds=forward_seconds, num_blocks=num_blocks, model=model)
+        self.forward = ScriptedForward(self.clock, num_blocks=num_blocks)
         self.proposer = DraftModelProposer(
             self.forward, model_name="scripted", vocabulary_fingerprint="", clock=self.clock
         )
@@ -222,9 +199,9 @@ class SimulatedPair:
         self.num_ahead_tokens = 0
 
     def add_node(
-        self, decide: Decide, *, num_sequences: int = 1, num_wanted: int = 4, takes_trees: bool = False
+        self, *shares: float, num_sequences: int = 1, num_wanted: int = 4, takes_trees: bool = False
     ) -> DecodeNode:
-        node = DecodeNode(self, decide, num_sequences=num_sequences, num_wanted=num_wanted, takes_trees=takes_trees)
+        node = DecodeNode(self, shares, num_sequences=num_sequences, num_wanted=num_wanted, takes_trees=takes_trees)
         self.nodes.append(node)
         return node
 

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 from draft_node.draft_loop import DraftLimits, DraftLoop
 from draft_node.draft_peer import MAX_UPDATES_PER_STEP
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftStatus, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
+from tests.support.draft_messages import hello_of, update_of
 from tests.support.fake_clock import FakeClock
 from tests.support.scripted_proposer import ScriptedProposer
 
 TEXT = tuple(range(1, 60))
-
-
-def hello(vocab_size=100) -> DraftHello:
-    return DraftHello(
-        incarnation=bytes(16),
-        name="decode",
-        vocab_size=vocab_size,
-        vocabulary_fingerprint="",
-        max_model_len=4096,
-    )
-
-
-def update_of(text, *, since=0, sequence_id=1, num_wanted=3, max_tokens=1000) -> SequenceUpdate:
-    start = SequenceStart(
-        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=max_tokens)), sample=0, prompt_length=2
-    )
-    return SequenceUpdate(
-        sequence_id=sequence_id,
-        start=start if since == 0 else None,
-        start_length=since,
-        token_ids=tuple(text[since:]),
-        length=len(text),
-        prefix_hash=prefix_hash(text),
-        num_wanted=num_wanted,
-    )
 
 
 def loop_of(proposer, *, max_sequences=100, **options) -> DraftLoop:
@@ -46,7 +21,7 @@ def loop_of(proposer, *, max_sequences=100, **options) -> DraftLoop:
 
 
 def connect(loop: DraftLoop, **changes):
-    return loop.connect(hello(**changes), lambda: None)
+    return loop.connect(hello_of(**changes), lambda: None)
 
 
 def answers_to(loop, peer, *updates):

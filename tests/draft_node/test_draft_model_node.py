@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc.aio
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -15,13 +14,13 @@ from draft_node.held_sequences import MAX_HELD_BYTES
 from draft_node.node import DraftNode
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.factory import ProposerSettings
-from tests.decode_node.drafting.streams import PATIENCE_SECONDS, started, take
+from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+from tests.decode_node.drafting.streams import serving, started, take
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.draft_messages import hello_of, start_of
 from tests.support.tiny_model import make_tiny_model
+from tests.support.waiting import PATIENCE_SECONDS
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 
@@ -30,41 +29,22 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19] * 10
 async def node(tmp_path):
     torch.set_num_threads(1)
     path = make_tiny_model(tmp_path / "model")
-    service = DraftNode(
-        DraftNodeConfig(proposer="draft_model", model=str(path)),
-        settings=ProposerSettings(model=ModelConfig(id=str(path)), kv_cache=KVCacheConfig(num_blocks=300)),
-        registry=CollectorRegistry(),
-    )
-    server = grpc.aio.server()
-    service.add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    await service.start(f"127.0.0.1:{port}")
-    yield service
-    await server.stop(0)
-    await service.stop()
+    settings = ProposerSettings(model=ModelConfig(id=str(path)), kv_cache=KVCacheConfig(num_blocks=300))
+    service = DraftNode(DraftNodeConfig(), lambda: make_proposer("draft_model", settings), registry=CollectorRegistry())
+    async with serving(service):
+        yield service
 
 
 @pytest.fixture
 async def client(node):
     model = node.info().model
-    hello = DraftHello(
-        incarnation=bytes(16),
-        name="decode@test",
-        vocab_size=320,
-        vocabulary_fingerprint=model.vocabulary_fingerprint,
-        max_model_len=2048,
-    )
+    hello = hello_of(vocab_size=320, vocabulary_fingerprint=model.vocabulary_fingerprint)
     async with started(DraftClient([node.info().name.split("@")[1]], hello)) as client:
         yield client
 
 
 async def draft_for(client, sequence_id: int, *, seed=7, min_tokens=4, takes_trees=False) -> DraftTree:
-    sampling = SamplingParams(seed=seed, max_tokens=100)
-    start = SequenceStart(
-        options=RequestOptions(sampling=sampling), sample=0, prompt_length=len(PROMPT), takes_trees=takes_trees
-    )
-    client.open(sequence_id, start, PROMPT, num_wanted=4)
+    client.open(sequence_id, start_of(len(PROMPT), seed=seed, takes_trees=takes_trees), PROMPT, num_wanted=4)
     tree = DraftTree(0)
     async with asyncio.timeout(PATIENCE_SECONDS):
         while len(tree) < min_tokens:

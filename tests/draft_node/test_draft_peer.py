@@ -8,19 +8,17 @@ from draft_node.draft_peer import MAX_WAITING_TOKENS, DraftPeer
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_SEQUENCE,
-    DraftHello,
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
 )
 from outrider.speculation.draft_tree import DraftTree
-
-HELLO = DraftHello(incarnation=bytes(16), name="decode", vocab_size=9, vocabulary_fingerprint="", max_model_len=9)
+from tests.support.draft_messages import hello_of
 
 
 @pytest.fixture
 def peer() -> DraftPeer:
-    return DraftPeer(0, HELLO, lambda: None)
+    return DraftPeer(0, hello_of(), lambda: None)
 
 
 def answer(status: DraftStatus, *trees: DraftTree, sequence_id=1, length=5) -> SequenceProposals:
@@ -69,7 +67,7 @@ def test_a_message_carries_no_more_than_a_peer_may_read(peer):
 
 def test_a_stream_is_not_read_while_many_tokens_wait_and_then_again():
     notified = []
-    peer = DraftPeer(0, HELLO, lambda: notified.append(peer.has_room))
+    peer = DraftPeer(0, hello_of(), lambda: notified.append(peer.has_room))
     token_ids = (1,) * (MAX_WAITING_TOKENS // 4)
     for sequence_id in range(4):
         assert peer.has_room

@@ -27,11 +27,11 @@ from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 from outrider.wire.draft import hello_from_proto
+from tests.support.waiting import PATIENCE_SECONDS, until, within
 
 HELLO = draft_pb2.DraftHello(
     protocol_version=SUPPORTED_VERSIONS.newest, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
 )
-PATIENCE_SECONDS = 30.0
 UNKNOWN_PREFIX = draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX
 NO_ROOM = draft_pb2.DRAFT_STATUS_NO_ROOM
 
@@ -40,7 +40,7 @@ OPTIONS = node_pb2.RequestOptions(sampling=router_pb2.SamplingParams(max_tokens=
 
 def node_of(*, registry=None, **options):
     registry = registry or CollectorRegistry()
-    return DraftNode(DraftNodeConfig(), name="draft@test", registry=registry, proposer=NgramProposer(), **options)
+    return DraftNode(DraftNodeConfig(), NgramProposer, name="draft@test", registry=registry, **options)
 
 
 @contextlib.asynccontextmanager
@@ -56,10 +56,6 @@ async def running(*, starts=True, registry=None):
         yield service, channel
     await server.stop(0)
     await service.stop()
-
-
-def within(awaitable):
-    return asyncio.wait_for(awaitable, PATIENCE_SECONDS)
 
 
 async def status_of(call) -> tuple[grpc.StatusCode, str]:
@@ -169,9 +165,8 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
         assert report.load.num_running == 1
         assert report.step == 1
         labels = {"model_name": "ngram"}
-        async with asyncio.timeout(PATIENCE_SECONDS):  # counted after the answer is pushed
-            while registry.get_sample_value("vllm:num_requests_running", labels) != 1:
-                await asyncio.sleep(0.002)
+        # Counted after the answer is pushed.
+        await until(lambda: registry.get_sample_value("vllm:num_requests_running", labels) == 1)
         assert registry.get_sample_value("vllm:generation_tokens_total", labels) >= 2
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.GetTokenizer(node_pb2.GetTokenizerRequest()).read()

@@ -8,17 +8,13 @@ from hypothesis import strategies as st
 
 from draft_node.draft_peer import DraftPeer
 from draft_node.held_sequences import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, HeldSequence, HeldSequences
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceStart, SequenceUpdate
-from outrider.speculation.prefix_hash import prefix_hash
+from outrider.speculation.draft_stream import DraftStatus
+from tests.support.draft_messages import hello_of, update_of
 from tests.support.memory import traced
-
-START = SequenceStart(options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=10)), sample=0, prompt_length=2)
 
 
 def peer_of(peer_id) -> DraftPeer:
-    hello = DraftHello(incarnation=bytes(16), name="d", vocab_size=100, vocabulary_fingerprint="", max_model_len=64)
-    return DraftPeer(peer_id, hello, lambda: None)
+    return DraftPeer(peer_id, hello_of(max_model_len=64), lambda: None)
 
 
 PEER, OTHER = peer_of(0), peer_of(1)
@@ -32,20 +28,6 @@ def forgotten() -> list[int]:
 @pytest.fixture
 def held(forgotten) -> HeldSequences:
     return HeldSequences(max_sequences=4, max_tokens=80, on_forgotten=lambda held: forgotten.append(held.key))
-
-
-def update_of(text, since=0, sequence_id=1, **changes) -> SequenceUpdate:
-    values = {
-        "sequence_id": sequence_id,
-        "start": START if since == 0 else None,
-        "start_length": since,
-        "token_ids": tuple(text[since:]),
-        "length": len(text),
-        "prefix_hash": prefix_hash(text),
-        "num_wanted": 3,
-        **changes,
-    }
-    return SequenceUpdate(**values)
 
 
 def open_some(held, peer, number, *, text=(1, 2)) -> list[HeldSequence | DraftStatus]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.three_lines.speed_model import SpeedModel
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftStatus, SequenceStart
+from outrider.speculation.draft_stream import DraftStatus
 from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_ROWS, DraftModelProposer
-from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair, target_that_decides_like
+from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair
+from tests.support.draft_messages import start_of
 from tests.support.fake_clock import FakeClock
 
 
@@ -21,7 +21,7 @@ def hit_rate(node, *, after: int = 3) -> float:
 @pytest.mark.parametrize("delay_seconds", [0.0, 0.005])
 def test_an_oracle_is_accepted_whole_with_every_step_a_hit_after_the_first(delay_seconds):
     pair = SimulatedPair(delay_seconds=delay_seconds)
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    node = pair.add_node(1.0)
     pair.run(1.0)
     (sequence,) = node.sequences.values()
     assert sequence.num_steps > 30
@@ -35,7 +35,7 @@ def test_without_look_ahead_a_draft_comes_a_step_late():
     texts = []
     for max_alternatives in (0, 31):
         pair = SimulatedPair(max_alternatives=max_alternatives)
-        node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+        node = pair.add_node(1.0)
         pair.run(1.0)
         texts.append(node.sequences[0])
         assert bool(pair.num_ahead_tokens) is bool(max_alternatives)
@@ -45,7 +45,7 @@ def test_without_look_ahead_a_draft_comes_a_step_late():
 
 def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
     pair = SimulatedPair()
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 0.7, 0.3))
+    node = pair.add_node(0.7, 0.3)
     pair.run(2.0)
     (sequence,) = node.sequences.values()
     assert sequence.num_accepted < sequence.num_drafted
@@ -56,7 +56,7 @@ def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
 def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
     """The forward compares the KV of every path with the text that it stands for."""
     pair = SimulatedPair(num_blocks=60)  # so few that alternatives are given up again and again
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 0.6, 0.2, 0.1), num_sequences=3)
+    node = pair.add_node(0.6, 0.2, 0.1, num_sequences=3)
     pair.run(1.0)
     assert node.book.counters.num_quarantined == 0
     assert any(sequence.num_accepted for sequence in node.sequences.values())
@@ -68,7 +68,7 @@ def test_siblings_win_where_the_drafter_is_often_wrong():
     texts = []
     for takes_trees in (False, True):
         pair = SimulatedPair()
-        node = pair.add_node(target_that_decides_like(pair.forward.model, 0.35, 0.45, 0.1), takes_trees=takes_trees)
+        node = pair.add_node(0.35, 0.45, 0.1, takes_trees=takes_trees)
         pair.run(3.0)
         texts.append(node.sequences[0])
         assert texts[-1].num_drafted <= 4 * texts[-1].num_steps
@@ -82,7 +82,7 @@ def test_siblings_win_where_the_drafter_is_often_wrong():
 
 def test_a_good_drafters_rows_are_a_chain():
     pair = SimulatedPair()
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0), takes_trees=True)
+    node = pair.add_node(1.0, takes_trees=True)
     pair.run(1.0)
     sequence = node.sequences[0]
     assert sequence.num_accepted > 3.5 * (sequence.num_steps - 5)
@@ -90,7 +90,7 @@ def test_a_good_drafters_rows_are_a_chain():
 
 def test_a_target_that_verifies_nothing_costs_no_forward_after_its_step():
     pair = SimulatedPair()
-    pair.add_node(target_that_decides_like(pair.forward.model, 0.7, 0.2))
+    pair.add_node(0.7, 0.2)
     pair.run(0.5)
     last_update = pair.now
     num_calls = len(pair.forward.calls)
@@ -101,7 +101,7 @@ def test_a_target_that_verifies_nothing_costs_no_forward_after_its_step():
 
 def test_a_confirmed_path_is_answered_without_a_forward():
     pair = SimulatedPair(delay_seconds=0.0)
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    node = pair.add_node(1.0)
     pair.run(0.29)
     num_forwards = len(pair.forward.calls)
     node._finish_step()
@@ -115,7 +115,7 @@ def test_a_confirmed_path_is_answered_without_a_forward():
 
 def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
     pair = SimulatedPair()
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    node = pair.add_node(1.0)
     (update,) = node.book.take_updates(node.draft_node)
     pair.loop.submit(node.peer, [update], step_seconds=0.03)
     sizes = []
@@ -132,7 +132,7 @@ def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
 
 def test_without_a_step_time_the_answer_is_the_whole_draft():
     pair = SimulatedPair()
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 1.0))
+    node = pair.add_node(1.0)
     (update,) = node.book.take_updates(node.draft_node)
     pair.loop.submit(node.peer, [update])
     while not (answers := node.peer.take_answers()):
@@ -143,17 +143,16 @@ def test_without_a_step_time_the_answer_is_the_whole_draft():
 
 def test_eight_decode_nodes_of_sixteen_sequences_are_served_alike():
     pair = SimulatedPair(num_blocks=60_000)
-    decide = target_that_decides_like(pair.forward.model, 0.8, 0.1)
     for _ in range(8):
-        pair.add_node(decide, num_sequences=16)
+        pair.add_node(0.8, 0.1, num_sequences=16)
     pair.run(0.1)
-    hits = [sum(sequence.num_hits for sequence in node.sequences.values()) for node in pair.nodes]
+    hits = [sum(sum(sequence.hits) for sequence in node.sequences.values()) for node in pair.nodes]
     assert min(hits) > 0.6 * max(hits) > 0
 
 
 def test_the_pool_is_whole_when_all_sequences_have_ended():
     pair = SimulatedPair()
-    nodes = [pair.add_node(target_that_decides_like(pair.forward.model, 0.6, 0.2), num_sequences=4) for _ in range(2)]
+    nodes = [pair.add_node(0.6, 0.2, num_sequences=4) for _ in range(2)]
     pair.run(0.3)
     nodes[0].close_all()
     pair.loop.disconnect(nodes[1].peer)
@@ -165,23 +164,25 @@ def test_the_pool_is_whole_when_all_sequences_have_ended():
 
 def test_what_was_drafted_and_never_committed_is_counted():
     pair = SimulatedPair()
-    pair.add_node(target_that_decides_like(pair.forward.model, 0.0))
+    pair.add_node(0.0)
     pair.run(0.3)
     drafted = sum(rows for _, rows in pair.forward.calls)
     assert 0 < pair.proposer.num_wasted_tokens <= drafted
 
 
-def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for():
+def scripted_proposer(*, num_blocks):
     clock = FakeClock()
-    forward = ScriptedForward(clock, forward_seconds=0.002, num_blocks=10)
-    proposer = DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock)
-    start = SequenceStart(
-        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=200)), sample=0, prompt_length=8
-    )
+    forward = ScriptedForward(clock, num_blocks=num_blocks)
+    return DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock), forward
 
-    def request(key, token_ids, *, looks_ahead):
-        return ProposalRequest(key, token_ids, 4, start=start, max_alternatives=7, looks_ahead=looks_ahead)
 
+def request(key, token_ids, *, looks_ahead=False):
+    start = start_of(8, max_tokens=200)
+    return ProposalRequest(key, token_ids, 4, start=start, max_alternatives=7, looks_ahead=looks_ahead)
+
+
+def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for():
+    proposer, _ = scripted_proposer(num_blocks=10)
     verified = list(range(8))
     proposer.propose([request(1, verified, looks_ahead=False)])
     for _ in range(3):  # alternatives to its draft are known now, and all blocks are taken
@@ -194,17 +195,10 @@ def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for()
 
 
 def test_no_forward_has_more_rows_than_memory_is_kept_for():
-    clock = FakeClock()
-    forward = ScriptedForward(clock, forward_seconds=0.002, num_blocks=60_000)
-    proposer = DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock)
-    options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=200))
-    start = SequenceStart(options=options, sample=0, prompt_length=8)
+    proposer, forward = scripted_proposer(num_blocks=60_000)
 
     def requests(keys, num_tokens, **changes):
-        texts = {key: [key % 64, *(place % 64 for place in range(num_tokens))] for key in keys}
-        return [
-            ProposalRequest(key, text, 4, start=start, max_alternatives=7, **changes) for key, text in texts.items()
-        ]
+        return [request(key, [key % 64, *(place % 64 for place in range(num_tokens))], **changes) for key in keys]
 
     old, new = range(MAX_SEQUENCES - 100), range(MAX_SEQUENCES - 100, MAX_SEQUENCES)
     for keys in (old[:300], old[300:]):
@@ -220,7 +214,7 @@ def test_no_forward_has_more_rows_than_memory_is_kept_for():
 def test_a_drafter_across_5_ms_beats_one_beside_the_target():
     """Of its first choices 80 % are accepted; of the others, most are its second choices."""
     pair = SimulatedPair(delay_seconds=0.0025)
-    node = pair.add_node(target_that_decides_like(pair.forward.model, 0.8, 0.12, 0.04), num_wanted=8)
+    node = pair.add_node(0.8, 0.12, 0.04, num_wanted=8)
     pair.run(2.0)
     text = node.sequences[0]
     colocated = SpeedModel(acceptance=0.8, num_draft_tokens=8, step_seconds=0.030, token_seconds=0.002).colocated()

@@ -119,10 +119,7 @@ class ThreadedServices:
         await health.set_serving(is_serving=True)
         add_reflection(server, ("outrider.v1.DecodeService", HEALTH_SERVICE))
         self.draft = DraftNode(
-            DraftNodeConfig(),
-            registry=CollectorRegistry(),
-            proposer=NgramProposer(),
-            on_loop_failure=self.failures.append,
+            DraftNodeConfig(), NgramProposer, registry=CollectorRegistry(), on_loop_failure=self.failures.append
         )
         draft_server = make_server(ServerConfig())
         self.draft.add_to(draft_server)

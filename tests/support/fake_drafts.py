@@ -9,13 +9,12 @@ from outrider.speculation.draft_tree import DraftTree
 class TextDrafts(NoDrafts):
     """Proposes what `propose(token_ids, num_wanted)` says: token ids, a DraftTree, or None for no draft.
 
-    `announced` has (sample, known tokens) of every open sequence; `num_wanted` every number that was asked for.
+    `announced` has (sample, known tokens) of every open sequence.
     """
 
     def __init__(self, propose=lambda _token_ids, _num_wanted: ()):
         self.propose = propose
         self.announced = {}
-        self.num_wanted = []
         self._texts = {}
         self._wanted = {}
 
@@ -38,7 +37,6 @@ class TextDrafts(NoDrafts):
 
     def _draft(self, sequence_id):
         token_ids, num_wanted = self._texts[sequence_id], self._wanted[sequence_id]
-        self.num_wanted.append(num_wanted)
         proposed = self.propose(list(token_ids), num_wanted)
         if proposed is None or isinstance(proposed, DraftTree):
             return proposed

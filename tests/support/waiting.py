@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 PATIENCE_SECONDS = 60.0
 """What is waited for comes in milliseconds; a busy machine may take its time."""
+
+Result = TypeVar("Result")
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -24,3 +27,8 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+async def within(awaitable: Awaitable[Result]) -> Result:
+    """What it returns; fails when it does not in time."""
+    return await asyncio.wait_for(awaitable, PATIENCE_SECONDS)

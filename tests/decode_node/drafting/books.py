@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from decode_node.drafting.book import DraftBook
 from decode_node.drafting.drafted_sequence import is_well_formed
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart
+from outrider.speculation.draft_stream import DraftStatus, SequenceProposals
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
+from tests.support.draft_messages import start_of
 from tests.support.fake_clock import FakeClock
 
 VOCAB_SIZE = 1000
@@ -31,9 +31,7 @@ class Book:
         self.book.disconnected(self.nodes[number])
 
     def open(self, sequence_id, *prompt, num_wanted=3, **start):
-        params = SamplingParams(seed=1, max_tokens=100)
-        start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=len(prompt), **start)
-        self.book.open(sequence_id, start, prompt, num_wanted=num_wanted)
+        self.book.open(sequence_id, start_of(len(prompt), **start), prompt, num_wanted=num_wanted)
 
     def take(self, number=0):
         """Updates of this node, without those that close a sequence."""

@@ -14,43 +14,28 @@ from prometheus_client import CollectorRegistry
 from decode_node.drafting.client import DraftClient, NoDrafts
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
-from outrider.node import ModelInfo, NodeInfo, NodeRole, NodeState
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, SequenceStart
+from outrider.node import NodeInfo, NodeRole, NodeState
+from outrider.speculation.draft_stream import DraftHello
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import proposals_to_proto, update_from_proto
 from outrider.wire.node import info_to_proto
+from tests.support.draft_messages import hello_of, start_of
+from tests.support.waiting import until
 
 VOCAB_SIZE = 100
-HELLO = DraftHello(
-    incarnation=bytes(16),
-    name="decode@test",
-    vocab_size=VOCAB_SIZE,
-    vocabulary_fingerprint="vocabulary-of-the-target",
-    max_model_len=4096,
-)
+HELLO = hello_of(name="decode@test", vocab_size=VOCAB_SIZE, vocabulary_fingerprint="vocabulary-of-the-target")
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 20
-PATIENCE_SECONDS = 30.0
 GENEROUS_WAIT_SECONDS = 30.0
 
 
 def open_sequence(client: DraftClient | NoDrafts, sequence_id: int, prompt=TEXT, *, num_wanted: int = 4) -> None:
-    params = SamplingParams(seed=1, max_tokens=1000)
-    start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=len(prompt))
-    client.open(sequence_id, start, tuple(prompt), num_wanted=num_wanted)
+    client.open(sequence_id, start_of(len(prompt)), tuple(prompt), num_wanted=num_wanted)
 
 
 def tokens(drafts, num_tokens: int = 2) -> dict[int, tuple[int, ...]]:
     """The first tokens of each draft."""
     return {sequence_id: tree.token_ids[:num_tokens] for sequence_id, tree in drafts.trees.items()}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds; fails after a while."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager
@@ -75,7 +60,7 @@ async def serving(servicer_or_service, port: int = 0) -> AsyncIterator[int]:
 
 def draft_node(proposer=None, *, name="draft@test", **settings) -> DraftNode:
     config = DraftNodeConfig(**settings)
-    return DraftNode(config, name=name, registry=CollectorRegistry(), proposer=proposer or NgramProposer())
+    return DraftNode(config, lambda: proposer or NgramProposer(), name=name, registry=CollectorRegistry())
 
 
 @contextlib.asynccontextmanager
@@ -118,22 +103,8 @@ class Impostor(draft_pb2_grpc.DraftServiceServicer):
         await anext(request_iterator)
         if not self._says_hello:
             await asyncio.Event().wait()
-        model = ModelInfo(
-            name="impostor",
-            vocab_size=0,
-            max_model_len=0,
-            eos_token_ids=(),
-            dtype="",
-            fingerprint="",
-            vocabulary_fingerprint="",
-        )
         info = NodeInfo(
-            incarnation=bytes(16),
-            name="impostor",
-            role=NodeRole.DRAFT,
-            state=NodeState.SERVING,
-            version="",
-            model=model,
+            incarnation=bytes(16), name="impostor", role=NodeRole.DRAFT, state=NodeState.SERVING, version=""
         )
         await context.write(draft_pb2.DraftProposals(hello=info_to_proto(info)))
         while True:

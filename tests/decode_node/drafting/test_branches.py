@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.speculation import prefix_hash as prefix_hash_module
-from outrider.speculation.draft_stream import MAX_AHEAD_BRANCHES, MAX_BRANCHES_PER_SEQUENCE
+from outrider.speculation.draft_stream import MAX_AHEAD_BRANCHES, MAX_BRANCHES_PER_SEQUENCE, DraftStatus
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.token_distribution import TokenDistribution
@@ -83,19 +83,23 @@ def test_an_assumption_that_did_not_come_true_is_no_lie(book, update):
     assert book.found() == ()
 
 
+@pytest.mark.parametrize("status", [DraftStatus.PROPOSED, DraftStatus.AHEAD])
 @pytest.mark.parametrize(
     "lie",
     [
         {"branches": (DraftTree(2, 12345, (7,)),)},  # of a prefix that was committed when it was made
         {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than anybody drafts
         {"branches": (DraftTree(4, 0, (1000,)),)},  # no such id
-        {"branches": (DraftTree(4, 0, (1,) * 11),)},  # longer than anybody asked for
+        {"branches": (DraftTree(4, 0, (2**32 - 1,)),)},
+        *({"branches": (DraftTree(4, 0, (1,) * size),)} for size in (11, 200)),  # longer than anybody asked for
         {"branches": (DraftTree(4, 0, (1,)),) * (MAX_BRANCHES_PER_SEQUENCE + 1)},
         {"acked_length": 3},  # of what it was never sent
     ],
 )
-def test_what_no_honest_node_could_say_ahead_costs_it_the_sequence(book, update, lie):
-    assert not book.answer(ahead_of(update, ((9,), (1,)), **lie))
+def test_what_no_honest_node_could_say_costs_it_the_sequence(book, update, lie, status):
+    book.update(1, [], num_wanted=2)
+    book.take()
+    assert not book.answer(ahead_of(update, ((9,), (1,)), **lie, status=status))
     assert (book.counters.num_quarantined, book.num_sequences) == (1, [0])
 
 

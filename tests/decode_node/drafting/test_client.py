@@ -22,11 +22,11 @@ from tests.decode_node.drafting.streams import (
     started,
     take,
     tokens,
-    until,
     unused_port,
 )
 from tests.support.fake_resolver import FakeResolver
 from tests.support.scripted_proposer import ScriptedProposer
+from tests.support.waiting import until
 
 
 async def test_committed_tokens_use_up_the_branch_and_bring_the_next():

@@ -20,17 +20,9 @@ def test_sequences_are_spread_over_the_connected_nodes():
     for sequence_id in range(4):
         book.open(sequence_id, 1)
     assert book.num_sequences == [2, 0, 2]
-    book.disconnect(0)
+    book.book.remove_node(book.nodes[0])
     assert book.num_sequences == [0, 0, 4]
     assert all(update.start is not None for update in book.take(2))
-
-
-def test_a_node_that_is_removed_leaves_its_sequences_to_others():
-    book = Book(2)
-    book.open(1, 1)
-    book.open(2, 1)
-    book.book.remove_node(book.nodes[0])
-    assert book.num_sequences == [0, 2]
 
 
 def test_the_rank_decides_between_nodes_with_equally_many_sequences():
@@ -64,21 +56,22 @@ def test_a_late_answer_after_a_sequence_went_and_came_back_is_stale_and_no_lie()
 # Late nodes
 
 
-def observe_steps(book, num_steps=1):
-    for _ in range(num_steps):
-        book.observe_step(STEP_SECONDS)
-
-
-def test_a_node_with_an_old_unanswered_update_is_late_and_gives_all_sequences_but_one_away():
+@pytest.mark.parametrize("other_comes_late", [False, True])
+def test_a_node_with_an_old_unanswered_update_is_late_and_gives_all_sequences_but_one_away(other_comes_late):
     book = Book(2, num_connected=1)
     for sequence_id in range(4):
         book.open(sequence_id, 1)
     book.take(0)
-    book.connect(1)
-    observe_steps(book)
+    if not other_comes_late:
+        book.connect(1)
+    book.observe_step(STEP_SECONDS)
     assert (book.is_late(0), book.num_sequences) == (False, [4, 0])
     book.clock.advance(LATE_SECONDS)
-    observe_steps(book)
+    book.observe_step(STEP_SECONDS)
+    if other_comes_late:
+        assert (book.is_late(0), book.num_sequences) == (True, [4, 0])
+        book.connect(1)
+        book.observe_step(STEP_SECONDS)
     assert (book.is_late(0), book.num_sequences) == (True, [1, 3])
     assert not book.is_waited_for(0)
 
@@ -88,24 +81,11 @@ def test_without_another_node_the_sequences_of_a_late_one_stay():
     book.open(1, 1)
     (update,) = book.take()
     book.clock.advance(LATE_SECONDS)
-    observe_steps(book)
+    book.observe_step(STEP_SECONDS)
     assert (book.is_late(), book.num_sequences) == (True, [1])
     book.answer(answer_to(update, 5))
     assert book.found() == (5,), "late drafts serve all the same"
     assert not book.is_late()
-
-
-def test_sequences_of_a_late_node_go_to_one_that_comes_later():
-    book = Book(2, num_connected=1)
-    for sequence_id in range(4):
-        book.open(sequence_id, 1)
-    book.take(0)
-    book.clock.advance(LATE_SECONDS)
-    observe_steps(book)
-    assert (book.is_late(0), book.num_sequences) == (True, [4, 0])
-    book.connect(1)
-    observe_steps(book)
-    assert book.num_sequences == [1, 3]
 
 
 def test_what_is_late_is_a_share_of_a_step():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 from outrider.session import Granted, KvReady, SampleStart
-from outrider.speculation.step_cost import StepCostModel
+from outrider.speculation.draft_tree import DRAFT_NODE
 from tests.support.fake_drafts import TextDrafts
 from tests.support.scripted_proposer import ScriptedProposer
 
@@ -62,29 +64,24 @@ def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_
     assert sum(each.token_ids == PROMPT for each in fallback.requests) == 1, "once is enough"
 
 
-def test_a_fallback_that_is_always_wrong_does_not_switch_a_good_drafter_off(make_scripted_node, monkeypatch):
-    """The drafter knows every fourth draft only; between them the fallback guesses wrong."""
-    turn = [0]
-
-    def propose(token_ids, num_wanted):
-        turn[0] += 1
-        return node.model.generate(token_ids, num_wanted) if turn[0] % 4 == 0 else ()
+def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fallbacks(make_scripted_node):
+    """A fallback that is always wrong does not switch a good drafter off."""
+    turns = itertools.cycle([False, True])
+    client = TextDrafts(lambda token_ids, _num_wanted: node.model.generate(token_ids, 1) if next(turns) else None)
 
     class WrongProposer(ScriptedProposer):
         def _continuation(self, token_ids, num_wanted):
-            right = node.model.generate(list(token_ids), num_wanted)
-            return tuple((token_id + 1) % 64 for token_id in right)
+            return ((node.model.generate(token_ids, 1)[0] + 1) % 64,)
 
-    client = TextDrafts(propose)
     node = node_with(make_scripted_node, drafts=client, proposers=[WrongProposer([])])
-    # What rows cost is set: too much, if all drafts were one proposer's.
-    monkeypatch.setattr(
-        StepCostModel, "seconds", lambda *_, num_more=0: [1.0 + 0.45 * row for row in range(num_more + 1)]
-    )
-    node.open(sampling={"max_tokens": 150})
-    node.iterate()
-    num_steps = 0
-    while node.engine.scheduler.has_work:
-        node.iterate()
-        num_steps += 1
-    assert len(client.num_wanted) > 0.9 * num_steps  # it is asked to the end
+    heard = set()
+    observe = node.loop._drafts.observe_verdicts
+
+    def note(verdicts):
+        heard.update((draft.source, len(accepted)) for _, draft, accepted in verdicts)
+        observe(verdicts)
+
+    node.loop._drafts.observe_verdicts = note
+    node.open(sampling={"max_tokens": 30})
+    node.run()
+    assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
