@@ -121,6 +121,10 @@ class PeerLostError(OutriderError):
         self.retry_after_seconds = retry_after_seconds
 
 
+LOSES_NODES = "REQUEST_LOSES_NODES"
+"""Reason of the PeerLostError of a request that may itself be what ends nodes: nobody sends it again."""
+
+
 class StoreError(PeerLostError):
     """The router's store did not answer in time, or refused."""
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from outrider.errors import (
+    LOSES_NODES,
     AbortedError,
     AlreadyRunningError,
     CapacityError,
@@ -85,7 +86,8 @@ class _Kept:
         """It failed here for want of nodes or room: the store keeps it for other routers."""
         failure = self.answer.failure
         was_begun = self.was_claimed or self.answer.started is not None
-        return was_begun and isinstance(failure, (PeerLostError, CapacityError))
+        is_curable = isinstance(failure, (PeerLostError, CapacityError)) and failure.reason != LOSES_NODES
+        return was_begun and is_curable
 
     def take_stored(self, spans: list[TokenSpan]) -> None:
         for span in spans:

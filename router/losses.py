@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.errors import PeerLostError
+from outrider.errors import LOSES_NODES, PeerLostError
 from router.answer import Answer
 
 MAX_LOSSES = 3
@@ -47,7 +47,7 @@ class Losses:
         if self._num_losses < MAX_LOSSES:
             return None
         message = f"{self._num_losses} nodes were lost without a new token; the last: {last.message}"
-        return PeerLostError(message, node=last.node)
+        return PeerLostError(message, node=last.node, reason=LOSES_NODES)
 
     def _forget_earlier(self) -> None:
         num_tokens = self._answer.num_generated_tokens

@@ -19,6 +19,7 @@ from outrider.client.retry import Attempts
 from outrider.client.stream_request import StreamRequest
 from outrider.client.targets import Targets
 from outrider.errors import (
+    LOSES_NODES,
     AbortedError,
     AlreadyRunningError,
     CapacityError,
@@ -103,6 +104,8 @@ class Continuation:
 
     def _resumed_after(self, error: OutriderError) -> Step:
         assert self._window_seconds is not None
+        if error.reason == LOSES_NODES:
+            raise error
         step, is_first = self.step, self._lost_at is None
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
             return self._attempted_again(error, step.target)  # refused, not lost

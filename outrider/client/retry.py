@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.errors import AlreadyRunningError, CapacityError, OutriderError, PeerLostError
+from outrider.errors import LOSES_NODES, AlreadyRunningError, CapacityError, OutriderError, PeerLostError
 
 _BACKOFF_FACTOR = 2.0
 _JITTER = 0.25
@@ -50,7 +50,7 @@ def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
     if isinstance(error, AlreadyRunningError):
         # Our own first attempt: its connection broke, and the router has not noticed yet.
         return num_attempts > 1
-    return isinstance(error, (CapacityError, PeerLostError))
+    return isinstance(error, (CapacityError, PeerLostError)) and error.reason != LOSES_NODES
 
 
 class Attempts:

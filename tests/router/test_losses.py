@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from outrider.client import AsyncClient, RetryPolicy
+from outrider.errors import PeerLostError
 from outrider.node import NodeState
 from outrider.session import SequenceGroupFailed
 from tests.router.conftest import PATIENCE_SECONDS
@@ -187,10 +189,36 @@ async def test_a_request_ends_three_processes_at_most_whatever_their_roles(node_
         plague.on_local_prompt(node)
     await node_pair.serve()
     failure = await node_pair.fail(sampling=node_pair.sampling(max_tokens=4))
-    assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "NODE_LOST")
+    assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "REQUEST_LOSES_NODES")
     assert "3 nodes were lost without a new token" in failure.message
     assert len(plague.endings) == 3
     await asyncio.gather(*plague.endings)
+
+
+@pytest.mark.parametrize("window", [None, 10.0], ids=["without a window", "resumable"])
+async def test_a_request_that_ended_three_processes_is_sent_again_by_nobody(router_pair, window):
+    pair, plague = router_pair, Plague()
+    decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(2)]
+    prefills = [FakePrefillNode(decodes, name=f"prefill-{number}") for number in range(9)]
+    pair.first.nodes = [*decodes, *prefills]
+    for node in prefills:
+        plague.on_prefill(node)
+    timing = {"store_append_seconds": 0.02, "store_lease_seconds": 0.3}
+    await pair.first.serve(make_store=pair.make_store, **timing)
+    targets = {
+        "decode_targets": tuple(node.address for node in decodes),
+        "prefill_targets": tuple(node.address for node in prefills),
+    }
+    await pair.second.serve(make_store=pair.make_store, **timing, **targets)
+    for router in (pair.first, pair.second):
+        await router.eventually(lambda router=router: len(router.service.nodes.prefill_nodes) == len(prefills))
+    async with AsyncClient([pair.first.address, pair.second.address], retry=RetryPolicy()) as client:
+        stream = client.generate("a prompt", seed=1, max_tokens=4, resume_window_seconds=window)
+        with pytest.raises(PeerLostError, match="3 nodes were lost without a new token"):
+            await asyncio.wait_for(anext(aiter(stream)), PATIENCE_SECONDS)
+    assert len(plague.endings) == 3
+    await asyncio.gather(*plague.endings)
+    await pair.first.eventually(lambda: not len(pair.records))
 
 
 async def test_a_request_that_hangs_its_nodes_stops_three_processes_at_most(node_pair):
@@ -210,7 +238,7 @@ async def test_a_request_that_hangs_its_nodes_stops_three_processes_at_most(node
         hang_on_open(node)
     await node_pair.serve()
     failure = await node_pair.fail(sampling=node_pair.sampling(max_tokens=4))
-    assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "NODE_LOST")
+    assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "REQUEST_LOSES_NODES")
     assert len(hung) == 3, hung
     for node in decodes:
         node.thaw()
