@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from outrider.config import fixed, setting
 from outrider.kv_transfer.base import PROGRESS_SECONDS
+from outrider.kv_transfer.frames import CONNECTORS
 
-CONNECTORS = ("shared_memory", "grpc")
 ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 shared memory is what it is for
 
 
@@ -34,7 +34,7 @@ class KvTransferConfig:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """The connectors that a decode node offers, best first."""
+        """The connectors that a prefill node tries and a decode node offers, the best first."""
         return CONNECTORS if self.connector == "auto" else (self.connector,)
 
     @property

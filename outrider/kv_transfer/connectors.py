@@ -95,7 +95,7 @@ class StreamConnector:
 
 
 def make_connector(config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> Connector:
-    """The connector that the settings name: "auto", "shared_memory" or "grpc"."""
+    """The connector that the settings name: "auto" or one of CONNECTORS."""
     sources = [SOURCES[name](config) for name in config.accepted]
     return StreamConnector(config.connector, sources, config, security)
 

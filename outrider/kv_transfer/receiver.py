@@ -15,8 +15,8 @@ import grpc
 from outrider.errors import ConfigError
 from outrider.kv_transfer.arena import ArenaReader
 from outrider.kv_transfer.base import PROGRESS_SECONDS, DrainState, KvSink, TransferSpec, TransferStats
-from outrider.kv_transfer.config import ARENA_DIRECTORY, CONNECTORS
-from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
+from outrider.kv_transfer.config import ARENA_DIRECTORY
+from outrider.kv_transfer.frames import CONNECTORS, MAX_MESSAGE_BYTES, METHOD_NAME, SERVICE_NAME
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.watchdog import Watchdog

@@ -6,22 +6,41 @@ from outrider.engine.kv_cache import paged_cache
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
+from outrider.speculation.proposers.base import MAX_INDEX_BYTES
+from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
+from tests.decode_node.tiny_node import TinyNode
 from tests.support.tiny_model import make_tiny_model
 
+FREE_BYTES, OTHER_BYTES = 1 << 30, 1 << 28
+HALF = KVCacheConfig(memory="50%")
 
-def test_the_cache_leaves_room_for_what_else_the_node_takes_of_main_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(paged_cache, "free_memory_bytes", lambda _device: 1 << 30)
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(paged_cache, "free_memory_bytes", lambda _device: FREE_BYTES)
     path = make_tiny_model(tmp_path / "model", seed=5)
+    return ModelConfig(id=str(path), kernels="torch", num_threads=1, max_model_len=128)
 
+
+def test_the_cache_leaves_room_for_what_else_the_node_takes_of_main_memory(model):
     def num_bytes(main_memory_bytes):
         compute = open_compute(
-            ModelConfig(id=str(path), kernels="torch", num_threads=1, max_model_len=128),
-            KVCacheConfig(memory="50%"),
-            max_rows_per_step=16,
-            main_memory_bytes=main_memory_bytes,
-            on_rank_lost=print,
+            model, HALF, max_rows_per_step=16, main_memory_bytes=main_memory_bytes, on_rank_lost=print
         )
         kv_cache = compute.kv_cache
         return kv_cache.num_blocks * kv_cache.block_size * compute.model.spec.bytes_per_token
 
-    assert num_bytes(0) - num_bytes(1 << 28) == pytest.approx(1 << 27, rel=0.01)
+    assert num_bytes(0) - num_bytes(OTHER_BYTES) == pytest.approx(OTHER_BYTES / 2, rel=0.01)
+
+
+def test_a_decode_nodes_cache_leaves_room_for_its_proposer(model):
+    nodes = [TinyNode(model.id, kv_cache=HALF, local_fallback=fallback) for fallback in ("none", "ngram")]
+    without, beside = (node.parts.description["kv_blocks"] for node in nodes)
+    assert beside / without == pytest.approx(1 - MAX_INDEX_BYTES / FREE_BYTES, rel=0.01)
+
+
+def test_a_draft_models_cache_leaves_room_for_what_the_node_holds_and_for_the_second_proposer(model):
+    settings = ProposerSettings(model=model, kv_cache=HALF, other_memory_bytes=OTHER_BYTES)
+    memory_bytes = make_ladder("draft_model", "ngram", settings).info.memory_bytes
+    cache_bytes = (FREE_BYTES - OTHER_BYTES - MAX_INDEX_BYTES) / 2
+    assert memory_bytes == pytest.approx(cache_bytes + MAX_INDEX_BYTES, rel=0.01)

@@ -6,7 +6,7 @@ Settings, `--draft` and help texts take their choices from here. Torch-free: tor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
@@ -27,6 +27,7 @@ class ProposerSettings:
     remembered_tokens: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
 
 
 def _make_ngram(_settings: ProposerSettings, _progress: Progress) -> Proposer:
@@ -40,7 +41,9 @@ def _make_suffix(settings: ProposerSettings, _progress: Progress) -> Proposer:
 def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Proposer:
     from outrider.speculation.proposers.model_forward import open_draft_model
 
-    return open_draft_model(settings.model, settings.kv_cache, progress=progress)
+    return open_draft_model(
+        settings.model, settings.kv_cache, main_memory_bytes=settings.other_memory_bytes, progress=progress
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,12 @@ def make_ladder(
 
     Raises: as `make_proposer`.
     """
-    first = make_proposer(name, settings, progress=progress)
-    return first if second in (NO_PROPOSER, name) else LadderProposer([first, make_proposer(second, settings)])
+    if second in (NO_PROPOSER, name):
+        return make_proposer(name, settings, progress=progress)
+    settings = settings or ProposerSettings()
+    below = make_proposer(second, settings)
+    settings = replace(settings, other_memory_bytes=settings.other_memory_bytes + below.info.memory_bytes)
+    return LadderProposer([make_proposer(name, settings, progress=progress), below])
 
 
 def make_proposer(name: str, settings: ProposerSettings | None = None, *, progress: Progress = no_progress) -> Proposer:

@@ -43,12 +43,24 @@ class ModelForward:
 
     @classmethod
     def of(
-        cls, model: LoadedModel, *, kv_cache: KVCacheConfig, attention: str = "auto", graphs: GraphShapes | None = None
+        cls,
+        model: LoadedModel,
+        *,
+        kv_cache: KVCacheConfig,
+        attention: str = "auto",
+        graphs: GraphShapes | None = None,
+        main_memory_bytes: int = 0,
     ) -> ModelForward:
         """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
         backend = make_attention_backend(attention, model.device, model.spec.dtype)
         cache, runner = open_runner(
-            model, backend, kv_cache, num_rows=MAX_FORWARD_ROWS, num_logits=MAX_FORWARD_LOGITS, graphs=graphs
+            model,
+            backend,
+            kv_cache,
+            num_rows=MAX_FORWARD_ROWS,
+            num_logits=MAX_FORWARD_LOGITS,
+            graphs=graphs,
+            main_memory_bytes=main_memory_bytes,
         )
         pool = BlockPool(
             num_blocks=cache.num_blocks,
@@ -148,15 +160,19 @@ def _without(logits: Tensor, rows: Sequence[int], token_ids: Tensor) -> Tensor:
 
 
 def open_draft_model(
-    config: ModelConfig, kv_cache: KVCacheConfig, *, progress: Progress = no_progress
+    config: ModelConfig, kv_cache: KVCacheConfig, *, main_memory_bytes: int = 0, progress: Progress = no_progress
 ) -> DraftModelProposer:
-    """Loads the model. Raises: what `open_model` and `ModelForward.of` raise."""
+    """Loads the model. `main_memory_bytes`: what its cache leaves free for other things.
+
+    Raises: what `open_model` and `ModelForward.of` raise.
+    """
     model = open_model(config, progress=progress)
     forward = ModelForward.of(
         model,
         kv_cache=kv_cache,
         attention=attention_of(config, model.device),
         graphs=GraphShapes() if config.cuda_graphs else None,
+        main_memory_bytes=main_memory_bytes,
     )
     return DraftModelProposer(
         forward,
