@@ -277,6 +277,7 @@ def installed(monkeypatch):
         pytest.skip("needs triton")
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("has_flash_attn", "dtype", "expected"),
     [
@@ -306,6 +307,7 @@ def test_auto_on_a_gpu_without_triton_is_torch(monkeypatch):
             make_attention_backend(name, "cuda", "bfloat16")
 
 
+@pytest.mark.triton
 def test_what_flash_attn_cannot_do_is_refused_with_the_way_out(installed):
     with pytest.raises(ConfigError, match=r"float32.*torch_sdpa"):
         make_attention_backend("flash_attn", "cuda", "float32")

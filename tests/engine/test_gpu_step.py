@@ -62,7 +62,9 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=["torch_sdpa", "flash_attn", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.fixture(
+    params=["torch_sdpa", *(pytest.param(name, marks=pytest.mark.triton) for name in ("flash_attn", "triton"))]
+)
 def backend(request, monkeypatch):
     """The attention's name; with torch's no Triton kernel is there."""
     if request.param == "torch_sdpa":

@@ -64,31 +64,38 @@ async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_
 # ---------------------------------------------------------------- numerics
 
 
-@pytest.mark.parametrize("lost", [True, False], ids=["before the second", "of the first attempt"])
-async def test_two_attempts_never_run_at_once_where_a_prompt_is_computed_differently(node_pair, lost):
+@pytest.mark.parametrize("alike", ["lost", "busier", "of another kind than the decode nodes"])
+async def test_two_attempts_never_run_at_once_where_a_prompt_is_computed_differently(node_pair, alike):
+    """`alike`: what became of the prefill node that computed the first attempt's prompt."""
     same, other = node_pair.prefills
-    (other if lost else same).model = OTHER
-    if not lost:
-        other.model = OTHER
+    may_be_hedged = alike in ("lost", "busier")
+    other.model = OTHER
+    if not may_be_hedged:
+        same.model = OTHER
     node_pair.pace(0.01)
     await node_pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    if lost:
-        _link_of(node_pair, other).num_outstanding_tokens = 10_000  # it has more to do
+    if may_be_hedged:
+        _link_of(node_pair, other).num_outstanding_tokens = 50
     task, busy, free = await node_pair.begin(LONG)
-    if lost:
+    if alike == "lost":
         await same.stop()
         await node_pair.eventually(lambda: len(node_pair.service.nodes.prefill_nodes) == 1)
+    if may_be_hedged:
         _link_of(node_pair, other).num_outstanding_tokens = 0
+    if alike == "busier":
+        _link_of(node_pair, same).num_outstanding_tokens = 50
     num_prompts = len(other.requests)
     link = node_pair.link_of(busy)
     busy.freeze()
     await node_pair.eventually(lambda: link.is_late)
-    if lost:  # the decode node computes the prompt itself
+    if may_be_hedged:  # with the prompt from the decode node itself, or from the busier prefill node
         await node_pair.eventually(lambda: free.groups)
     else:
         await asyncio.sleep(0.3)
         assert not free.opened
     assert len(other.requests) == num_prompts
+    if alike == "busier":
+        _link_of(node_pair, same).num_outstanding_tokens -= 50
     assert (await node_pair.finish(task)).token_ids() == letters(busy.opened[-1], 0)
 
 
