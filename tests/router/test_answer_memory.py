@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 
 from outrider.errors import CapacityError, InvalidRequestError
 from outrider.request import Request, RequestOptions, SamplingParams
@@ -14,6 +16,7 @@ from router import answer_budget
 from router.answer_budget import LEFT_SECONDS, STALLED_SECONDS, AnswerBudget
 from router.clients import Caller
 from tests.router.conftest import PATIENCE_SECONDS
+from tests.support.memory import traced
 from tests.support.router_fakes import fake_model_info
 
 TOKEN = 96
@@ -204,3 +207,22 @@ async def end_of(cluster, call):
         failure = cluster.failure_of(error)
         return failure.code, failure.reason
     return None
+
+
+async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cluster):
+    await cluster.serve()
+
+    async def keep(num_answers):
+        for _ in range(num_answers):
+            await cluster.generate(
+                resume_window=duration_pb2.Duration(seconds=300), sampling=cluster.sampling(max_tokens=1)
+            )
+        cluster.decode.opened.clear()
+        cluster.prefill.requests.clear()
+        gc.collect()
+
+    await keep(5)  # what is made once
+    charged = cluster.services.answers.reserved_bytes
+    with traced() as size:
+        await keep(40)
+        assert size() <= cluster.services.answers.reserved_bytes - charged
