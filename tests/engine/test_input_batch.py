@@ -45,25 +45,17 @@ def test_rows_go_to_the_slots_of_their_positions_wherever_they_begin_and_end():
                 assert batch.on(CPU).block_tables.tolist() == [block_ids[: -(-(start + num) // block_size)].tolist()]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        SequenceRows([], 0, [1], 0),
-        SequenceRows([1, 2, 3, 4, 5], 0, [1], 1),
-        SequenceRows([1], 4, [1], 1),
-        SequenceRows([1], 0, [1], 2),
-        SequenceRows([1], 0, [1], 1, parents=(-1,)),
-        SequenceRows([1, 2, 3], 0, [1], 1, parents=(-1, 1)),
-    ],
-    ids=[
-        "no rows",
-        "too few blocks",
-        "too few blocks for the position",
-        "more logits than rows",
-        "no known token",
-        "a draft that follows itself",
-    ],
-)
+WRONG = {
+    "no rows": SequenceRows([], 0, [1], 0),
+    "too few blocks": SequenceRows([1, 2, 3, 4, 5], 0, [1], 1),
+    "too few blocks for the position": SequenceRows([1], 4, [1], 1),
+    "more logits than rows": SequenceRows([1], 0, [1], 2),
+    "no known token": SequenceRows([1], 0, [1], 1, parents=(-1,)),
+    "a draft that follows itself": SequenceRows([1, 2, 3], 0, [1], 1, parents=(-1, 1)),
+}
+
+
+@pytest.mark.parametrize("rows", WRONG.values(), ids=WRONG.keys())
 def test_rows_that_do_not_fit_are_a_bug_of_the_caller(rows):
     with pytest.raises(ValueError, match="sequence 0"):
         build_input_batch([rows], block_size=4)

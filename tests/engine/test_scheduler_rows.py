@@ -17,28 +17,22 @@ from tests.engine.schedules import (
     waiting,
 )
 
+STEPS = {
+    "decodes come first and a chunk fills the rest": ({"rows": 8}, (1, 2), [20], {}, [(1, 1, 0), (2, 1, 0), (3, 6, 0)]),
+    "several prompts share a step": ({"rows": 16}, (), [6, 6, 6], {}, [(1, 6, 0), (2, 6, 0), (3, 4, 0)]),
+    "drafts are granted beside the newest token": ({}, (1, 2), [], {1: 5}, [(1, 1, 5), (2, 1, 0)]),
+    "drafts stop at the row budget": (
+        {"rows": 10}, (1, 2, 3, 4), [], 5, [(1, 1, 5), (2, 1, 1), (3, 1, 0), (4, 1, 0)],
+    ),
+    "drafts leave half of the budget to a chunk": (
+        {"rows": 18}, (1, 2), [100], 9, [(1, 1, 8), (2, 1, 0), (3, 8, 0)],
+    ),
+    "a short chunk leaves the rest to drafts": ({"rows": 18}, (1,), [3], {1: 20}, [(1, 1, 14), (2, 3, 0)]),
+    "drafts that do not fit the blocks are fewer": ({"num_blocks": 3}, (1, 2), [], 6, [(1, 1, 4), (2, 1, 0)]),
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("room", "running", "prompts", "wanted", "rows"),
-    [
-        ({"rows": 8}, (1, 2), [20], {}, [(1, 1, 0), (2, 1, 0), (3, 6, 0)]),
-        ({"rows": 16}, (), [6, 6, 6], {}, [(1, 6, 0), (2, 6, 0), (3, 4, 0)]),
-        ({}, (1, 2), [], {1: 5}, [(1, 1, 5), (2, 1, 0)]),
-        ({"rows": 10}, (1, 2, 3, 4), [], 5, [(1, 1, 5), (2, 1, 1), (3, 1, 0), (4, 1, 0)]),
-        ({"rows": 18}, (1, 2), [100], 9, [(1, 1, 8), (2, 1, 0), (3, 8, 0)]),
-        ({"rows": 18}, (1,), [3], {1: 20}, [(1, 1, 14), (2, 3, 0)]),
-        ({"num_blocks": 3}, (1, 2), [], 6, [(1, 1, 4), (2, 1, 0)]),
-    ],
-    ids=[
-        "decodes come first and a chunk fills the rest",
-        "several prompts share a step",
-        "drafts are granted beside the newest token",
-        "drafts stop at the row budget",
-        "drafts leave half of the budget to a chunk",
-        "a short chunk leaves the rest to drafts",
-        "drafts that do not fit the blocks are fewer",
-    ],
-)
+
+@pytest.mark.parametrize(("room", "running", "prompts", "wanted", "rows"), STEPS.values(), ids=STEPS.keys())
 def test_rows_of_a_step(room, running, prompts, wanted, rows):
     scheduler = make_scheduler(**room)
     for key in running:

@@ -43,12 +43,7 @@ _LOWEST = np.float32(-32.0)
 
 
 def logarithm(values: Floats, rests: Floats | None = None) -> Floats:
-    """log(value + rest): same shape, float32.
-
-    Args:
-        values: float32, positive and normal.
-        rests: what rounding took from the values, at most half a unit in their last place; None: nothing.
-    """
+    """log(value + rest), as `outrider.engine.sampler.elementary.logarithm`: same shape, float32."""
     bits = values.view(np.int32)
     exponents = (bits - _SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
     f = (bits - (exponents << _MANTISSA_BITS)).view(np.float32)
@@ -70,14 +65,7 @@ def logarithm(values: Floats, rests: Floats | None = None) -> Floats:
 
 
 def masses_of(values: Floats, largest: Floats | np.float32) -> npt.NDArray[np.int64]:
-    """e^(value - largest) in steps of 2^-44, rounded to the nearest: same shape, int64, 2^44 for the largest.
-
-    Integers, so that a sum does not depend on its order.
-
-    Args:
-        values: float32, none above its row's largest.
-        largest: float32, broadcasts to them. Where it is infinite its equals weigh 2^44, all others nothing.
-    """
+    """e^(value - largest) in steps of 2^-44, as `outrider.engine.sampler.elementary.masses_of`: same shape, int64."""
     with np.errstate(invalid="ignore"):
         x = values - largest
     infinite = np.isinf(largest)

@@ -9,47 +9,40 @@ from outrider.engine.sampler import Sampler, SampleRows
 from outrider.request import SamplingParams
 from tests.oracle.sampler import OracleSampler
 
+NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 40, 49_152: 4, 151_936: 2}
+"""Random steps by size of the vocabulary; a quarter of them but in a full run."""
+
+
+def rows_by_shape(vocab_size, rng):
+    """One row of each shape: [vocab_size]."""
+    noise = rng.standard_normal(vocab_size)
+    ranks = np.log(np.arange(1, vocab_size + 1))
+    return {
+        "flat": noise * 0.01,
+        "equal": noise * 0,
+        "normal": noise * 2.5,
+        "zipf": rng.permutation(-1.3 * ranks) + noise * 0.3,
+        "peaked": rng.permutation(-8 * ranks),
+        "certain": np.where(np.arange(vocab_size) == vocab_size // 3, 500.0, noise),
+        "ties": np.round(noise * 2) / 2,
+        "bfloat16": noise * 4,
+        "banned": np.where(noise > 0.5, -np.inf, noise * 3),
+        "one left": np.where(np.arange(vocab_size) == vocab_size - 1, -30.0, -np.inf),
+        "nothing left": noise - np.inf,
+        "nan": np.where(noise > 3, np.nan, noise),
+        "huge": noise * 1e38,
+        "infinite": np.where(noise > 2.5, np.inf, noise),
+    }
+
+
+SHAPES = list(rows_by_shape(1, np.random.default_rng(0)))
+
 
 def logits_of(shape, vocab_size, rng):
     """One row: [vocab_size] float32."""
-    noise = rng.standard_normal(vocab_size)
-    ranks = np.log(np.arange(1, vocab_size + 1))
     with np.errstate(over="ignore"):
-        row = {
-            "flat": noise * 0.01,
-            "equal": noise * 0,
-            "normal": noise * 2.5,
-            "zipf": rng.permutation(-1.3 * ranks) + noise * 0.3,
-            "peaked": rng.permutation(-8 * ranks),
-            "certain": np.where(np.arange(vocab_size) == vocab_size // 3, 500.0, noise),
-            "ties": np.round(noise * 2) / 2,
-            "bfloat16": noise * 4,
-            "banned": np.where(noise > 0.5, -np.inf, noise * 3),
-            "one left": np.where(np.arange(vocab_size) == vocab_size - 1, -30.0, -np.inf),
-            "nothing left": noise - np.inf,
-            "nan": np.where(noise > 3, np.nan, noise),
-            "huge": noise * 1e38,
-            "infinite": np.where(noise > 2.5, np.inf, noise),
-        }[shape].astype(np.float32)
+        row = rows_by_shape(vocab_size, rng)[shape].astype(np.float32)
     return (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) if shape == "bfloat16" else row
-
-
-SHAPES = [
-    "flat",
-    "equal",
-    "normal",
-    "zipf",
-    "peaked",
-    "certain",
-    "ties",
-    "bfloat16",
-    "banned",
-    "one left",
-    "nothing left",
-    "nan",
-    "huge",
-    "infinite",
-]
 
 
 def random_params(rng, vocab_size, **fixed):

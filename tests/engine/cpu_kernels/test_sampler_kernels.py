@@ -16,7 +16,7 @@ from outrider.request import SamplingParams
 from tests.engine.cpu_kernels.libraries import with_few_for_tests
 from tests.oracle.arrivals import RaceKey, all_arrivals
 from tests.oracle.elementary import logarithm, masses_of
-from tests.oracle.random_steps import SHAPES, Pair, logits_of, random_known, random_step
+from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, logits_of, random_known, random_step
 
 
 @pytest.fixture(params=[1, 3], ids=["alone", "team of three"])
@@ -52,10 +52,6 @@ def test_masses_are_the_same_integers(library, largest):
 
 
 # ---- decisions
-
-
-NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 20, 49_152: 4, 151_936: 2}
-"""Random steps by size of the vocabulary; a quarter of them but in a full run."""
 
 
 @pytest.mark.parametrize(

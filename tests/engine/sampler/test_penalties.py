@@ -10,6 +10,7 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.penalties import PenaltyState
 from outrider.engine.sampler.sequence_sampling import Decision, SequenceSampling
 from tests.engine.sampler.reference import params_of
+from tests.oracle.sampler import OracleSampler
 
 VOCAB_SIZE = 100
 
@@ -59,7 +60,7 @@ def test_stop_tokens_are_banned_until_min_tokens_are_generated_drafts_included()
         for num_assumed in range(5):
             row = applied(params, [0.0] * 4, generated=[0] * num_generated, stops=[2, 3], assumed=[1] * num_assumed)
             is_banned = num_generated + num_assumed < 3
-            assert row == [0.0, 0.0, -np.inf, -np.inf] if is_banned else [0.0] * 4
+            assert row == ([0.0, 0.0, -np.inf, -np.inf] if is_banned else [0.0] * 4)
 
 
 def test_ids_beyond_the_vocabulary_are_ignored():
@@ -103,7 +104,7 @@ def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
     params, stops = params_of(**settings), [1, 2]
     sampler = make_sampler(VOCAB_SIZE)
 
-    def start():
+    def start(sampler=sampler):
         return sampler.start(
             params, sample=1, prompt_token_ids=prompt, generated_token_ids=generated, stop_token_ids=stops
         )
@@ -117,7 +118,9 @@ def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
         sequential += sampler.sample(row, [SampleRows(state, 6 + j)]).token_ids
         assumed += sampler.sample(row, [SampleRows(assuming, 6 + j, (), drafts[:j])]).token_ids
         sampler.commit(state, drafts[j : j + 1])
-    assert verified == sequential == assumed
+    oracle = OracleSampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool))
+    expected = oracle.sample(torch.from_numpy(logits), [SampleRows(start(oracle), 6, drafts)]).token_ids
+    assert verified == sequential == assumed == expected
 
 
 def test_ignoring_drafts_is_noticed(make_sampler):

@@ -7,10 +7,7 @@ import pytest
 
 from outrider.engine.sampler import SampleRows, torch_decider
 from outrider.request import LogprobsMode, LogprobsRequest
-from tests.oracle.random_steps import SHAPES, Pair, random_known, random_step
-
-NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 40, 49_152: 4, 151_936: 2}
-"""Random steps by size of the vocabulary; a quarter of them but in a full run."""
+from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, random_known, random_step
 
 
 @pytest.mark.parametrize(("vocab_size", "num_steps"), NUM_STEPS.items())
