@@ -45,24 +45,18 @@ class RunningCluster:
         self.client = Client(self.router_address)
 
     def status(self):
-        statuses = self.client.watch_cluster(interval_seconds=0.1)
-        try:
+        with contextlib.closing(self.client.watch_cluster(interval_seconds=0.1)) as statuses:
             return next(statuses)
-        finally:
-            statuses.close()
 
     def wait_for(self, condition, *, timeout_seconds=60.0, what="the condition"):
         """Looks at each new cluster status until `condition(status)`; returns how long that took."""
         started = time.monotonic()
-        statuses = self.client.watch_cluster(interval_seconds=0.1)
-        try:
+        with contextlib.closing(self.client.watch_cluster(interval_seconds=0.1)) as statuses:
             for status in statuses:
                 if condition(status):
                     return time.monotonic() - started
                 if time.monotonic() - started > timeout_seconds:
                     raise AssertionError(f"{what} did not come about in {timeout_seconds} s: {status}")
-        finally:
-            statuses.close()
         raise AssertionError("the status stream ended")
 
     def wait_until_all_serve(self, *, timeout_seconds=90.0):

@@ -12,11 +12,11 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from outrider.cli.connection import add_connection_arguments, read_tls
+from outrider.client.targets import DEFAULT_TARGET
 from outrider.errors import InvalidRequestError, NotFoundError, OutriderError, PeerLostError
 from outrider.rpc.channels import open_sync_channel
 from outrider.rpc.credentials import client_credentials
 
-DEFAULT_TARGET = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_SECONDS = 3.0
 
 

@@ -144,20 +144,13 @@ class Cluster:
         return {child.spec.name: child.exit_status for child in self._children if child.exit_status is not None}
 
     def status(self) -> dict[str, Any]:
-        """As JSON values: {"router": router_address, "nodes": [{role, name, address, pid, metrics_address}]}."""
+        """As JSON values: {"router": router_address, "nodes": [{role, name, …, state, log}]}."""
         nodes = self.nodes
         return {
             "router": ",".join(node.address for node in nodes if node.role == ROUTER and node.address),
             "nodes": [
-                {
-                    "role": node.role,
-                    "name": node.name,
-                    "address": node.address,
-                    "pid": node.pid,
-                    "metrics_address": node.metrics_address,
-                    "state": node.state.value,
-                    "log": str(node.log_path),
-                }
+                {name: getattr(node, name) for name in ("role", "name", "address", "pid", "metrics_address")}
+                | {"state": node.state.value, "log": str(node.log_path)}
                 for node in nodes
             ],
         }

@@ -12,6 +12,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.cli.main import main
+from outrider.v1 import router_pb2_grpc
+from tests.client.answering_router import Serving
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
 
@@ -61,11 +63,9 @@ def test_a_process_that_is_stopped_does_not_hold_the_probe(capsys):
 
 
 def test_a_server_without_health_is_none_of_ours(capsys):
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    assert main(["probe", "--target", f"127.0.0.1:{port}"]) == 1
-    server.stop(None).wait(timeout=60)
+    serving = Serving(router_pb2_grpc.RouterServiceServicer())
+    assert main(["probe", "--target", serving.address]) == 1
+    serving.stop()
     assert "has no health service" in capsys.readouterr().err
 
 

@@ -40,10 +40,6 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         entry = self.script.pop(0)
         return entry if isinstance(entry, tuple) else ((), entry)
 
-    def _answer(self, answer, request, context):
-        _, error = self._next(request, context)
-        return fail(context, error) if error else answer
-
     def Generate(self, request, context):
         parts, error = self._next(request, context)
         for index, part in enumerate(parts):
@@ -58,11 +54,10 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         yield router_pb2.GenerateResponse(request_id=request.request_id, summary=router_pb2.Summary())
 
     def Complete(self, request, context):
-        answer = router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
-        return self._answer(answer, request, context)
-
-    def GetModel(self, request, context):
-        return self._answer(router_pb2.GetModelResponse(name="m"), request, context)
+        _, error = self._next(request, context)
+        if error is not None:
+            fail(context, error)
+        return router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
 
 
 WHOLE = (("started", "a", "b"), None)
@@ -160,12 +155,6 @@ def test_all_attempts_share_one_deadline(generate, complete, router):
     with pytest.raises(CapacityError):  # the wait would outlast the deadline: the error stands at once
         complete(timeout_seconds=WAIT_SECONDS)
     assert time.monotonic() - started_at < WAIT_SECONDS / 2
-
-
-def test_the_calls_that_need_no_node_are_made_again_too(served, router):
-    router.script = [LOST, None]
-    with Client(served[1], retry=QUICK) as client:
-        assert client.model().name == "m"
 
 
 def test_a_cancel_ends_the_wait_for_the_next_attempt(served, router):

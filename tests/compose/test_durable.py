@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.client import Client
-from tests.compose.project import Project, free_port, wait_for, with_models
+from tests.compose.project import Project, free_port, with_models
 from tests.compose.story import PROMPT, WHOLE_SECONDS, begun_story
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
@@ -32,12 +32,3 @@ def test_an_answer_of_a_killed_router_goes_on_at_the_other_one(durable):
     assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"
     assert tuple(story.token_ids) == tuple(whole.completions[0].token_ids)
     assert any(line["event"] == "request taken over" for line in durable.logs("router_2", is_json=True))
-
-
-def test_without_its_store_a_router_still_answers(durable):
-    durable.up()
-    wait_for(durable.is_whole, what="a whole and healthy cluster")
-    durable.run("kill", "valkey")
-    with durable.client() as client:
-        assert client.complete(PROMPT, max_tokens=8, temperature=0, timeout_seconds=60).text
-    durable.up()

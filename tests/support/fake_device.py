@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import overload
 
-from tests.support.fake_engine import Rows, ScriptedModel, ScriptedModelRunner, ScriptedRows
+from tests.support.fake_engine import ScriptedModel, ScriptedModelRunner, ScriptedRows
 from tests.support.fake_kv_cache import ScriptedKVCache
 
 
@@ -20,7 +19,7 @@ class ScriptedDevice:
 
     def __init__(self, runner: ScriptedModelRunner) -> None:
         self._runner = runner
-        self._queued: list[tuple[Sequence[Rows], LaterLogits]] = []
+        self._queued: list[tuple[Sequence[ScriptedRows], LaterLogits]] = []
         self.on_launch: Callable[[], None] = lambda: None  # a pass is queued
         self.on_wait: Callable[[], None] = lambda: None  # its results are asked for; returns when the device is done
 
@@ -36,8 +35,8 @@ class ScriptedDevice:
     def is_computing(self) -> bool:
         return bool(self._queued)
 
-    def forward(self, rows: Sequence[Rows]) -> LaterLogits:
-        """Returns at once. Rows are read now, as the input of a real pass is laid out before it is queued."""
+    def forward(self, rows: Sequence[ScriptedRows]) -> LaterLogits:
+        """Returns at once. ScriptedRows are read now, as the input of a real pass is laid out before it is queued."""
         snapshot = [
             ScriptedRows(
                 tuple(row.token_ids), row.start_position, tuple(row.block_ids), row.num_logits, tuple(row.parents)
@@ -69,11 +68,7 @@ class LaterLogits(Sequence[Sequence[float]]):
     def __len__(self) -> int:
         return self._num_logits
 
-    @overload
-    def __getitem__(self, index: int) -> Sequence[float]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sequence[float]]: ...
-    def __getitem__(self, index: int | slice) -> Sequence[float] | Sequence[Sequence[float]]:
+    def __getitem__(self, index: int | slice) -> Sequence:
         """Waits for the device."""
         if self.values is None:
             self._device.on_wait()

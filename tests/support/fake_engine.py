@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.pending import Pending
@@ -56,24 +56,9 @@ class ScriptedModel:
         return context[len(prompt_token_ids) :]
 
 
-class Rows(Protocol):
-    """What `outrider.engine.input_batch.SequenceRows` has."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def start_position(self) -> int: ...
-    @property
-    def block_ids(self) -> Sequence[int]: ...
-    @property
-    def num_logits(self) -> int: ...
-    @property
-    def parents(self) -> Sequence[int]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ScriptedRows:
-    """A `Rows` for tests that do without input_batch, which imports torch."""
+    """What `outrider.engine.input_batch.SequenceRows` has, which imports torch: either will do here."""
 
     token_ids: Sequence[int]
     start_position: int
@@ -93,7 +78,9 @@ class ScriptedModelRunner:
         self.num_forwards = 0
         self.num_rows: list[int] = []  # of each forward
 
-    def forward(self, rows: Sequence[Rows], *, on_layer_done: Callable[[int], None] | None = None) -> list[list[float]]:
+    def forward(
+        self, rows: Sequence[ScriptedRows], *, on_layer_done: Callable[[int], None] | None = None
+    ) -> list[list[float]]:
         """Pseudo logits of the rows that need them, in order.  # [num_logits][vocab_size]"""
         cache = self.kv_cache
         for layer in range(cache.num_layers):
@@ -117,12 +104,12 @@ class ScriptedModelRunner:
                 logits.append(self.model.logits(cache.context(row.block_ids, end, path)))
         return logits
 
-    def _slot(self, row: Rows, place: int) -> int:
+    def _slot(self, row: ScriptedRows, place: int) -> int:
         """Where the tokens of a sequence lie in the order of its rows."""
         size = self.kv_cache.block_size
         return row.block_ids[place // size] * size + place % size
 
-    def target_token_ids(self, rows: Sequence[Rows]) -> list[int]:
+    def target_token_ids(self, rows: Sequence[ScriptedRows]) -> list[int]:
         """The greedy choice of every row that needs logits, in order."""
         return [greedy(row) for row in self.forward(rows)]
 
@@ -222,7 +209,9 @@ class ScriptedEngine:
     def is_asynchronous(self) -> bool:
         return self.runner.is_asynchronous
 
-    def forward(self, block_copies: Sequence[tuple[int, int]], rows: Sequence[Rows]) -> Sequence[Sequence[float]]:
+    def forward(
+        self, block_copies: Sequence[tuple[int, int]], rows: Sequence[ScriptedRows]
+    ) -> Sequence[Sequence[float]]:
         self.kv_cache.copy_blocks(block_copies)
         self.clock.mark(Part.BATCH)
         logits = self.runner.forward(rows)
@@ -238,7 +227,7 @@ def _path(parents: Sequence[int], draft: int) -> list[int]:
     return path
 
 
-def _depth(row: Rows, place: int) -> int:
+def _depth(row: ScriptedRows, place: int) -> int:
     """How many tokens of a sequence's rows come before this one in the text."""
     num_known = len(row.token_ids) - len(row.parents)
     return place if place < num_known else num_known + len(_path(row.parents, place - num_known)) - 1

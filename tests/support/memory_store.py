@@ -148,27 +148,17 @@ class MemoryAnswerStore:
         record.expires_at = self._records.clock() + self._lease_seconds + record.stored.resume_window_seconds
 
 
+def _unless_lost(name):
+    async def call(store, *arguments, **named):
+        if store.is_lost:
+            raise StoreError("the scripted store is lost")
+        return await getattr(MemoryAnswerStore, name)(store, *arguments, **named)
+
+    return call
+
+
 class FlakyStore(MemoryAnswerStore):
     """Answers unless `is_lost`."""
 
     is_lost = False
-
-    async def create(self, stored: StoredRequest) -> None:
-        self._check()
-        await super().create(stored)
-
-    async def append(self, spans: Iterable[TokenSpan]) -> None:
-        self._check()
-        await super().append(spans)
-
-    async def renew(self, request_ids: Iterable[str]) -> Renewal:
-        self._check()
-        return await super().renew(request_ids)
-
-    async def claim(self, request_id: str, *, fingerprint: str) -> StoredAnswer | None:
-        self._check()
-        return await super().claim(request_id, fingerprint=fingerprint)
-
-    def _check(self) -> None:
-        if self.is_lost:
-            raise StoreError("the scripted store is lost")
+    create, append, renew, claim = map(_unless_lost, ("create", "append", "renew", "claim"))
