@@ -232,6 +232,11 @@ async def test_draft_nodes_are_watched_and_name_the_proposer(cluster):
     model = await cluster.stub.GetModel(router_pb2.GetModelRequest())
     assert (model.proposer, model.num_speculative_tokens) == ("draft_model:tiny", 4)
     assert (await status_of(cluster, "draft-0")).role == router_pb2.NODE_ROLE_DRAFT
+    with structlog.testing.capture_logs() as log:
+        await cluster.nodes.pop().stop()
+        await cluster.eventually(
+            lambda: ("node lost", "draft-0") in [(line["event"], line.get("node")) for line in log]
+        )
 
 
 async def test_a_draft_node_of_another_vocabulary_is_refused(cluster):
