@@ -100,6 +100,23 @@ class BlockSink:
         return slots_of(self.blocks, region.end_token, BLOCK_SIZE)[region.start_token :]
 
 
+def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_read_held=False, **options):
+    """`options`: of the request."""
+    call = PrefillCall(
+        sequence_group_id=bytes(16),
+        fingerprint="",
+        request_id="r",
+        transfer_id=transfer_id,
+        token_ids=tuple(token_ids),
+        kv_address=address,
+        decode_incarnation=incarnation,
+        held_prefix_length=held,
+        may_read_held=may_read_held,
+        options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1), **options),
+    )
+    return PrefillJob(job_id, call)
+
+
 class Rig:
     """A prefill loop on a scripted engine, in its thread, and the decode sides that it pushes to."""
 
@@ -150,28 +167,13 @@ class Rig:
             self.ended.update({end.job_id: end.result for end in ended})
             self.changed.notify_all()
 
-    def submit(self, token_ids, *, held=0, priority=0, transfer_id=None, to=None, cache_salt=b"", may_read_held=False):
-        """`to`: a decode side, the first where none is named."""
+    def submit(self, token_ids, *, held=0, transfer_id=None, to=None, **options):
+        """`to`: a decode side, the first where none is named. `options`: see `job_of`."""
         side, blocks = to or self.decode, None
         if transfer_id is None:
             transfer_id, blocks = side.expect(token_ids, held=held)
-        job = PrefillJob(
-            next(self._ids),
-            PrefillCall(
-                sequence_group_id=bytes(16),
-                fingerprint="",
-                request_id="r",
-                transfer_id=transfer_id,
-                token_ids=tuple(token_ids),
-                kv_address=side.address,
-                decode_incarnation=side.incarnation,
-                held_prefix_length=held,
-                may_read_held=may_read_held,
-                options=RequestOptions(
-                    sampling=SamplingParams(seed=0, max_tokens=1), priority=priority, cache_salt=cache_salt
-                ),
-            ),
-        )
+        where = {"transfer_id": transfer_id, "address": side.address, "incarnation": side.incarnation}
+        job = job_of(next(self._ids), token_ids, held=held, **where, **options)
         self.loop.submit(job)
         return job, blocks
 

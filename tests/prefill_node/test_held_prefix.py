@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import AbortedError
-from outrider.kv_transfer.base import FrameHeader
 from outrider.prefill import PrefillFigures
 from prefill_node.jobs import CancelJob
+from tests.support.waiting import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 30.0
 PROMPT = list(range(100, 250))
 NUM_HELD = 101
 
@@ -47,30 +46,23 @@ def test_it_is_computed_where(rig, held, may_read_held):
     assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
 
 
-@pytest.mark.parametrize("lie", [None, "checksum", "payload"])
-def test_everything_is_computed_when_the_read_fails(rig, monkeypatch, lie):
+@pytest.mark.parametrize("fault", ["not held", "altered", "not writable"])
+def test_everything_is_computed_when_the_read_fails(rig, monkeypatch, fault):
     read = rig.decode.inbox.read
 
     def altered(transfer_id, region):
-        if lie is None:
-            return None
         header, payload = read(transfer_id, region)
-        if lie == "payload":
-            return header, memoryview(bytes(len(payload)))
-        return FrameHeader(**{**{name: getattr(header, name) for name in header.__slots__}, "checksum": 1}), payload
+        return header, memoryview(bytes(len(payload)))
 
-    monkeypatch.setattr(rig.decode.inbox, "read", altered)
-    figures, blocks = rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
-    assert counts_of(figures) == (0, 0, len(PROMPT))
-    assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
-    rig.wait_until_idle()
-
-
-def test_everything_is_computed_when_what_was_read_cannot_be_written(rig, monkeypatch):
     def refuse(*_arguments, **_options):
         raise RuntimeError("the cache refuses")
 
-    monkeypatch.setattr(rig.engine.kv_cache, "write", refuse)
+    owner, name, faulty = {
+        "not held": (rig.decode.inbox, "read", lambda *_: None),
+        "altered": (rig.decode.inbox, "read", altered),
+        "not writable": (rig.engine.kv_cache, "write", refuse),
+    }[fault]
+    monkeypatch.setattr(owner, name, faulty)
     figures, blocks = rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
     assert counts_of(figures) == (0, 0, len(PROMPT))
     assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT

@@ -92,21 +92,14 @@ def test_many_prompts_cached_whole_do_not_stall_the_loop(make_rig):
     assert all(rig.result(job).num_cached_tokens == 8 for job in jobs)
 
 
-@pytest.mark.parametrize("held", [4, 8, 10, 29])
-def test_the_held_prefix_is_computed_but_not_pushed(rig, held):
-    result, _ = rig.prefill(prompt(30), held=held)
-    assert result.num_computed_tokens == 30
-    assert result.kv_bytes == (30 - held) * 16
-    assert min(start for _, _, start, _ in rig.decode.regions) == held
-
-
-@pytest.mark.parametrize("held", [4, 27, 28, 29])
-def test_of_the_cached_prefix_only_what_is_not_held_is_pushed(rig, held):
-    rig.prefill(prompt(30))
-    rig.decode.regions.clear()
-    result, _ = rig.prefill(prompt(30), held=held)
-    assert result.num_cached_tokens == 28
-    assert result.kv_bytes == (30 - held) * 16
+@pytest.mark.parametrize("held", [4, 8, 10, 27, 28, 29])
+def test_of_what_is_computed_or_cached_only_what_is_not_held_is_pushed(rig, held):
+    for num_cached in (0, 28):
+        rig.decode.regions.clear()
+        result, _ = rig.prefill(prompt(30), held=held)
+        assert (result.num_cached_tokens, result.num_computed_tokens) == (num_cached, 30 - num_cached)
+        assert result.kv_bytes == (30 - held) * 16
+        assert min(start for _, _, start, _ in rig.decode.regions) == held
 
 
 def test_a_prompt_that_is_held_whole_only_commits(rig):
@@ -128,20 +121,6 @@ def test_the_first_layers_arrive_while_later_ones_are_computed(make_rig):
     rig.start()
     rig.prefill(prompt(8))
     assert {layers for _, layers, _, _ in arrived} == {range(1)}
-
-
-def test_a_slow_decode_node_does_not_hold_up_other_prompts(make_rig):
-    rig = make_rig(num_blocks=64).start()
-    slow, quick = rig.decode, rig.other_decode
-    slow.gate.clear()
-    stuck, _ = rig.submit(prompt(16, first=1), to=slow)
-    result, blocks = rig.prefill(prompt(16, first=500), to=quick)
-    assert isinstance(result, PrefillFigures)
-    assert quick.cache.context(blocks, 16) == prompt(16, first=500)
-    wait_for(lambda: rig.loop.prompt_tokens.num_outstanding == 0)  # both computed, though one was not taken
-    assert stuck.job_id not in rig.ended
-    slow.gate.set()
-    assert isinstance(rig.result(stuck), PrefillFigures)
 
 
 def test_blocks_of_a_push_stay_pinned_until_it_ends(make_rig):
@@ -182,22 +161,6 @@ def test_cancelling_a_job_in_computation_stops_it_and_frees_everything(make_rig)
     assert job.job_id not in rig.ended
 
 
-def test_cancelling_a_job_whose_push_is_stuck_frees_everything(make_rig):
-    rig = make_rig().start()
-    rig.decode.gate.clear()
-    job, _ = rig.submit(prompt(16))
-    wait_for(lambda: rig.loop.prompt_tokens.num_outstanding == 0)
-    rig.loop.submit(CancelJob(job.job_id))
-    rig.decode.gate.set()
-    rig.wait_until_idle()
-
-
-def test_a_transfer_that_the_decode_node_does_not_expect_fails_the_job(rig):
-    job, _ = rig.submit(prompt(24), transfer_id=b"x" * 16)
-    assert isinstance(rig.result(job), AbortedError)
-    rig.wait_until_idle()
-
-
 def test_a_decode_node_that_closes_the_transfer_stops_the_job(make_rig):
     rig = make_rig()
     job, _ = rig.submit(prompt(80))
@@ -228,17 +191,11 @@ def test_a_refused_frame_ends_the_job_before_the_rest_is_computed(make_rig):
     assert rig.decode.completed == {}
 
 
-def test_nobody_at_the_kv_address_fails_the_job(make_rig):
-    rig = make_rig(connector=InMemoryConnector({})).start()
-    job, _ = rig.submit(prompt(24))
-    assert isinstance(rig.result(job), PeerLostError)
-    rig.wait_until_idle()
-
-
 def test_a_failed_push_leaves_a_prefix_cache_that_makes_the_retry_cheap(make_rig):
     rig = make_rig().start()
     job, _ = rig.submit(prompt(24), transfer_id=b"x" * 16)
     assert isinstance(rig.result(job), AbortedError)
+    assert rig.decode.completed == {}
     result, blocks = rig.prefill(prompt(24))
     assert result.num_cached_tokens >= 8  # the first chunk is computed before the loop learns of the push
     assert result.num_computed_tokens == 24 - result.num_cached_tokens
@@ -335,7 +292,7 @@ def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
     stuck = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(4)]
     rig.start()
     assert rig.decode.is_writing.wait(30)
-    for job in stuck:
+    for job in reversed(stuck):
         rig.loop.submit(CancelJob(job.job_id))
     jobs = [rig.submit(prompt(8, first=1000 * (n + 1))) for n in range(4)]
     urgent, _ = rig.submit(prompt(8, first=9000), priority=1)
@@ -362,13 +319,3 @@ def test_a_decode_node_that_takes_nothing_leaves_pushes_to_the_others(make_rig):
     for job in stuck:
         assert isinstance(rig.result(job), PrefillFigures)
     rig.wait_until_idle()
-
-
-def test_a_job_that_is_cancelled_before_its_turn_leaves_nothing(make_rig):
-    rig = make_rig(max_pushes=0)
-    jobs = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(3)]
-    for job in jobs[:2]:
-        rig.loop.submit(CancelJob(job.job_id))
-    rig.start()
-    rig.wait_until_idle()
-    assert rig.loop.num_waiting == 0

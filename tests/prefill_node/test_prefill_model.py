@@ -24,12 +24,13 @@ from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks, slots_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.prefill import PrefillCall, PrefillFigures
-from outrider.request import RequestOptions, SamplingParams
+from outrider.prefill import PrefillFigures
 from prefill_node.forward import PagedForward
-from prefill_node.jobs import PrefillJob, Stop
+from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
+from tests.prefill_node.conftest import job_of
 from tests.support.tiny_model import make_tiny_model
+from tests.support.waiting import PATIENCE_SECONDS
 
 INCARNATION = b"d" * 16
 BLOCK_SIZE = 16
@@ -83,42 +84,21 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
     try:
         for attempt in (1, 2):  # the second is pushed from the prefix cache
             transfer_id = os.urandom(16)
-            receiver.open(
-                TransferSpec(
-                    transfer_id=transfer_id,
-                    incarnation=INCARNATION,
-                    start_token=held,
-                    end_token=150,
-                    planes=model.spec.planes,
-                ),
-                ReservedBlocks(decode_cache, blocks),
-            )
-            loop.submit(
-                PrefillJob(
-                    attempt,
-                    PrefillCall(
-                        sequence_group_id=bytes(16),
-                        fingerprint="",
-                        request_id="r",
-                        transfer_id=transfer_id,
-                        token_ids=tuple(tokens),
-                        kv_address=f"127.0.0.1:{port}",
-                        decode_incarnation=INCARNATION,
-                        held_prefix_length=held,
-                        options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1)),
-                    ),
-                )
-            )
-            result = ended.get(timeout=30)
+            ids = {"transfer_id": transfer_id, "incarnation": INCARNATION}
+            spec = TransferSpec(**ids, start_token=held, end_token=150, planes=model.spec.planes)
+            receiver.open(spec, ReservedBlocks(decode_cache, blocks))
+            where = {"transfer_id": transfer_id, "address": f"127.0.0.1:{port}", "incarnation": INCARNATION}
+            loop.submit(job_of(attempt, tokens, held=held, **where))
+            result = ended.get(timeout=PATIENCE_SECONDS)
             assert isinstance(result, PrefillFigures), result
             assert result.num_cached_tokens == (0 if attempt == 1 else 144)
-            assert result.connector == news.get(timeout=30).connector == connector_name
+            assert result.connector == news.get(timeout=PATIENCE_SECONDS).connector == connector_name
             assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks)
             wipe(decode_cache)
             receiver.close(transfer_id)
     finally:
         loop.submit(Stop())
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
         connector.close()
         receiver.stop()
     pool.check_integrity([])

@@ -14,14 +14,7 @@ from outrider.service.liveness import (
     Standing,
     watch_progress,
 )
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.fake_clock import FakeClock
 
 
 def report(step: int, *, expected: float = 0.0, age: float = 0.0) -> NodeReport:
@@ -31,16 +24,16 @@ def report(step: int, *, expected: float = 0.0, age: float = 0.0) -> NodeReport:
 
 
 def make_deadline() -> tuple[ProgressDeadline, FakeClock]:
-    clock = FakeClock()
+    clock = FakeClock(100.0)
     return ProgressDeadline(grace_seconds=2.0, clock=clock), clock
 
 
 def test_silence_past_the_grace_is_a_loss():
     deadline, clock = make_deadline()
     deadline.feed(report(1))
-    clock.now += 1.9
+    clock.advance(1.9)
     assert not deadline.is_lost()
-    clock.now += 0.2
+    clock.advance(0.2)
     assert deadline.is_lost()
 
 
@@ -48,12 +41,12 @@ def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
     deadline, clock = make_deadline()
     for age in range(10):
         deadline.feed(report(1, expected=0.1, age=0.5 * age))
-        clock.now += 0.1
+        clock.advance(0.1)
     assert deadline.is_late()
     assert deadline.standing is Standing.LATE
-    clock.now += REPORT_SECONDS + SILENT_SECONDS + 0.09
+    clock.advance(REPORT_SECONDS + SILENT_SECONDS + 0.09)
     assert not deadline.advance()
-    clock.now += 0.02
+    clock.advance(0.02)
     assert deadline.advance()
     assert deadline.standing is Standing.SILENT
     assert not deadline.is_lost()
@@ -62,7 +55,7 @@ def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
 def test_after_a_stall_of_this_process_a_late_node_is_not_silent_at_once():
     deadline, clock = make_deadline()
     deadline.feed(report(1))
-    clock.now += 1.9  # late and silent long since; reports may lie unread
+    clock.advance(1.9)  # late and silent long since; reports may lie unread
     assert deadline.advance()
     assert deadline.standing is Standing.LATE
     assert not deadline.advance()
@@ -72,7 +65,7 @@ def test_an_idle_node_lives_as_long_as_it_reports():
     deadline, clock = make_deadline()
     for _ in range(100):
         deadline.feed(report(7))
-        clock.now += 0.2
+        clock.advance(0.2)
         assert not deadline.is_lost()
 
 
@@ -85,16 +78,16 @@ def test_a_long_step_is_no_loss_but_one_that_never_ends_is():
         if deadline.is_lost():
             break
         alive_seconds = tick * 0.2
-        clock.now += 0.2
+        clock.advance(0.2)
     assert STEP_TOLERANCE < alive_seconds < STEP_TOLERANCE + 3.0, "the tolerance, and a grace of 2 s"
 
 
 def test_without_reports_a_long_step_is_waited_for_less_long():
     deadline, clock = make_deadline()
     deadline.feed(report(7, expected=0.3))
-    clock.now += 2.0 + REPORT_TOLERANCE * 0.3 - 0.1
+    clock.advance(2.0 + REPORT_TOLERANCE * 0.3 - 0.1)
     assert not deadline.is_lost()
-    clock.now += 0.2
+    clock.advance(0.2)
     assert deadline.is_lost()
 
 
@@ -102,14 +95,14 @@ def test_steps_that_move_keep_a_busy_node_alive():
     deadline, clock = make_deadline()
     for step in range(100):
         deadline.feed(report(step, expected=0.05, age=0.01))
-        clock.now += 1.0
+        clock.advance(1.0)
         assert not deadline.is_lost()
 
 
 def test_the_grace_is_at_least_a_second():
     clock = FakeClock()
     deadline = ProgressDeadline(grace_seconds=0.0, clock=clock)
-    clock.now += 0.9
+    clock.advance(0.9)
     assert not deadline.is_lost()
 
 
@@ -120,7 +113,7 @@ async def test_a_loop_that_always_lags_declares_losses_all_the_same():
             await asyncio.sleep(0)
 
     deadline, clock = make_deadline()
-    clock.now += 10.0
+    clock.advance(10.0)
     lagging = asyncio.create_task(lag())
     async with asyncio.timeout(30.0):
         await watch_progress(deadline, lambda: None)
@@ -135,9 +128,9 @@ async def test_the_watch_tells_of_each_change_until_the_loss():
 
     def tell():
         told.append(deadline.standing)
-        clock.now += deadline.next_change()[1]
+        clock.advance(deadline.next_change()[1])
 
-    clock.now += deadline.next_change()[1]
+    clock.advance(deadline.next_change()[1])
     async with asyncio.timeout(30.0):
         await watch_progress(deadline, tell)
     assert told == [Standing.LATE, Standing.SILENT]
