@@ -223,7 +223,10 @@ class TransferInbox:
 
     def accept(self, header: FrameHeader, payload: memoryview) -> Disposition:
         """Checks a frame and writes it. `payload` may be changed by nobody during the call."""
-        disposition = self._accept(header, payload)
+        return self.note(self._accept(header, payload))
+
+    def note(self, disposition: Disposition) -> Disposition:
+        """Counts what became of a frame."""
         self.count(f"frames_{disposition.name.lower()}")
         return disposition
 

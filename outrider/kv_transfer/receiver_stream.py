@@ -75,10 +75,8 @@ class ReceiverStream:
             case Read():
                 held = self._inbox.read(transfer_id, message.region)
                 return NOT_HELD if held is None else encode_held(*held)
-            case Frame():
-                return encode_ack(Ack(sequence=message.sequence, disposition=self._accept_frame(message)))
-            case SlotFrame():
-                return encode_ack(Ack(sequence=message.sequence, disposition=self._accept_slot(message)))
+            case Frame() | SlotFrame():
+                return encode_ack(Ack(sequence=message.sequence, disposition=self._accept(message)))
             case Commit():
                 return encode_commit_answer(self._inbox.commit(transfer_id, message.manifest))
             case Cancel():
@@ -117,23 +115,16 @@ class ReceiverStream:
         if self._num_false_hellos == MAX_FALSE_HELLOS:
             self._cancel()
 
-    def _accept_frame(self, frame: Frame) -> Disposition:
+    def _accept(self, frame: Frame | SlotFrame) -> Disposition:
         if frame.header.transfer_id != self.transfer_id:
-            return self._refuse(Disposition.STALE)
-        return self._inbox.accept(frame.header, frame.payload)
-
-    def _accept_slot(self, frame: SlotFrame) -> Disposition:
-        if frame.header.transfer_id != self.transfer_id:
-            return self._refuse(Disposition.STALE)
+            return self._inbox.note(Disposition.STALE)
+        if isinstance(frame, Frame):
+            return self._inbox.accept(frame.header, frame.payload)
         arena = self._arena  # `break_off` comes from another thread
         payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
         if payload is None:
-            return self._refuse(Disposition.OUT_OF_BOUNDS)
+            return self._inbox.note(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)
-
-    def _refuse(self, disposition: Disposition) -> Disposition:
-        self._inbox.count(f"frames_{disposition.name.lower()}")
-        return disposition
 
     def break_off(self) -> None:
         """The stream has ended. Idempotent; fails the transfer unless it was committed."""

@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import PeerLostError
-from outrider.kv_transfer.base import DrainState, Region, TransferSpec
+from outrider.kv_transfer.base import DrainState, Region
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
+from tests.kv_transfer.peer_process import spec_of
 from tests.support.waiting import wait_for
 
 PROGRAM = Path(__file__).with_name("peer_process.py")
-PLANES = (PlaneSpec("k", 1, 1, 16, "float32"),)
 PROGRESS_SECONDS = 2.0
 """Of a receiver whose senders say every 0.2 s that they live: a busy machine holds nobody up for so long."""
 
@@ -91,10 +90,12 @@ def connector(request):
     made.close()
 
 
-def spec_of(transfer_id):
-    return TransferSpec(
-        transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096 * 16, planes=PLANES
-    )
+@pytest.fixture
+def receiving(child):
+    """A receiver, its address, and a transfer that it expects."""
+    spec = spec_of(os.urandom(16))
+    receiver = child("receive", spec.transfer_id.hex())
+    return receiver, f"127.0.0.1:{receiver.line()[1]}", spec
 
 
 def put_until_it_blocks(sender):
@@ -102,11 +103,9 @@ def put_until_it_blocks(sender):
         sender.put(Region.of("k", range(1), range(start, start + 1024), range(1)), bytes(64 * 1024))
 
 
-def test_a_frozen_receiver_does_not_hold_the_sender(child, connector):
-    transfer_id = os.urandom(16)
-    receiver = child("receive", transfer_id.hex())
-    port = receiver.line()[1]
-    sender = connector.connect(f"127.0.0.1:{port}", spec_of(transfer_id))
+def test_a_frozen_receiver_does_not_hold_the_sender(receiving, connector):
+    receiver, *target = receiving
+    sender = connector.connect(*target)
     receiver.freeze()
     with pytest.raises(PeerLostError):
         put_until_it_blocks(sender)
@@ -114,24 +113,20 @@ def test_a_frozen_receiver_does_not_hold_the_sender(child, connector):
     assert sender.cancel() is DrainState.UNKNOWN
 
 
-def test_a_frozen_receiver_is_not_connected_to(child, connector):
-    transfer_id = os.urandom(16)
-    receiver = child("receive", transfer_id.hex())
-    port = receiver.line()[1]
+def test_a_frozen_receiver_is_not_connected_to(receiving, connector):
+    receiver, *target = receiving
     receiver.freeze()
     quick = make_connector(KvTransferConfig(connector=connector.name, connect_seconds=0.5))
     try:
         with pytest.raises(PeerLostError):
-            quick.connect(f"127.0.0.1:{port}", spec_of(transfer_id))
+            quick.connect(*target)
     finally:
         quick.close()
 
 
-def test_a_killed_receiver_ends_the_sender_at_once(child, connector):
-    transfer_id = os.urandom(16)
-    receiver = child("receive", transfer_id.hex())
-    port = receiver.line()[1]
-    sender = connector.connect(f"127.0.0.1:{port}", spec_of(transfer_id))
+def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector):
+    receiver, *target = receiving
+    sender = connector.connect(*target)
     receiver.signal(signal.SIGKILL)
     receiver.process.wait(60)
     with pytest.raises(PeerLostError):
@@ -145,10 +140,7 @@ def test_a_killed_receiver_ends_the_sender_at_once(child, connector):
 def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, peers, receiver_factory, connector_name):
     receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
     transfer_id, sink = os.urandom(16), peers.sink()
-    receiver.open(
-        TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
-        sink,
-    )
+    receiver.open(spec_of(transfer_id), sink)
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", connector_name)
     assert sender.line() == ["connected", connector_name]
     sender.say()
@@ -169,10 +161,7 @@ def test_a_frozen_sender_fails_the_transfer_and_cannot_hurt_once_thawed(child, p
 def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiver_factory):
     receiver, port = receiver_factory(progress_seconds=PROGRESS_SECONDS)
     transfer_id, sink = os.urandom(16), peers.sink()
-    receiver.open(
-        TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
-        sink,
-    )
+    receiver.open(spec_of(transfer_id), sink)
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "grpc")
     sender.line()
     with pytest.raises(queue.Empty):  # a deadline passes
@@ -185,10 +174,7 @@ def test_a_living_sender_with_nothing_to_send_is_not_failed(child, peers, receiv
 def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_factory):
     receiver, port = receiver_factory()
     transfer_id = os.urandom(16)
-    receiver.open(
-        TransferSpec(transfer_id=transfer_id, incarnation=b"i" * 16, start_token=0, end_token=4096, planes=PLANES),
-        peers.sink(),
-    )
+    receiver.open(spec_of(transfer_id), peers.sink())
     sender = child("send", transfer_id.hex(), f"127.0.0.1:{port}", "shared_memory")
     sender.line()
     sender.signal(signal.SIGKILL)

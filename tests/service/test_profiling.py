@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 
 from outrider.errors import AlreadyRunningError, InvalidRequestError, NotSupportedError, PeerLostError
-from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+from outrider.node import NodeState
 from outrider.profile import (
     Captured,
     EndProfile,
@@ -23,6 +24,7 @@ from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeServicer
 from outrider.service.profiling import fetch_profile, make_profile_desk
 from outrider.v1 import node_pb2_grpc
+from tests.service.conftest import INFO, REPORT
 
 PATIENCE_SECONDS = 30.0
 TRACE = os.urandom(3_000_000)
@@ -66,21 +68,12 @@ class Served:
         desk = make_profile_desk(
             is_allowed=is_allowed, node_name=lambda: "decode@x", submit=self.engine.commands.put_nowait
         )
-        servicer = NodeServicer(self.info, lambda: NodeReport(state=self.state, incarnation=bytes(16)), profiles=desk)
+        servicer = NodeServicer(lambda: replace(INFO, state=self.state), lambda: REPORT, profiles=desk)
         node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
         self.channel = open_channel(f"127.0.0.1:{port}")
         return self
-
-    def info(self):
-        return NodeInfo(
-            incarnation=bytes(16),
-            name="decode@x",
-            role=NodeRole.DECODE,
-            state=self.state,
-            version="0",
-        )
 
     def fetch(self, **options):
         return asyncio.create_task(fetch_profile(self.channel, ProfileOptions(**options), target="decode@x"))

@@ -13,7 +13,6 @@ from outrider.config import load_config
 from outrider.errors import ConfigError
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
 from outrider.kv_transfer.receiver import KvReceiver
-from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
 from outrider.service.config import ServerConfig
@@ -21,11 +20,11 @@ from outrider.service.health import Health
 from outrider.service.node_service import NodeServicer
 from outrider.service.server import bind, make_server
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from tests.service.conftest import INFO, REPORT
 
 authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
 
 WAIT_SECONDS = 60.0
-INCARNATION = os.urandom(16)
 DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
 
 
@@ -54,11 +53,7 @@ def tls_of(folder, name):
 async def address(security):
     """Of a node with all services, which asks for certificates."""
     server = make_server(ServerConfig(), security)
-    info = NodeInfo(
-        incarnation=INCARNATION, name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0", model=None
-    )
-    report = NodeReport(state=NodeState.SERVING, incarnation=INCARNATION)
-    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: info, lambda: report), server)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: INFO, lambda: REPORT), server)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Prefill(), server)
     session_pb2_grpc.add_DecodeServiceServicer_to_server(Sessions(), server)
     await Health(()).add_to(server)
@@ -155,16 +150,11 @@ def dial(address, tls):
 
 
 def test_kv_is_taken_from_services_only(security, tls_folder):
-    receiver = KvReceiver(
-        incarnation=INCARNATION,
-        host="127.0.0.1",
-        on_complete=lambda *_: None,
-        on_failed=lambda *_: None,
-        security=security,
-    )
+    ignore = {"on_complete": lambda *_: None, "on_failed": lambda *_: None}
+    receiver = KvReceiver(incarnation=INFO.incarnation, host="127.0.0.1", security=security, **ignore)
     address = f"127.0.0.1:{receiver.start()}"
     operator = PeerSecurity(SecurityConfig(tls=tls_of(tls_folder, "client")))
-    hello = encode_hello(Hello(transfer_id=os.urandom(16), incarnation=INCARNATION))
+    hello = encode_hello(Hello(transfer_id=os.urandom(16), incarnation=INFO.incarnation))
     codes = []
     for caller in (security, operator, PLAINTEXT):
         with caller.open_bulk_channel(address, max_message_bytes=MAX_MESSAGE_BYTES) as channel:

@@ -12,7 +12,6 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import make_connector
 from outrider.kv_transfer.receiver import KvReceiver
-from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
 from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service import security as security_module
 from outrider.service.config import ServerConfig
@@ -20,11 +19,10 @@ from outrider.service.node_service import NodeServicer
 from outrider.service.server import bind, make_server
 from outrider.v1 import node_pb2, node_pb2_grpc
 from router.grpc_transport import GrpcTransport
+from tests.service.conftest import INFO, REPORT
 from tests.support.waiting import PATIENCE_SECONDS
 
 Authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography").Authority
-
-INCARNATION = b"i" * 16
 
 
 def issue(folder):
@@ -43,12 +41,8 @@ def security(tmp_path):
 
 @asynccontextmanager
 async def node(security, port=0):
-    info = NodeInfo(
-        incarnation=INCARNATION, name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0", model=None
-    )
-    report = NodeReport(state=NodeState.SERVING, incarnation=INCARNATION)
     server = make_server(ServerConfig(), security)
-    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: info, lambda: report), server)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: INFO, lambda: REPORT), server)
     address = bind(server, ServerConfig(port=port), security, role="decode_node")
     await server.start()
     try:
@@ -86,10 +80,10 @@ async def test_a_router_that_connects_again_shows_renewed_certificates(security,
 def test_pushes_show_renewed_certificates(security, tmp_path):
     port = 0
     connector = make_connector(KvTransferConfig(connector="grpc", connect_seconds=PATIENCE_SECONDS), security)
-    spec = TransferSpec(transfer_id=b"t" * 16, incarnation=INCARNATION, start_token=0, end_token=1, planes=())
+    spec = TransferSpec(transfer_id=b"t" * 16, incarnation=INFO.incarnation, start_token=0, end_token=1, planes=())
     for _ in range(2):
         receiver = KvReceiver(
-            incarnation=INCARNATION,
+            incarnation=INFO.incarnation,
             host="127.0.0.1",
             port=port,
             on_complete=lambda *_: None,

@@ -217,19 +217,13 @@ def test_a_start_that_fails_is_one_clear_line_and_status_1():
     assert "exception" not in failure
 
 
-def test_a_taken_port_is_named_with_the_way_out():
+@pytest.mark.parametrize("by", ["a socket", "a service"])
+def test_a_taken_port_is_named_with_the_way_out(served, by):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+        port = taken.getsockname()[1] if by == "a socket" else served.rpartition(":")[2]
         status, log = service_process(f"server.port={port}").wait()
     assert status == 1
     (failure,) = log
     assert failure["error"] == (
         f"port {port} on 127.0.0.1 is taken; choose another with --set server.port=N or OUTRIDER_SERVER__PORT"
     )
-
-
-def test_two_services_never_share_a_port(served):
-    port = served.rpartition(":")[2]
-    status, log = service_process(f"server.port={port}").wait()
-    assert status == 1
-    assert "is taken" in log[0]["error"]

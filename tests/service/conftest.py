@@ -1,0 +1,8 @@
+"""A node that says who it is, for tests of what is around it."""
+
+from __future__ import annotations
+
+from outrider.node import NodeInfo, NodeReport, NodeRole, NodeState
+
+INFO = NodeInfo(incarnation=b"i" * 16, name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0")
+REPORT = NodeReport(state=NodeState.SERVING, incarnation=INFO.incarnation)
