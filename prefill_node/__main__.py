@@ -12,7 +12,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.processor import prepare_environment, usable_cpus
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.model_hub.config import ModelConfig
-from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
+from outrider.rpc.peer_security import PeerSecurity, SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_service(node, server=server, telemetry=sections["telemetry"], security=security, role=ROLE)
 
 
-def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity = PLAINTEXT) -> Build:
+def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(emit: Emit) -> PrefillParts:
@@ -78,7 +78,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         compute = open_compute(
             model_config,
             config.kv_cache,
-            max_rows_per_step=config.max_rows_per_step,
             on_rank_lost=end_process,
             progress=announce_progress,
         )

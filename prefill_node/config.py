@@ -15,7 +15,6 @@ class PrefillNodeConfig:
 
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section of this name
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # likewise
-    max_rows_per_step: int | None = fixed(None)  # prompt tokens of one forward pass; None: as suits the device
     max_running_sequences: int = setting(16, at_least=1, at_most=1024, help="Prompts in computation at the same time.")
     turn_seconds: float = setting(
         0.12,

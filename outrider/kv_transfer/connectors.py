@@ -94,10 +94,10 @@ class StreamConnector:
             return channel
 
 
+SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}
+
+
 def make_connector(config: KvTransferConfig, security: PeerSecurity = PLAINTEXT) -> Connector:
     """The connector that the settings name: "auto" or one of CONNECTORS."""
     sources = [SOURCES[name](config) for name in config.accepted]
     return StreamConnector(config.connector, sources, config, security)
-
-
-SOURCES: dict[str, Callable[[KvTransferConfig], CarrierSource]] = {"shared_memory": ArenaSource, "grpc": InlineCarrier}

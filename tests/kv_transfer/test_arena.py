@@ -4,6 +4,7 @@ import errno
 import os
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -84,20 +85,13 @@ def test_a_full_file_system_leaves_the_slots_there_are(new_arena, monkeypatch):
 
 def test_no_slot_of_a_retired_arena_is_ever_given_out_again(new_arena):
     arena = new_arena()
-    offset = arena.take(0)
-    waiting = []
-    waiter = threading.Thread(target=lambda: waiting.append(drain(arena)))
-    waiter.start()
-    arena.retire()
-    waiter.join(60)
-    arena.release(offset)
+    taken = [arena.take(0) for _ in range(arena.num_slots)]
+    with ThreadPoolExecutor(1) as executor:
+        waiting = executor.submit(arena.take, PATIENCE_SECONDS)
+        arena.retire()
+        assert waiting.result(PATIENCE_SECONDS / 2) is None
+    arena.release(taken[0])
     assert arena.take(0) is None
-
-
-def drain(arena):
-    while arena.take(5) is not None:
-        continue
-    return True
 
 
 def test_the_receiver_maps_only_what_cannot_shrink_under_it(new_arena, tmp_path):

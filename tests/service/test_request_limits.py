@@ -13,6 +13,7 @@ from outrider.config import load_config
 from outrider.errors import ConfigError
 from outrider.kv_transfer.frames import MAX_MESSAGE_BYTES, METHOD, Hello, encode_hello
 from outrider.kv_transfer.receiver import KvReceiver
+from outrider.rpc.channels import open_channel
 from outrider.rpc.credentials import TlsConfig, client_credentials
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity, SecurityConfig
 from outrider.service.config import ServerConfig
@@ -142,11 +143,7 @@ async def test_without_a_certificate_of_the_authority_nothing_is_answered(addres
 
 def dial(address, tls):
     """As a client of ours dials: by the address."""
-    credentials = client_credentials(tls, None)
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return open_channel(address, credentials=client_credentials(tls, None))
 
 
 def test_kv_is_taken_from_services_only(security, tls_folder):
