@@ -68,11 +68,6 @@ class TransferSpec:
         """In all layers of all planes."""
         return sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in self.planes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Payload of the whole transfer."""
-        return self.bytes_per_token * (self.end_token - self.start_token)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:

@@ -185,9 +185,7 @@ class TransferInbox:
         return None if transfer is None else transfer.last_frame_at
 
     def counters(self) -> Counter[str]:
-        """Totals since the start: frames_ and the name of each `Disposition` in small letters, bytes_written and
-        bytes_read, messages_malformed, senders_refused, transfers_completed and transfers_failed.
-        """
+        """Totals since the start: messages_malformed, and frames_ with a `Disposition` in small letters."""
         with self._lock:
             return self._counts.copy()
 
@@ -196,23 +194,21 @@ class TransferInbox:
     def attach(self, transfer_id: bytes, incarnation: bytes, *, connector: str) -> AttachState:
         """A sender introduces itself. One at a time for each transfer."""
         if incarnation != self.incarnation:
-            self.count("senders_refused")
             return AttachState.WRONG_INCARNATION
+        if self.was_committed(transfer_id):
+            return AttachState.ATTACHED  # to ask again for the commit's answer
         transfer = self._find(transfer_id)
         if transfer is None:
-            if self.was_committed(transfer_id):
-                return AttachState.ATTACHED  # to ask again for the commit's answer
-            self.count("senders_refused")
             return AttachState.UNKNOWN
         with transfer.changed:
             if transfer.state is TransferState.COMMITTED:
                 return AttachState.ATTACHED
-            if transfer.state is TransferState.OPEN and not transfer.is_attached:
-                transfer.is_attached, transfer.connector = True, connector
-                return AttachState.ATTACHED
-            is_busy = transfer.state is TransferState.OPEN
-        self.count("senders_refused")
-        return AttachState.BUSY if is_busy else AttachState.UNKNOWN
+            if transfer.state is not TransferState.OPEN:
+                return AttachState.UNKNOWN
+            if transfer.is_attached:
+                return AttachState.BUSY
+            transfer.is_attached, transfer.connector = True, connector
+            return AttachState.ATTACHED
 
     def set_connector(self, transfer_id: bytes, connector: str) -> None:
         """The attached sender has settled on another connector."""
@@ -265,7 +261,6 @@ class TransferInbox:
             return Disposition.FAILED
         finally:
             transfer.end_copy()
-        self.count("bytes_written", len(payload))
         return Disposition.WRITTEN
 
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
@@ -287,7 +282,6 @@ class TransferInbox:
             payload = transfer.sink.read(region)
         finally:
             transfer.end_copy()
-        self.count("bytes_read", num_bytes)
         return FrameHeader.of(spec, region, payload), payload
 
     def commit(self, transfer_id: bytes, manifest: Manifest) -> CommitResult:
@@ -315,7 +309,6 @@ class TransferInbox:
             self._commits[transfer_id] = None
             if len(self._commits) > NUM_REMEMBERED_COMMITS:
                 self._commits.popitem(last=False)
-            self._counts["transfers_completed"] += 1
         self._on_complete(transfer_id, stats)
         fault_point("decode.before_commit_answer")
         return CommitResult(state=CommitState.COMMITTED)
@@ -329,7 +322,6 @@ class TransferInbox:
             if transfer.state is not TransferState.OPEN:
                 return
             transfer.state = TransferState.FAILED
-        self.count("transfers_failed")
         self._on_failed(transfer_id, reason)
 
     def wait_until_drained(self, transfer_id: bytes, *, timeout_seconds: float) -> DrainState:
@@ -340,10 +332,10 @@ class TransferInbox:
         with transfer.changed:
             return DrainState.DRAINED if transfer.wait_until_drained(timeout_seconds) else DrainState.UNKNOWN
 
-    def count(self, name: str, amount: int = 1) -> None:
-        """Adds to one of the `counters`."""
+    def count(self, name: str) -> None:
+        """Adds one to one of the `counters`."""
         with self._lock:
-            self._counts[name] += amount
+            self._counts[name] += 1
 
     def _find(self, transfer_id: bytes) -> _Transfer | None:
         with self._lock:

@@ -133,7 +133,6 @@ class ReceiverStream:
 
     def displace(self) -> None:
         """Too many streams wait to attach, and this is the oldest."""
-        self._inbox.count("senders_refused")
         self._cancel()
 
     def expire(self) -> None:

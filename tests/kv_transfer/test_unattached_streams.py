@@ -81,7 +81,7 @@ def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_fac
 
 
 def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_factory, raw):
-    receiver, port = receiver_factory()
+    _, port = receiver_factory()
     stream = raw(port)
     for _ in range(100):
         stream.say(encode_hello(UNKNOWN_HELLO))
@@ -89,7 +89,7 @@ def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_facto
     with pytest.raises(grpc.RpcError) as ended:
         answers += stream.call
     assert ended.value.code() is grpc.StatusCode.CANCELLED
-    assert receiver.inbox.counters()["senders_refused"] < 100
+    assert len(answers) < 100
 
 
 class Context:
