@@ -173,13 +173,9 @@ class PrefillLoop:
     # ---- commands
 
     def _take_commands(self) -> None:
-        while True:
-            try:
-                command = self._inbox.get_nowait()
-            except queue.Empty:
-                self._time.mark(Part.COMMANDS)
-                return
-            self._handle(command)
+        while not self._inbox.empty():  # no other thread takes any
+            self._handle(self._inbox.get())
+        self._time.mark(Part.COMMANDS)
 
     def _handle(self, command: Command) -> None:
         match command:

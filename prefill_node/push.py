@@ -37,11 +37,6 @@ class _Available:
     written: Any  # a fence of the cache
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Everything has been offered, the push is interrupted, or the receiver wants no more."""
-
-
 class KvPush:
     """Pushes one transfer. `offer`, `finish` and `interrupt` never block.
 
@@ -73,7 +68,8 @@ class KvPush:
         self._on_read = on_read
         self._keep_alive_seconds = keep_alive_seconds
         self._on_ended = on_ended
-        self._items: queue.SimpleQueue[_Available | _End] = queue.SimpleQueue()
+        # None: everything has been offered, the push is interrupted, or the receiver wants no more.
+        self._items: queue.SimpleQueue[_Available | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sender: Sender | None = None
         self._is_interrupted = False
@@ -91,14 +87,14 @@ class KvPush:
 
     def finish(self) -> None:
         """Everything has been offered: commit."""
-        self._items.put(_End())
+        self._items.put(None)
 
     def interrupt(self) -> None:
         """Gives the transfer up, soon. Idempotent."""
         with self._lock:
             self._is_interrupted = True
             sender = self._sender
-        self._items.put(_End())
+        self._items.put(None)
         if sender is not None:  # else it is connecting, and ends when it has
             sender.interrupt()
 
@@ -121,7 +117,7 @@ class KvPush:
         if is_interrupted:
             self._on_ended(PushOutcome(error=AbortedError("the push was cancelled")))
         else:
-            sender.when_ended(lambda: self._items.put(_End()))  # a refusal ends the push while it waits for KV
+            sender.when_ended(lambda: self._items.put(None))  # a refusal ends the push while it waits for KV
             if self._read_from is not None:
                 self._on_read(self._has_read_held(sender, self._read_from))
             self._on_ended(self._push(sender))
@@ -165,7 +161,7 @@ class KvPush:
             except queue.Empty:
                 sender.keep_alive()
                 continue
-            if isinstance(item, _End):
+            if item is None:
                 return
             yield item
 
