@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.planes import PlaneSpec
@@ -25,16 +27,14 @@ class _TokenRanges:
         self.starts.insert(at, start)
         self.ends.insert(at, end)
 
-    def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Within [start, end)."""
-        gaps: list[tuple[int, int]] = []
+    def gaps(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Within [start, end), rising."""
         for arrived_start, arrived_end in zip(self.starts, self.ends, strict=True):
             if arrived_start > start:
-                gaps.append((start, arrived_start))
+                yield start, arrived_start
             start = arrived_end
         if start < end:
-            gaps.append((start, end))
-        return gaps
+            yield start, end
 
 
 _HeadRange = tuple[int, int]  # [start, end)
@@ -71,42 +71,28 @@ class Coverage:
 
     def complete_until(self) -> int:
         """The token up to which every head of every layer of every plane has arrived."""
-        until = self._spec.end_token
-        for plane in self._spec.planes:
-            arrived = self._arrived[plane.name]
-            for heads in _partition(arrived, plane.num_heads):
-                for tokens in arrived.get(heads) or [_TokenRanges()]:
-                    gaps = tokens.gaps(self._spec.start_token, until)
-                    until = min(until, gaps[0][0]) if gaps else until
-        return until
+        start, end = self._spec.start_token, self._spec.end_token
+        ranges = (tokens for _, _, layers in self._parts() for tokens in layers)
+        return min((next(tokens.gaps(start, end), (end, end))[0] for tokens in ranges), default=end)
 
     def missing(self) -> tuple[Region, ...]:
         """The gaps, equal ones of consecutive layers as one region; at most `MAX_MISSING`."""
-        found: list[Region] = []
+        return tuple(itertools.islice(self._missing(), MAX_MISSING))
+
+    def _missing(self) -> Iterator[Region]:
+        for plane, heads, layers in self._parts():
+            gaps = [list(tokens.gaps(self._spec.start_token, self._spec.end_token)) for tokens in layers]
+            for of_all, equal in itertools.groupby(range(plane.num_layers), key=gaps.__getitem__):
+                first, *others = equal
+                for start, end in of_all:
+                    yield Region.of(plane.name, range(first, first + 1 + len(others)), range(start, end), range(*heads))
+
+    def _parts(self) -> Iterator[tuple[PlaneSpec, _HeadRange, list[_TokenRanges]]]:
+        """Each range of heads, also where nothing of it has arrived, with the tokens of each layer."""
         for plane in self._spec.planes:
             arrived = self._arrived[plane.name]
             for heads in _partition(arrived, plane.num_heads):
-                found += self._missing_of(plane, heads, arrived.get(heads) or [_TokenRanges()] * plane.num_layers)
-                if len(found) >= MAX_MISSING:
-                    return tuple(found[:MAX_MISSING])
-        return tuple(found)
-
-    def _missing_of(self, plane: PlaneSpec, heads: _HeadRange, layers: list[_TokenRanges]) -> list[Region]:
-        """Of these heads; no more than are reported."""
-        found: list[Region] = []
-        gaps = [tokens.gaps(self._spec.start_token, self._spec.end_token) for tokens in layers]
-        first_layer = 0
-        for end_layer in range(1, plane.num_layers + 1):
-            if end_layer < plane.num_layers and gaps[end_layer] == gaps[first_layer]:
-                continue
-            found += [
-                Region.of(plane.name, range(first_layer, end_layer), range(start, end), range(*heads))
-                for start, end in gaps[first_layer]
-            ]
-            if len(found) >= MAX_MISSING:
-                break
-            first_layer = end_layer
-        return found
+                yield plane, heads, arrived.get(heads) or [_TokenRanges()] * plane.num_layers
 
 
 def _partition(arrived: dict[_HeadRange, list[_TokenRanges]], num_heads: int) -> list[_HeadRange]:

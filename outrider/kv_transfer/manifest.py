@@ -28,12 +28,6 @@ def missing_regions(manifest: Manifest, arrived: Mapping[Region, int], coverage:
     `MAX_MISSING` regions: gaps first, then frames that one side has and the other has not,
     or has differently.
     """
-    missing = dict.fromkeys(coverage.missing())
     claimed = {entry.region: entry.checksum for entry in manifest}
-    for region, checksum in claimed.items():
-        if arrived.get(region) != checksum:
-            missing[region] = None
-    for region in arrived:
-        if region not in claimed:
-            missing[region] = None
-    return tuple(missing)[:MAX_MISSING]
+    differing = [region for region in {**claimed, **arrived} if claimed.get(region) != arrived.get(region)]
+    return tuple(dict.fromkeys((*coverage.missing(), *differing)))[:MAX_MISSING]

@@ -315,6 +315,7 @@ def test_a_decode_node_that_takes_nothing_leaves_pushes_to_the_others(make_rig):
     for n in range(4):
         result, _ = rig.prefill(prompt(8, first=1000 * (n + 1)), to=rig.other_decode)
         assert isinstance(result, PrefillFigures)
+    assert rig.ended.keys().isdisjoint(job.job_id for job in stuck)
     rig.decode.gate.set()
     for job in stuck:
         assert isinstance(rig.result(job), PrefillFigures)
