@@ -64,8 +64,9 @@ UNKNOWN_HELLO = Hello(transfer_id=b"?" * 16, incarnation=b"?" * 16)
 
 
 @pytest.mark.parametrize("messages", [(), (ALIVE,), (encode_hello(UNKNOWN_HELLO),)], ids=["no", "alive", "lie"])
-def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_factory, raw, many, messages):
-    receiver, port = receiver_factory(max_senders=8, max_unattached=4)
+def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_factory, raw, many, monkeypatch, messages):
+    monkeypatch.setattr("outrider.kv_transfer.receiver.HELLO_SECONDS", 600.0)  # no deadline helps
+    receiver, port = receiver_factory(max_senders=8, max_unattached=4, progress_seconds=600.0)
     hostile = many(port)
     readers = []
     for _ in range(20):
