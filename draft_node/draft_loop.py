@@ -196,6 +196,7 @@ class DraftLoop:
         for peer, (update, verified_by) in updates:
             if update.closed:
                 self._held.close(peer, update.sequence_id)
+                peer.drop_answers(update.sequence_id)
                 continue
             outcome = self._held.apply(peer, update)
             if isinstance(outcome, DraftStatus):

@@ -126,6 +126,11 @@ class DraftPeer:
                 self._unsent.setdefault(answer.sequence_id, _Unsent()).put(answer)
         self._notify()
 
+    def drop_answers(self, sequence_id: int) -> None:
+        """The sequence is closed: what waits to be sent of it would be memory that nobody has asked for."""
+        with self._lock:
+            self._unsent.pop(sequence_id, None)
+
     def take_answers(self) -> list[SequenceProposals]:
         """As many as one message may carry, oldest first; empty when none wait."""
         taken: list[SequenceProposals] = []

@@ -173,6 +173,18 @@ def test_a_decode_node_that_fills_the_node_makes_room_for_another():
     assert statuses == [DraftStatus.UNKNOWN_PREFIX, DraftStatus.NO_ROOM]
 
 
+def test_a_decode_node_that_reads_nothing_makes_no_answers_of_closed_sequences_pile_up():
+    loop = loop_of(ScriptedProposer([TEXT]))
+    peer = connect(loop)
+    for sequence_id in range(20):
+        loop.submit(peer, [update_of(TEXT[:10], sequence_id=sequence_id)])
+        loop.step()
+        if sequence_id:
+            loop.submit(peer, [SequenceUpdate(sequence_id=sequence_id, closed=True)])
+    loop.step()
+    assert [answer.sequence_id for answer in peer.take_answers()] == [0]
+
+
 def test_a_closed_sequence_is_forgotten():
     proposer = ScriptedProposer([TEXT])
     loop = loop_of(proposer)
