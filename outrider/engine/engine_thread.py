@@ -39,6 +39,7 @@ class EngineThread(Generic[Parts]):
 
     async def build(self) -> Parts:
         """Starts the thread; returns what it has built. It runs only when told to. Raises: what `build` raised."""
+        self._built.set_running_or_notify_cancel()  # whoever stops waiting does not cancel it
         self._thread.start()
         return await asyncio.wrap_future(self._built)
 
@@ -54,7 +55,6 @@ class EngineThread(Generic[Parts]):
         self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
-        self._built.set_running_or_notify_cancel()  # from here on nobody can cancel it
         try:
             parts = self._build()
         except Exception as error:  # noqa: BLE001 the border of the thread: `build` raises it

@@ -41,6 +41,19 @@ async def test_what_build_raises_comes_out_of_it():
         await engine.build()
 
 
+async def test_a_build_that_nobody_waits_for_any_more_ends_quietly():
+    may_build = threading.Event()
+    engine = EngineThread("engine", build=may_build.wait, run=lambda _: None, on_failure=lambda _: None)
+    waiting = asyncio.create_task(engine.build())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    may_build.set()
+    engine.join(PATIENCE_SECONDS)
+    assert not engine._thread.is_alive()
+
+
 async def test_what_run_raises_is_reported():
     failures, failed = [], threading.Event()
 

@@ -5,6 +5,8 @@ Each writes to an output that its caller has made: contiguous, as all other tens
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -23,22 +25,20 @@ def linear(kernels: CpuKernels, workspace: Workspace, matrix: MatrixStruct, x: T
     _check(x.shape[-1] == matrix.in_features, f"{x.shape[-1]} columns for {matrix.in_features}")
     if not y.numel():
         return
-    with record_function("outrider linear"):
-        kernels.library.functions.outrider_linear(
-            kernels.team.handle, workspace.handle, ELEMENT_TYPES[x.dtype],
-            x.data_ptr(), x.numel() // x.shape[-1], matrix, y.data_ptr(),
-        )  # fmt: skip
+    _call(
+        kernels.library.functions.outrider_linear, kernels.team.handle, workspace.handle, ELEMENT_TYPES[x.dtype],
+        x.data_ptr(), x.numel() // x.shape[-1], matrix, y.data_ptr(),
+    )  # fmt: skip
 
 
 def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: Tensor) -> None:
     """X [..., width] float32 or bfloat16, weight [width] float32 → y of x's shape and dtype."""
     width = weight.numel()
     _check(x.shape[-1] == width and weight.dtype == torch.float32, f"{x.shape[-1]} columns for {width} of float32")
-    with record_function("outrider rms_norm"):
-        kernels.library.functions.outrider_rms_norm(
-            kernels.team.handle, ELEMENT_TYPES[x.dtype],
-            x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(),
-        )  # fmt: skip
+    _call(
+        kernels.library.functions.outrider_rms_norm, kernels.team.handle, ELEMENT_TYPES[x.dtype],
+        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(),
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -54,12 +54,20 @@ def paged_attention(
     """Queries against the keys and values of their sequences, where they lie."""
     _check(key_cache.dtype == value_cache.dtype == query.dtype, f"{query.dtype} for caches of {key_cache.dtype}")
     _check(key_cache.is_contiguous() and value_cache.is_contiguous(), "a cache that is not contiguous")
-    with record_function("outrider paged_attention"):
-        kernels.library.functions.outrider_paged_attention(
-            kernels.team.handle, workspace.handle, ELEMENT_TYPES[query.dtype], options, batch,
-            query.data_ptr(), query.shape[1] * query.shape[2],
-            key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
-        )  # fmt: skip
+    _call(
+        kernels.library.functions.outrider_paged_attention, kernels.team.handle, workspace.handle,
+        ELEMENT_TYPES[query.dtype], options, batch, query.data_ptr(), query.shape[1] * query.shape[2],
+        key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
+    )  # fmt: skip
+
+
+def _call(function: Any, *arguments: object) -> None:
+    """By its name in a trace, where there is one: to tell torch a name takes longer than a small kernel."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 as torch itself asks
+        with record_function(function.__name__):
+            function(*arguments)
+    else:
+        function(*arguments)
 
 
 def _check(is_right: bool, message: str) -> None:  # noqa: FBT001

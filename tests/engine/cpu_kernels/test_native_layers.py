@@ -91,6 +91,15 @@ def test_a_row_has_the_same_bits_in_every_batch(loaded, forward):
     assert torch.equal(mixed[-1], whole[-1])
 
 
+def test_a_trace_names_the_kernels(tmp_path):
+    model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path, architecture="gemma"))))
+    forward = forward_of(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        forward(rows_of(random_ids(5), 0, 5, BLOCKS[0]))
+    names = {event.key for event in profile.key_averages()}
+    assert {"outrider_linear", "outrider_rms_norm", "outrider_paged_attention"} <= names
+
+
 @pytest.mark.parametrize("width", [1504, 1500])
 def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path, width):
     """Wide enough for torch to split an activation over threads, and to leave elements over at its end."""
