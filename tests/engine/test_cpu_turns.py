@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
-import signal
 import struct
 import time
 from types import SimpleNamespace
@@ -15,11 +13,10 @@ import pytest
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.cpu_turns import NoTurns, SharedTurns, open_turns
+from outrider.engine.cpu_turns import SharedTurns, open_turns
 from outrider.errors import ConfigError
+from tests.engine.turn_parties import LONG, PATIENCE_SECONDS, Party, look_twice
 
-PATIENCE_SECONDS = 60.0
-LONG = 30.0  # of a wait, or a lease (of which ten seconds count), that must not run out
 SHORT = 0.5  # of a lease that must
 
 
@@ -48,82 +45,6 @@ def join(library_file, turns_file):
     yield start
     for party in parties:
         party.kill()
-
-
-class Party:
-    """A process with a slot, told what to do from here. Answers come in the order of the calls."""
-
-    def __init__(self, library_file, turns_file, least_lease_seconds):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(
-            target=_party, args=(other, library_file, turns_file, least_lease_seconds), daemon=True
-        )
-        self._process.start()
-        other.close()
-        assert self.answer() == "joined"
-
-    def ask(self, *call):
-        self._pipe.send(call)
-
-    def answer(self):
-        assert self._pipe.poll(PATIENCE_SECONDS), "no answer"
-        return self._pipe.recv()
-
-    def has_answered(self, *, within):
-        return self._pipe.poll(within)
-
-    def told(self, *call):
-        self.ask(*call)
-        return self.answer()
-
-    def take(self, seconds=0.0):
-        return self.told("take", seconds)
-
-    def keep(self, seconds=0.0):
-        return self.told("keep", seconds)
-
-    def is_over(self, seconds=0.0):
-        return self.told("is_over", seconds)
-
-    def give(self):
-        assert self.told("give") is None
-
-    def num_taken_from_others(self):
-        return self.told("num_taken_from_others")
-
-    def stop(self):
-        """Returns once it stands still."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        _, status = os.waitpid(self._process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
-
-    def go_on(self):
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def kill(self):
-        self._process.kill()
-        self._process.join(PATIENCE_SECONDS)
-        self._pipe.close()
-
-
-def _party(pipe, library_file, turns_file, least_lease_seconds):
-    num_taken = 0
-
-    def count():
-        nonlocal num_taken
-        num_taken += 1
-
-    turns = SharedTurns(
-        KernelLibrary(library_file),
-        turns_file,
-        least_lease_seconds=least_lease_seconds,
-        on_taken_from_another=count,
-    )
-    pipe.send("joined")
-    while True:
-        name, *arguments = pipe.recv()
-        pipe.send(num_taken if name == "num_taken_from_others" else getattr(turns, name)(*arguments))
 
 
 def wait_in_line(party, holder):
@@ -271,7 +192,7 @@ def test_one_at_a_time(library_file, turns_file, tmp_path, in_turns):
     results, start = context.Queue(), context.Barrier(3)
     chosen = library_file if in_turns else None
     processes = [
-        context.Process(target=_look_twice, args=(number, chosen, turns_file, shared, start, results))
+        context.Process(target=look_twice, args=(number, chosen, turns_file, shared, start, results))
         for number in (1, 2, 3)
     ]
     for process in processes:
@@ -280,22 +201,6 @@ def test_one_at_a_time(library_file, turns_file, tmp_path, in_turns):
     for process in processes:
         process.join(PATIENCE_SECONDS)
     assert (num_met == 0) is in_turns
-
-
-def _look_twice(number, library_file, turns_file, shared, start, results):
-    turns = NoTurns()
-    if library_file is not None:
-        turns = SharedTurns(KernelLibrary(library_file), turns_file, least_lease_seconds=LONG)
-    num_met = 0
-    with shared.open("r+b") as file, mmap.mmap(file.fileno(), 4096) as memory:
-        start.wait(PATIENCE_SECONDS)
-        for _ in range(1000):
-            assert turns.take(LONG)
-            memory[0] = number
-            time.sleep(1e-5)  # so that others run meanwhile
-            num_met += memory[0] != number
-            turns.give()
-    results.put(num_met)
 
 
 def test_a_file_that_cannot_be_had_is_an_error_of_the_settings(library_file, tmp_path):
