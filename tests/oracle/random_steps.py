@@ -80,13 +80,14 @@ def random_known(rng, vocab_size):
 
 
 class Pair:
-    """The same samples in a sampler and in the oracle."""
+    """The same samples in a sampler, or in one for each of several kernels, and last in the oracle."""
 
-    def __init__(self, vocab_size, known, kernels=None, device="cpu"):
+    def __init__(self, vocab_size, known, *kernels, device="cpu"):
         self.vocab_size, mask = vocab_size, torch.from_numpy(known)
-        self.devices = [device, "cpu"]
+        kinds = kernels or (None,)
+        self.devices = [*(device for _ in kinds), "cpu"]
         self.samplers = [
-            Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kernels, device=device),
+            *(Sampler(vocab_size=vocab_size, known_token_ids=mask, kernels=kind, device=device) for kind in kinds),
             OracleSampler(vocab_size=vocab_size, known_token_ids=mask),
         ]
 
@@ -108,8 +109,8 @@ class Pair:
         """Not one id differs, whatever the logits, parameters, histories and drafts; and logits stay as they were."""
         logits, parts = random_step(rng, self, self.vocab_size, num_sequences, shapes)
         before = logits.clone()
-        found, expected = self.decide(logits, parts)
-        assert found == expected
+        *found, expected = self.decide(logits, parts)
+        assert found == [expected] * len(found)
         assert torch.equal(logits.view(torch.int32), before.view(torch.int32))
 
 

@@ -59,18 +59,19 @@ def test_masses_are_the_same_integers(library, largest):
     with_few_for_tests({str(size): (size, num) for size, num in NUM_STEPS.items()}, few=("2", "65", "1000")),
     indirect=["library"],
 )
-def test_decisions_are_those_of_the_oracle(kernels, vocab_size, num_steps, is_full):
-    """Whatever the logits, parameters, histories and drafts: not one id differs."""
+def test_decisions_are_those_of_the_oracle(library, teams, vocab_size, num_steps, is_full):
+    """Whatever the logits, parameters, histories and drafts, alone and in a team of three: not one id differs."""
+    kernels = [teams(library, num_threads) for num_threads in (1, 3)]
     rng = np.random.default_rng(vocab_size)
     for _ in range(num_steps if is_full else -(-num_steps // 4)):
-        Pair(vocab_size, random_known(rng, vocab_size), kernels).check_random_step(rng, num_sequences=8)
+        Pair(vocab_size, random_known(rng, vocab_size), *kernels).check_random_step(rng, num_sequences=8)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_of_logits_is_decided_as_expected(kernels, shape, is_full):
+def test_every_shape_of_logits_is_decided_as_expected(library, teams, shape, is_full):
     rng = np.random.default_rng(7)
-    pair = Pair(3000, np.ones(3000, dtype=np.bool_), kernels)
+    pair = Pair(3000, np.ones(3000, dtype=np.bool_), teams(library, 1), teams(library, 3))
     for _ in range(4 if is_full else 2):
         pair.check_random_step(rng, num_sequences=12, shapes=[shape])
 
