@@ -89,7 +89,6 @@ def make_build(
         from outrider.speculation.proposers.isolated import IsolatedProposer
         from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
-        from outrider.speculation.verify.typical import TypicalThresholds
 
         proposers = [
             IsolatedProposer(make_proposer(each), on_failure=log_failed_proposer)
@@ -182,13 +181,12 @@ def make_build(
             cpus=usable_cpus(),
             on_taken_from_another=lambda: get_logger("cpu_turns").warning(TAKEN_FROM_ANOTHER),
         )
-        typical = TypicalThresholds()
         loop = DecodeLoop(
             engine=engine,
             drafts=drafts,
             groups=groups,
             profiler=profiler,
-            verifier=RequestVerifier(sampler, typical=typical),
+            verifier=RequestVerifier(sampler),
             emit=emit,
             cpu_turns=cpu_turns,
         )

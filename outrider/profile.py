@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError
 
@@ -130,57 +129,7 @@ class EndProfile:
     capture: Capture
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartFigures:
-    """One line of a table."""
-
-    part: str
-    median_milliseconds: float
-    share: float  # of the busy time of all steps, 0 to 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindFigures:
-    """All profiled steps of one kind. Shares add up to 1; medians need not add up to the total's."""
-
-    kind: StepKind
-    num_steps: int
-    median_rows: float
-    median_sequences: float
-    median_milliseconds: float  # without idle time
-    median_event_loop_milliseconds: float
-    idle_milliseconds: float  # all steps together
-    parts: Sequence[PartFigures] = field(default_factory=tuple)
-
-
-def figures_of(steps: Sequence[ProfiledStep]) -> list[KindFigures]:
-    """Figures for each kind of step that occurs, in the order of StepKind."""
-    by_kind = {kind: [step for step in steps if step.kind is kind] for kind in StepKind}
-    return [_figures(kind, chosen) for kind, chosen in by_kind.items() if chosen]
-
-
-def _figures(kind: StepKind, steps: Sequence[ProfiledStep]) -> KindFigures:
-    busy = sum(step.busy_nanoseconds for step in steps)
-    return KindFigures(
-        kind=kind,
-        num_steps=len(steps),
-        median_rows=median(step.num_rows for step in steps),
-        median_sequences=median(step.num_sequences for step in steps),
-        median_milliseconds=median(step.busy_nanoseconds for step in steps) / 1e6,
-        median_event_loop_milliseconds=median(step.event_loop_nanoseconds for step in steps) / 1e6,
-        idle_milliseconds=sum(step.nanoseconds.get(Part.IDLE, 0) for step in steps) / 1e6,
-        parts=tuple(
-            PartFigures(
-                part=part,
-                median_milliseconds=median(step.nanoseconds.get(part, 0) for step in steps) / 1e6,
-                share=sum(step.nanoseconds.get(part, 0) for step in steps) / max(busy, 1),
-            )
-            for part in _parts_in_order(steps)
-        ),
-    )
-
-
-def _parts_in_order(steps: Sequence[ProfiledStep]) -> list[str]:
+def parts_in_order(steps: Sequence[ProfiledStep]) -> list[str]:
     """Those of a step in its order, the forward's phases by name in the forward's place; idle time is left out."""
     found = {part for step in steps for part in step.nanoseconds} - {Part.IDLE}
     order: dict[str, int] = {part: index for index, part in enumerate(Part)}

@@ -168,19 +168,6 @@ class SpeculationCounts:
             num_hit_steps=sum([part.num_hit_steps * number for part, number in times]),
         )
 
-    def __add__(self, other: SpeculationCounts) -> SpeculationCounts:
-        a, b = self.acceptance_histogram, other.acceptance_histogram
-        size = max(len(a), len(b))
-        a, b = a + (0,) * (size - len(a)), b + (0,) * (size - len(b))
-        return SpeculationCounts(
-            num_spec_steps=self.num_spec_steps + other.num_spec_steps,
-            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
-            num_accepted_draft_tokens=self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
-            acceptance_histogram=tuple(x + y for x, y in zip(a, b, strict=True)),
-            num_wanting_steps=self.num_wanting_steps + other.num_wanting_steps,
-            num_hit_steps=self.num_hit_steps + other.num_hit_steps,
-        )
-
 
 NO_SPECULATION = SpeculationCounts()
 

@@ -76,7 +76,7 @@ class DraftedSequence:
     assignment: Assignment | None = None
     has_news: bool = True  # that its node was not told
     refused: set[int] = field(default_factory=set)  # ids of nodes that have answered nonsense about it
-    trees: ProposalTable = field(default_factory=lambda: ProposalTable(max_trees=MAX_BRANCHES_PER_SEQUENCE))
+    trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
         """The engine's side: newly committed tokens, and how many draft tokens are wanted next."""

@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 import grpc
 
@@ -25,10 +26,12 @@ from outrider.profile import (
     DEFAULT_NUM_STEPS,
     DEFAULT_TIMEOUT_SECONDS,
     MOST_TRACED_STEPS,
-    KindFigures,
+    Part,
     Profile,
+    ProfiledStep,
     ProfileOptions,
-    figures_of,
+    StepKind,
+    parts_in_order,
 )
 from outrider.rpc.channels import open_channel
 from outrider.rpc.credentials import TlsConfig, client_credentials
@@ -114,23 +117,31 @@ def find_node(router: str, role: str, *, tls: TlsConfig | None = None, token: st
 def as_lines(profile: Profile) -> Iterator[str]:
     """One table for each kind of step."""
     yield f"{profile.node}: {len(profile.steps)} steps in {profile.seconds:.2f} s"
-    for figures in figures_of(profile.steps):
-        yield ""
-        yield from _table(figures)
+    for kind in StepKind:
+        steps = [step for step in profile.steps if step.kind is kind]
+        if steps:
+            yield ""
+            yield from _table(kind, steps)
 
 
-def _table(figures: KindFigures) -> Iterator[str]:
-    yield (
-        f"{figures.kind}: {figures.num_steps} steps, "
-        f"median of {figures.median_rows:g} rows, {figures.median_sequences:g} sequences"
-    )
+def _table(kind: StepKind, steps: Sequence[ProfiledStep]) -> Iterator[str]:
+    """Medians, and shares of the busy time of all of them: these add up to 1, medians need not."""
+    num_rows, num_sequences = median(step.num_rows for step in steps), median(step.num_sequences for step in steps)
+    yield f"{kind}: {len(steps)} steps, median of {num_rows:g} rows, {num_sequences:g} sequences"
     yield f"  {'part':<24}{'median ms':>10}{'share':>9}"
-    for part in figures.parts:
-        yield f"  {part.part:<24}{part.median_milliseconds:>10.3f}{part.share:>9.1%}"
-    yield f"  {'total':<24}{figures.median_milliseconds:>10.3f}"
-    yield f"  {'beside: event loop':<24}{figures.median_event_loop_milliseconds:>10.3f}"
-    if figures.idle_milliseconds:
-        yield f"  idle between these steps: {figures.idle_milliseconds:.0f} ms in all"
+    busy = max(sum(step.busy_nanoseconds for step in steps), 1)
+    for part in parts_in_order(steps):
+        spent = [step.nanoseconds.get(part, 0) for step in steps]
+        yield f"{_median_line(part, spent)}{sum(spent) / busy:>9.1%}"
+    yield _median_line("total", (step.busy_nanoseconds for step in steps))
+    yield _median_line("beside: event loop", (step.event_loop_nanoseconds for step in steps))
+    idle = sum(step.nanoseconds.get(Part.IDLE, 0) for step in steps)
+    if idle:
+        yield f"  idle between these steps: {idle / 1e6:.0f} ms in all"
+
+
+def _median_line(name: str, nanoseconds: Iterable[int]) -> str:
+    return f"  {name:<24}{median(nanoseconds) / 1e6:>10.3f}"
 
 
 async def _fetch(

@@ -101,7 +101,7 @@ class AcceptanceRecord:
             return draft, self.chain[: len(draft.token_ids)]
         probabilities = self._through(draft)
         order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
-        return draft.in_order(order), [probabilities[index] for index in order]
+        return draft.only(order), [probabilities[index] for index in order]
 
     def _through(self, draft: DraftTree) -> list[float]:
         """Of each token of a draft with branches: the acceptance of its parents, times its own after its siblings.

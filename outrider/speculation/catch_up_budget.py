@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 LEAST_ROWS = 16
 """Fewer cost about as much."""
 
@@ -16,7 +14,7 @@ SMOOTHING = 0.2
 class CatchUpBudget:
     """A time limit, converted to rows by their measured cost."""
 
-    def __init__(self, *, max_rows: int, seconds: float = math.inf) -> None:
+    def __init__(self, *, max_rows: int, seconds: float) -> None:
         """At most `max_rows`, and as many as take about `seconds`."""
         self._max_rows = max_rows
         self._seconds = seconds
@@ -25,10 +23,7 @@ class CatchUpBudget:
     @property
     def num_rows(self) -> int:
         """For the next forward."""
-        if self._row_seconds > 0.0:
-            affordable = self._seconds / self._row_seconds
-        else:
-            affordable = FIRST_ROWS if self._seconds < math.inf else math.inf
+        affordable = self._seconds / self._row_seconds if self._row_seconds > 0.0 else FIRST_ROWS
         return int(min(self._max_rows, max(affordable, LEAST_ROWS)))
 
     def observe(self, num_rows: int, seconds: float) -> None:

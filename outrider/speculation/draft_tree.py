@@ -49,23 +49,6 @@ class DraftTree:
             and len(set(zip(self.parents, self.token_ids, strict=True))) == len(self.token_ids)
         )
 
-    def parent(self, index: int) -> int:
-        """Index of the token that this one follows, or ROOT."""
-        return self.parents[index] if self.parents else index - 1
-
-    def child(self, parent: int, token_id: int) -> int | None:
-        """Index of the token that follows `parent` and has this id."""
-        if not self.parents:
-            return parent + 1 if parent + 1 < len(self.token_ids) and self.token_ids[parent + 1] == token_id else None
-        return next(
-            (
-                index
-                for index in range(parent + 1, len(self.token_ids))
-                if self.parents[index] == parent and self.token_ids[index] == token_id
-            ),
-            None,
-        )
-
     def depths(self) -> tuple[int, ...]:
         """Of each token, how many tokens of the draft its path has, itself included."""
         if not self.parents:
@@ -80,7 +63,7 @@ class DraftTree:
         if len(self.token_ids) <= num_tokens:
             return self
         if self.parents:
-            return self._only(range(num_tokens))
+            return self.only(range(num_tokens))
         return DraftTree(
             self.length,
             self.prefix_hash,
@@ -106,11 +89,19 @@ class DraftTree:
             index = stack.pop()
             order.append(index)
             stack += reversed(children.get(index, ()))
-        return self._only(order)
+        return self.only(order)
 
-    def in_order(self, indices: Sequence[int]) -> DraftTree:
-        """The same tree with its tokens in this order; parents before their children."""
-        return self._only(indices)
+    def only(self, indices: Sequence[int]) -> DraftTree:
+        """These tokens of a tree, in this order; those whose parents are not among them follow the root."""
+        places = {index: place for place, index in enumerate(indices)}
+        parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
+        is_chain = all(parent == place - 1 for place, parent in enumerate(parents))
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[index] for index in indices),
+            distributions=tuple(self.distributions[index] for index in indices) if self.distributions else (),
+            parents=() if is_chain else parents,
+        )
 
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
         """What is proposed after `token_ids`, of which the first `length` are known to be the draft's prefix.
@@ -135,13 +126,13 @@ class DraftTree:
         )
 
     def _below(self, path: Sequence[int]) -> DraftTree | None:
-        """What follows these tokens of the draft."""
+        """What follows these tokens of a tree."""
         root = ROOT
         for token_id in path:
-            index = self.child(root, token_id)
-            if index is None:
+            children = (index for index in range(root + 1, len(self)) if self.parents[index] == root)
+            root = next((index for index in children if self.token_ids[index] == token_id), ROOT)
+            if root == ROOT:
                 return None
-            root = index
         below = {root}
         for index in range(root + 1, len(self.token_ids)):
             if self.parents[index] in below:
@@ -149,16 +140,4 @@ class DraftTree:
         below.remove(root)
         if not below:
             return None
-        return replace(self._only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
-
-    def _only(self, indices: Sequence[int]) -> DraftTree:
-        """These tokens, in this order; those whose parents are not among them follow the root."""
-        places = {index: place for place, index in enumerate(indices)}
-        parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
-        is_chain = all(parent == place - 1 for place, parent in enumerate(parents))
-        return replace(
-            self,
-            token_ids=tuple(self.token_ids[index] for index in indices),
-            distributions=tuple(self.distributions[index] for index in indices) if self.distributions else (),
-            parents=() if is_chain else parents,
-        )
+        return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)

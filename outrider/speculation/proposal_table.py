@@ -27,7 +27,7 @@ class ProposalTable:
 
     __slots__ = ("_kept", "_max_trees")
 
-    def __init__(self, *, max_trees: int = 2 * MAX_BRANCHES_PER_SEQUENCE) -> None:
+    def __init__(self, *, max_trees: int = MAX_BRANCHES_PER_SEQUENCE) -> None:
         self._max_trees = max_trees
         self._kept: dict[tuple[int, int | None], KeptDraft] = {}
 

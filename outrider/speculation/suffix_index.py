@@ -28,12 +28,11 @@ class Prediction:
 
 
 class SuffixIndex:
-    """What followed each context of `sizes` tokens. Texts may grow, and be removed again. One owner."""
+    """What followed each context of `CONTEXT_SIZES` tokens. Texts may grow, and be removed again. One owner."""
 
-    __slots__ = ("_followers", "_sizes")
+    __slots__ = ("_followers",)
 
-    def __init__(self, *, sizes: Sequence[int] = CONTEXT_SIZES) -> None:
-        self._sizes = tuple(sorted(sizes, reverse=True))
+    def __init__(self) -> None:
         # One follower, the usual case, is its id, plus ONCE_MORE for each further time: a dictionary would be three
         # times as large.
         self._followers: dict[int, int | _Followers] = {}
@@ -89,7 +88,7 @@ class SuffixIndex:
 
     def _known(self, text: Sequence[int], salt: bytes) -> int | _Followers | None:
         """What followed the longest known ending of `text`."""
-        for size in self._sizes:
+        for size in CONTEXT_SIZES:
             if size <= len(text):
                 known = self._followers.get(_key(salt, text, len(text), size))
                 if known is not None:
@@ -99,7 +98,7 @@ class SuffixIndex:
     def _contexts(self, text: Sequence[int], start: int, end: int, salt: bytes) -> Iterator[tuple[int, int]]:
         """(key of a context, the token that followed it) for each token of `text[start:end]` and each size."""
         for place in range(start, end):
-            for size in self._sizes:
+            for size in CONTEXT_SIZES:
                 if size <= place:
                     yield _key(salt, text, place, size), text[place]
 

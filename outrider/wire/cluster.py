@@ -7,44 +7,31 @@ from outrider.v1 import router_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES, VERIFICATION_METHODS
 from outrider.wire.fields import Conversion, Fields
 
+_LOAD = (
+    "num_running",
+    "num_waiting",
+    "kv_blocks_total",
+    "kv_blocks_free",
+    "tokens_per_second",
+    "mean_acceptance_length",
+)
+"""What clients see of a NodeLoad: fields of the status itself in the message."""
+_STATUS = Fields(
+    NodeStatus,
+    router_pb2.NodeStatus,
+    elsewhere=("load", *_LOAD),
+    role=NODE_ROLES.or_else(None),
+    state=NODE_STATES.or_else(None),
+)
 
-def _node_status_to_proto(status: NodeStatus) -> router_pb2.NodeStatus:
-    return router_pb2.NodeStatus(
-        name=status.name,
-        role=NODE_ROLES.to_proto(status.role),
-        state=NODE_STATES.to_proto(status.state),
-        target=status.target,
-        step=status.step,
-        num_running=status.load.num_running,
-        num_waiting=status.load.num_waiting,
-        kv_blocks_total=status.load.kv_blocks_total,
-        kv_blocks_free=status.load.kv_blocks_free,
-        tokens_per_second=status.load.tokens_per_second,
-        mean_acceptance_length=status.load.mean_acceptance_length,
-    )
+
+def _status_to_proto(status: NodeStatus) -> router_pb2.NodeStatus:
+    return _STATUS.to_proto(status, **{name: getattr(status.load, name) for name in _LOAD})
 
 
-def _node_status_from_proto(proto: router_pb2.NodeStatus) -> NodeStatus:
-    return NodeStatus(
-        name=proto.name,
-        role=NODE_ROLES.known_from_proto(proto.role),
-        state=NODE_STATES.known_from_proto(proto.state),
-        target=proto.target,
-        step=proto.step,
-        load=NodeLoad(
-            num_running=proto.num_running,
-            num_waiting=proto.num_waiting,
-            kv_blocks_total=proto.kv_blocks_total,
-            kv_blocks_free=proto.kv_blocks_free,
-            tokens_per_second=proto.tokens_per_second,
-            mean_acceptance_length=proto.mean_acceptance_length,
-        ),
-    )
+def _status_from_proto(proto: router_pb2.NodeStatus) -> NodeStatus:
+    return _STATUS.from_proto(proto, load=NodeLoad(**{name: getattr(proto, name) for name in _LOAD}))
 
 
 MODEL = Fields(Model, router_pb2.GetModelResponse, verification_method=VERIFICATION_METHODS.or_else(None))
-CLUSTER = Fields(
-    ClusterStatus,
-    router_pb2.WatchClusterResponse,
-    nodes=Conversion(_node_status_to_proto, _node_status_from_proto),
-)
+CLUSTER = Fields(ClusterStatus, router_pb2.WatchClusterResponse, nodes=Conversion(_status_to_proto, _status_from_proto))

@@ -57,7 +57,7 @@ class Fields(Generic[Value, Proto]):
         names: Mapping[str, str] | None = None,
         **converters: Converter,
     ) -> None:
-        self._value_type, self._proto_type = value_type, proto_type
+        self.value_type, self._proto_type = value_type, proto_type
         self._fields: list[_Field] = []
         described: dict[str, Any] = dict(proto_type.DESCRIPTOR.fields_by_name)
         value_fields: Any = value_type
@@ -92,7 +92,7 @@ class Fields(Generic[Value, Proto]):
         for name, proto_name, _, from_proto, may_be_unset in self._fields:
             if name not in others and not (may_be_unset and not proto.HasField(proto_name)):
                 others[name] = from_proto(getattr(proto, proto_name))
-        return self._value_type(**others)
+        return self.value_type(**others)
 
 
 def _of_field(converter: Converter | None, *, is_list: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:

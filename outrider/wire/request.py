@@ -37,7 +37,7 @@ def request_from_proto(
 ) -> Request:
     """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
     sampling = _SAMPLING.from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
-    method = verification_method_from_proto(proto.speculation.method, default=default_method)
+    method = VERIFICATION_METHODS.known_from_proto(proto.speculation.method) or default_method
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
     options = RequestOptions(
         sampling=sampling,
@@ -56,7 +56,11 @@ def request_from_proto(
         options=options,
         generated_token_ids=tuple(proto.generated_token_ids),
         stop=StopStrings(strings=tuple(proto.stop.strings), include_match=proto.stop.include_match),
-        output=output_from_proto(proto.output),
+        output=OutputOptions(
+            skip_special_tokens=skips_special_tokens(proto.output),
+            echo=proto.output.echo,
+            token_ids_only=proto.output.token_ids_only,
+        ),
     )
 
 
@@ -105,14 +109,6 @@ def logprobs_request_from_proto(proto: router_pb2.OutputOptions | node_pb2.Reque
     return LogprobsRequest(num_top=proto.top_logprobs, mode=mode)
 
 
-def output_from_proto(proto: router_pb2.OutputOptions) -> OutputOptions:
-    return OutputOptions(
-        skip_special_tokens=skips_special_tokens(proto),
-        echo=proto.echo,
-        token_ids_only=proto.token_ids_only,
-    )
-
-
 def skips_special_tokens(proto: router_pb2.OutputOptions | router_pb2.DetokenizeRequest) -> bool:
     """Default true."""
     return proto.skip_special_tokens if proto.HasField("skip_special_tokens") else True
@@ -123,13 +119,6 @@ def num_speculative_tokens_from_proto(proto: router_pb2.SpeculationOptions) -> i
     if proto.HasField("enabled") and not proto.enabled:
         return 0
     return proto.num_speculative_tokens if proto.HasField("num_speculative_tokens") else None
-
-
-def verification_method_from_proto(
-    proto: int, *, default: VerificationMethod = VerificationMethod.COUPLED
-) -> VerificationMethod:
-    """Unspecified is the default; so is a number that this version does not know, which validation refuses."""
-    return VERIFICATION_METHODS.known_from_proto(proto) or default
 
 
 def chat_from_proto(proto: router_pb2.Chat) -> tuple[Iterator[dict[str, str]], bool]:

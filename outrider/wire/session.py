@@ -47,7 +47,7 @@ _COMMANDS: dict[str, Fields[Any, Any]] = {
     "retarget": Fields(RetargetSequenceGroup, session_pb2.RetargetSequenceGroup),
     "cancel": Fields(CancelSequenceGroup, session_pb2.CancelSequenceGroup),
 }
-_COMMAND_KINDS = {OpenSequenceGroup: "open", RetargetSequenceGroup: "retarget", CancelSequenceGroup: "cancel"}
+_COMMAND_KINDS = {fields.value_type: kind for kind, fields in _COMMANDS.items()}
 
 _GROUP = ("sequence_group_id",)
 """An event's message is part of one that names the group."""
@@ -59,18 +59,11 @@ _EVENTS: dict[str, Fields[Any, Any]] = {
     "kv_failed": Fields(KvFailed, session_pb2.KvFailed, elsewhere=_GROUP),
     "failed": Fields(SequenceGroupFailed, session_pb2.SequenceGroupFailed, elsewhere=_GROUP),
 }
-_EVENT_KINDS = {
-    SampleDone: "done",
-    Granted: "granted",
-    Rejected: "rejected",
-    KvReady: "kv_ready",
-    KvFailed: "kv_failed",
-    SequenceGroupFailed: "failed",
-}
+_EVENT_KINDS = {fields.value_type: kind for kind, fields in _EVENTS.items()}
 
 
 def command_to_proto(command: SequenceGroupCommand) -> session_pb2.SessionCommand:
-    kind: Any = _COMMAND_KINDS[type(command)]
+    kind = _COMMAND_KINDS[type(command)]
     return session_pb2.SessionCommand(**{kind: _COMMANDS[kind].to_proto(command)})
 
 

@@ -13,7 +13,7 @@ from outrider.request import LogprobsRequest, SamplingParams
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.speculation.draft_trees import trees
+from tests.speculation.draft_trees import parents_of, trees
 
 VOCAB_SIZE = 130
 STOP = 3
@@ -48,25 +48,25 @@ def logits_of(tree, seed):
     """Of the row after the prefix and of each draft token's: now and then one of what follows is likely."""
     random = np.random.default_rng(seed)
     logits = random.standard_normal((len(tree) + 1, VOCAB_SIZE)).astype(np.float32) * 2
-    for index, token_id in enumerate(tree.token_ids):
+    for parent, token_id in zip(parents_of(tree), tree.token_ids, strict=True):
         if random.random() < 0.6:
-            logits[tree.parent(index) + 1, token_id] += 8.0
+            logits[parent + 1, token_id] += 8.0
     logits[:, STOP] += 6.0  # what min_tokens forbids at first
     return torch.from_numpy(logits)
 
 
 def plain(sampler, state, tree, logits):
     """(committed tokens, drafts among them): each decided alone, with what was committed before it as generated."""
+    children = {key: index for index, key in enumerate(zip(parents_of(tree), tree.token_ids, strict=True))}
     committed, path, row = [], [], ROOT
     while True:
         rows = SampleRows(state, 20 + len(committed), assumed_token_ids=tuple(committed))
         (token_id,) = sampler.sample(logits[row + 1 : row + 2], [rows]).token_ids
         committed.append(token_id)
-        following = tree.child(row, token_id)
-        if following is None:
+        if (row, token_id) not in children:
             return tuple(committed), tuple(path)
-        path.append(following)
-        row = following
+        row = children[row, token_id]
+        path.append(row)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

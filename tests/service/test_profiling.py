@@ -18,7 +18,6 @@ from outrider.profile import (
     ProfileOptions,
     StartProfile,
     StepKind,
-    figures_of,
 )
 from outrider.rpc.channels import open_channel
 from outrider.service.node_service import NodeServicer
@@ -154,21 +153,3 @@ def test_options_out_of_range_name_their_field(options, field):
     with pytest.raises(InvalidRequestError) as caught:
         ProfileOptions(**options)
     assert caught.value.field == field
-
-
-def test_figures_are_medians_and_shares_of_busy_time_by_kind_of_step():
-    milliseconds = 1_000_000
-    decode, verify = figures_of(
-        [
-            step(idle=50 * milliseconds, **{"forward.rest": 2 * milliseconds, "forward.linear": 6 * milliseconds}),
-            step(**{"forward.rest": 4 * milliseconds, "forward.linear": 8 * milliseconds}),
-            step(StepKind.VERIFY, sampling=milliseconds),
-        ]
-    )
-    assert (decode.kind, decode.num_steps, decode.idle_milliseconds) == (StepKind.DECODE, 2, 50.0)
-    assert decode.median_milliseconds == 10.0
-    assert [(part.part, part.median_milliseconds, part.share) for part in decode.parts] == [
-        ("forward.linear", 7.0, 0.7),
-        ("forward.rest", 3.0, 0.3),
-    ]
-    assert [part.part for part in verify.parts] == ["sampling"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
+
 from hypothesis import strategies as st
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
@@ -18,25 +21,29 @@ SHAPES = {
 """Parents of each draft."""
 
 
-@st.composite
-def shapes(draw: st.DrawFn, max_tokens: int = 12) -> tuple[int, ...]:
-    """Parents of each draft, chains among them."""
-    return tuple(
-        draw(st.one_of(st.just(index - 1), st.integers(ROOT, index - 1)))
-        for index in range(draw(st.integers(1, max_tokens)))
-    )
+MAX_TOKENS, VOCAB_SIZE = 12, 30
 
 
 @st.composite
-def trees(draw: st.DrawFn, max_tokens: int = 12, vocab_size: int = 30, length: int = 5) -> DraftTree:
-    """Well-formed ones."""
-    shape = draw(shapes(max_tokens))
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Well-formed ones, chains among them, after five tokens."""
+    one_token = st.tuples(st.integers(ROOT, 2 * MAX_TOKENS), st.integers(0, VOCAB_SIZE - 1))
+    drawn = draw(st.lists(one_token, min_size=1, max_size=MAX_TOKENS))
+    shape = tuple(min(parent, index - 1) for index, (parent, _) in enumerate(drawn))
     token_ids: list[int] = []
-    for parent in shape:
+    for parent, (_, token_id) in zip(shape, drawn, strict=True):
         siblings = {token for at, token in zip(shape, token_ids, strict=False) if at == parent}
-        token_ids.append(draw(st.integers(0, vocab_size - 1).filter(lambda token, taken=siblings: token not in taken)))
-    is_chain = shape == tuple(range(-1, len(shape) - 1))
-    return DraftTree(length, 99, tuple(token_ids), parents=() if is_chain else shape)
+        token_ids.append(next(each % VOCAB_SIZE for each in count(token_id) if each % VOCAB_SIZE not in siblings))
+    return DraftTree(5, 99, tuple(token_ids), parents=() if is_chain(shape) else shape)
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    return list(parents) == list(range(ROOT, len(parents) - 1))
+
+
+def parents_of(tree: DraftTree) -> Sequence[int]:
+    """Of each token the one that it follows, or ROOT."""
+    return tree.parents or range(ROOT, len(tree) - 1)
 
 
 def path_to(parents: tuple[int, ...], draft: int) -> list[int]:
@@ -55,4 +62,4 @@ def likeliest_path(tree: DraftTree) -> DraftTree:
     for index in range(len(tree)):
         if tree.parents[index] == (kept[-1] if kept else ROOT):
             kept.append(index)
-    return tree.in_order(kept)
+    return tree.only(kept)

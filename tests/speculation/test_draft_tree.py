@@ -6,30 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.speculation.draft_tree import ROOT, DraftTree
-from tests.speculation.draft_trees import likeliest_path, trees
+from tests.speculation.draft_trees import likeliest_path, parents_of, trees
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     """The tokens from the root to each token."""
     found: list[tuple[int, ...]] = []
-    for index, token_id in enumerate(tree.token_ids):
-        parent = tree.parent(index)
+    for parent, token_id in zip(parents_of(tree), tree.token_ids, strict=True):
         found.append((*(found[parent] if parent != ROOT else ()), token_id))
     return found
 
 
 FORKED = DraftTree(2, 7, (1, 2, 3, 4, 5), parents=(-1, 0, -1, 1, 2))
 """1 → 2 → 4, and 3 → 5 beside it."""
-
-
-def test_a_chain_has_no_parents_to_look_up() -> None:
-    chain = DraftTree(0, token_ids=(7, 8, 9))
-    assert [chain.parent(index) for index in range(3)] == [ROOT, 0, 1]
-    assert chain.depths() == (1, 2, 3)
-    assert chain.depth_first() is chain
-    assert chain.child(0, 8) == 1
-    assert chain.child(0, 9) is None
-    assert chain.child(2, 9) is None
 
 
 def test_depth_first_order_keeps_paths_together() -> None:
@@ -58,7 +47,7 @@ def test_a_cut_tree_is_a_tree_of_its_first_tokens(tree: DraftTree, num_tokens: i
     cut = tree.cut(num_tokens)
     assert cut.is_well_formed
     assert paths(cut) == paths(tree)[:num_tokens]
-    assert len(cut.depths()) == len(cut)
+    assert cut.depths() == tuple(map(len, paths(cut)))
 
 
 @given(tree=trees())

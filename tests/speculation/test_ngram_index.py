@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
-from outrider.speculation.proposers.ngram import NgramIndex, NgramProposer, NgramSegment
+from outrider.speculation.proposers.ngram import NGRAM_SIZES, NgramIndex, NgramProposer, NgramSegment
 from tests.support.memory import traced
 
 
-def brute_force(text: list[int], num_tokens: int, *, max_ngram: int, min_ngram: int) -> tuple[int, ...]:
+def brute_force(text: list[int], num_tokens: int) -> tuple[int, ...]:
     """Searches the whole text for the longest n-gram that ends it, latest occurrence first."""
-    for size in range(max_ngram, min_ngram - 1, -1):
+    for size in NGRAM_SIZES:
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[len(text) - size :]:
                 found: list[int] = []
@@ -28,19 +28,15 @@ def brute_force(text: list[int], num_tokens: int, *, max_ngram: int, min_ngram: 
 @given(
     prompt_length=st.integers(0, 20),
     pieces=st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=30),
-    sizes=st.tuples(st.integers(1, 4), st.integers(0, 3)),
     num_tokens=st.integers(1, 8),
 )
-def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pieces, sizes, num_tokens):
-    min_ngram, more = sizes
-    sizes = range(min_ngram + more, min_ngram - 1, -1)
-    index = NgramIndex(NgramSegment(0, prompt_length, num_sizes=len(sizes)), sizes=sizes)
+def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pieces, num_tokens):
+    index = NgramIndex(NgramSegment(0, prompt_length))
     text: list[int] = []
     for piece in filter(None, pieces):
         text += piece
         index.extend(text, len(text))
-        expected = brute_force(text, num_tokens, max_ngram=min_ngram + more, min_ngram=min_ngram)
-        assert index.continuation(text, num_tokens) == expected
+        assert index.continuation(text, num_tokens) == brute_force(text, num_tokens)
 
 
 def request_of(text, num_wanted=4, *, key=1, prompt_length=None) -> ProposalRequest:
@@ -71,7 +67,7 @@ def test_samples_of_a_prompt_share_its_index():
     proposer = NgramProposer()
     for key in range(16):
         proposer.propose([request_of([*prompt, 5000 + key, 0, 1], key=key, prompt_length=900)])
-    one = NgramSegment.bytes_of(900, num_sizes=3)
+    one = NgramSegment.bytes_of(900)
     assert one < proposer.num_bytes < 16 * one
     for key in range(16):
         (proposal,) = proposer.propose([request_of([*prompt, 5000 + key, 0, 1], key=key, prompt_length=900)])
@@ -95,13 +91,6 @@ def test_memory_is_counted_small_and_bounded():
     proposer.forget(1)
     (served,) = proposer.propose([request_of(text[1:], key=2)])
     assert served.progress is Progress.CATCHING_UP
-
-
-def test_a_sequence_whose_tokens_were_replaced_is_learnt_anew():
-    proposer = NgramProposer()
-    proposer.propose([request_of([1, 2, 3, 1, 2], 1)])
-    (proposal,) = proposer.propose([request_of([4, 5, 6, 4, 5], 1)])
-    assert proposal.tree.token_ids == (6,)
 
 
 @pytest.mark.parametrize("prompt_length", [0, 7, 90])

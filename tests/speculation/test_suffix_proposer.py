@@ -12,7 +12,7 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
 from outrider.speculation.proposers.suffix import BYTES_PER_TOKEN, PastOutputs, SuffixProposer
-from outrider.speculation.suffix_index import SuffixIndex
+from outrider.speculation.suffix_index import CONTEXT_SIZES, SuffixIndex
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.memory import traced
 
@@ -26,20 +26,20 @@ def draft(proposer, token_ids, num_wanted=4, *, sequence_id=1, start=START):
     return proposal.tree.token_ids
 
 
-texts = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6)
+texts = st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=6)
 
 
-@given(texts=texts, ending=st.lists(st.integers(0, 3), max_size=8))
+@given(texts=texts, ending=st.lists(st.integers(0, 2), max_size=20))
 def test_a_prediction_is_the_most_frequent_follower_of_the_longest_known_ending(texts, ending):
-    index = SuffixIndex(sizes=(3, 1))
+    index = SuffixIndex()
     followers = {}
     for text in texts:
         index.add(text, 0, len(text))
         for place, token_id in enumerate(text):
-            for size in (3, 1):
+            for size in CONTEXT_SIZES:
                 if size <= place:
                     followers.setdefault(tuple(text[place - size : place]), Counter())[token_id] += 1
-    endings = [tuple(ending[-size:]) for size in (3, 1) if size <= len(ending)]
+    endings = [tuple(ending[-size:]) for size in CONTEXT_SIZES if size <= len(ending)]
     known = next((followers[each] for each in endings if each in followers), None)
     found = index.followers(ending, most=2)
     counts = [] if known is None else sorted(known.values(), reverse=True)[:2]
@@ -49,7 +49,7 @@ def test_a_prediction_is_the_most_frequent_follower_of_the_longest_known_ending(
 
 @given(texts=texts)
 def test_what_is_removed_leaves_nothing(texts):
-    index = SuffixIndex(sizes=(3, 1))
+    index = SuffixIndex()
     for text in texts:
         index.add(text, 0, len(text))
     for text in texts:
@@ -90,11 +90,7 @@ def test_outputs_of_one_tenant_are_not_drafted_for_another():
 
 def test_prompts_are_not_remembered():
     proposer = SuffixProposer(remembered_tokens=100)
-    draft(
-        proposer,
-        [1, 2, 3, 4],
-        start=SequenceStart(options=RequestOptions(sampling=START.options.sampling), sample=0, prompt_length=4),
-    )
+    draft(proposer, [1, 2, 3, 4], start=replace(START, prompt_length=4))
     proposer.forget(1)
     assert draft(proposer, [8, 1, 2], sequence_id=2) == ()
 

@@ -63,15 +63,10 @@ MAX_INDEX_BYTES = 256 << 20
 """Of all texts that a proposer indexes: ten million tokens for `ngram`, half a million for `suffix`."""
 
 
-def nothing(request: ProposalRequest) -> Proposal:
-    """No guess."""
-    return Proposal(sequence_id=request.sequence_id, tree=DraftTree(len(request.token_ids)))
-
-
-def catching_up(request: ProposalRequest) -> Proposal:
-    """No draft yet: part of the tokens is still to be learnt."""
+def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, *, has_more: bool = False) -> Proposal:
+    """No guess, or none yet."""
     tree = DraftTree(len(request.token_ids))
-    return Proposal(sequence_id=request.sequence_id, tree=tree, progress=Progress.CATCHING_UP)
+    return Proposal(sequence_id=request.sequence_id, tree=tree, progress=progress, has_more=has_more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,14 +30,6 @@ class ProposerSettings:
     other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
 
 
-def _make_ngram(_settings: ProposerSettings, _progress: Progress) -> Proposer:
-    return NgramProposer()
-
-
-def _make_suffix(settings: ProposerSettings, _progress: Progress) -> Proposer:
-    return SuffixProposer(remembered_tokens=settings.remembered_tokens)
-
-
 def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Proposer:
     from outrider.speculation.proposers.model_forward import open_draft_model
 
@@ -57,8 +49,12 @@ class ProposerKind:
 
 
 PROPOSERS = (
-    ProposerKind(name="ngram", summary="prompt lookup", make=_make_ngram),
-    ProposerKind(name="suffix", summary="what most often followed", make=_make_suffix),
+    ProposerKind(name="ngram", summary="prompt lookup", make=lambda _settings, _progress: NgramProposer()),
+    ProposerKind(
+        name="suffix",
+        summary="what most often followed",
+        make=lambda settings, _progress: SuffixProposer(remembered_tokens=settings.remembered_tokens),
+    ),
     ProposerKind(name="draft_model", summary="a smaller model", make=_make_draft_model, needs_model=True),
 )
 

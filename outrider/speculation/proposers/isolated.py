@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer, nothing
 
@@ -82,13 +81,10 @@ class IsolatedProposer:
             self._num_fruitless_searches = 0
             self._all_cooldown_until = now + COOLDOWN_SECONDS
         else:
-            found.update((request.sequence_id, _untried(request)) for group in groups for request in group)
+            untried = (request for group in groups for request in group)
+            found.update((each.sequence_id, nothing(each, Progress.DRAFTING, has_more=True)) for each in untried)
 
     def _cool_down(self, sequence_id: int, error: Exception, now: float) -> None:
         self._proposer.forget(sequence_id)
         self._cooldown_until[sequence_id] = now + COOLDOWN_SECONDS
         self._on_failure(error, sequence_id)
-
-
-def _untried(request: ProposalRequest) -> Proposal:
-    return replace(nothing(request), progress=Progress.DRAFTING, has_more=True)

@@ -18,10 +18,10 @@ from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import (
     MAX_INDEX_BYTES,
     MAX_INDEXED_TOKENS,
+    Progress,
     Proposal,
     ProposalRequest,
     ProposerInfo,
-    catching_up,
     nothing,
 )
 
@@ -48,26 +48,26 @@ class NgramSegment:
 
     __slots__ = ("__weakref__", "_num_slots", "_tables", "end", "limit")
 
-    def __init__(self, start: int, limit: int, *, num_sizes: int) -> None:
+    def __init__(self, start: int, limit: int) -> None:
         """For positions from `start` until before `limit`."""
         self.end = start
         """Positions before it are indexed."""
         self.limit = limit
         self._num_slots = 2 * (limit - start) + 1  # one is always free
-        self._tables = [array("i", [-1]) * self._num_slots for _ in range(num_sizes)]
+        self._tables = [array("i", [-1]) * self._num_slots for _ in NGRAM_SIZES]
 
     @staticmethod
-    def bytes_of(num_positions: int, *, num_sizes: int) -> int:
-        return (2 * num_positions + 1) * num_sizes * BYTES_PER_SLOT
+    def bytes_of(num_positions: int) -> int:
+        return (2 * num_positions + 1) * len(NGRAM_SIZES) * BYTES_PER_SLOT
 
     @property
     def num_bytes(self) -> int:
-        return self._num_slots * len(self._tables) * BYTES_PER_SLOT
+        return self._num_slots * len(NGRAM_SIZES) * BYTES_PER_SLOT
 
-    def extend(self, text: Sequence[int], end: int, sizes: Sequence[int]) -> None:
+    def extend(self, text: Sequence[int], end: int) -> None:
         """Indexes the positions until before `end`, at most `limit`; each has a token of the text."""
         for position in range(self.end, end):
-            for size, table in zip(sizes, self._tables):  # noqa: B905 as many; strict costs time here
+            for size, table in zip(NGRAM_SIZES, self._tables):  # noqa: B905 as many; strict costs time here
                 if size <= position:
                     table[self._slot(table, text, position, size)] = position
         self.end = max(self.end, end)
@@ -92,10 +92,9 @@ class NgramIndex:
     Adding a token and looking up cost the same however long the text is.
     """
 
-    __slots__ = ("_last_token_id", "segments", "sizes")
+    __slots__ = ("_last_token_id", "segments")
 
-    def __init__(self, prompt: NgramSegment, *, sizes: Sequence[int] = NGRAM_SIZES) -> None:
-        self.sizes = sizes
+    def __init__(self, prompt: NgramSegment) -> None:
         self.segments = [prompt]
         self._last_token_id = -1
 
@@ -117,18 +116,18 @@ class NgramIndex:
             if limit >= end:
                 break
             limit += size
-            num_bytes += NgramSegment.bytes_of(size, num_sizes=len(self.sizes))
+            num_bytes += NgramSegment.bytes_of(size)
         return num_bytes
 
     def extend(self, text: Sequence[int], end: int) -> None:
         """Indexes the positions until before `end`; each has a token of the text."""
         last = self.segments[-1]
         while end > last.limit:
-            last.extend(text, last.limit, self.sizes)
+            last.extend(text, last.limit)
             limit = last.limit + next(self._sizes_of_next())
-            last = NgramSegment(last.limit, limit, num_sizes=len(self.sizes))
+            last = NgramSegment(last.limit, limit)
             self.segments.append(last)
-        last.extend(text, end, self.sizes)
+        last.extend(text, end)
         self._last_token_id = text[end - 1]
 
     def _sizes_of_next(self) -> Iterator[int]:
@@ -140,7 +139,7 @@ class NgramIndex:
         A continuation that reaches the text's end goes on with itself: a text that has
         begun to repeat is taken to go on repeating.
         """
-        for place, size in enumerate(self.sizes):
+        for place, size in enumerate(NGRAM_SIZES):
             if size > len(text):
                 continue
             for segment in reversed(self.segments):
@@ -161,12 +160,11 @@ class NgramProposer:
     share their prompt's part of the index. A sequence for which there is no memory gets no drafts until there is.
     """
 
-    def __init__(self, *, max_bytes: int = MAX_INDEX_BYTES, sizes: Sequence[int] = NGRAM_SIZES) -> None:
-        """`max_bytes`: of all indexes. `sizes`: of n-grams, longest first."""
+    def __init__(self, *, max_bytes: int = MAX_INDEX_BYTES) -> None:
+        """`max_bytes`: of all indexes."""
         self.info = ProposerInfo(name="ngram", memory_bytes=max_bytes)
         self.num_wasted_tokens = 0
         self.num_bytes = 0
-        self._sizes = tuple(sizes)
         self._indexes: dict[int, NgramIndex] = {}
         self._prompts: WeakValueDictionary[tuple[int, int], NgramSegment] = WeakValueDictionary()  # by length and hash
 
@@ -194,7 +192,7 @@ class NgramProposer:
                 index.extend(text, end)
                 num_left -= end - start
             if end < len(text):
-                found[request.sequence_id] = catching_up(request)
+                found[request.sequence_id] = nothing(request, Progress.CATCHING_UP)
                 continue
             token_ids = index.continuation(text, request.num_wanted) if request.num_wanted > 0 else ()
             tree = DraftTree(len(text), token_ids=token_ids)
@@ -219,10 +217,10 @@ class NgramProposer:
         key = (length, prefix_hash(text[:length]))
         prompt = self._prompts.get(key)
         if prompt is None:
-            num_bytes = NgramSegment.bytes_of(length, num_sizes=len(self._sizes))
+            num_bytes = NgramSegment.bytes_of(length)
             if self.num_bytes + num_bytes > self.info.memory_bytes:
                 return None
-            prompt = self._prompts[key] = NgramSegment(0, length, num_sizes=len(self._sizes))
+            prompt = self._prompts[key] = NgramSegment(0, length)
             self.num_bytes += num_bytes
-        index = self._indexes[request.sequence_id] = NgramIndex(prompt, sizes=self._sizes)
+        index = self._indexes[request.sequence_id] = NgramIndex(prompt)
         return index

@@ -17,10 +17,10 @@ from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.base import (
     MAX_INDEX_BYTES,
     MAX_INDEXED_TOKENS,
+    Progress,
     Proposal,
     ProposalRequest,
     ProposerInfo,
-    catching_up,
     nothing,
 )
 from outrider.speculation.suffix_index import CONTEXT_SIZES, Prediction, SuffixIndex
@@ -121,7 +121,7 @@ class SuffixProposer:
                 self._num_tokens += num_new
             if num_new < num_missing:
                 is_full = self._num_tokens >= self._max_tokens
-                found[request.sequence_id] = nothing(request) if is_full else catching_up(request)
+                found[request.sequence_id] = nothing(request, Progress.DONE if is_full else Progress.CATCHING_UP)
                 continue
             takes_siblings = request.start is not None and request.start.takes_siblings
             tree = self._tree(text, request.num_wanted, max_children=MAX_CHILDREN if takes_siblings else 1)

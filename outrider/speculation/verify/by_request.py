@@ -15,17 +15,17 @@ from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier
 from outrider.speculation.verify.rejection import RejectionVerifier
 from outrider.speculation.verify.rows import row_starts
-from outrider.speculation.verify.typical import TypicalThresholds, TypicalVerifier
+from outrider.speculation.verify.typical import TypicalVerifier
 
 
 class RequestVerifier:
     """All methods over one sampler. One owner thread."""
 
-    def __init__(self, sampler: Sampler, *, typical: TypicalThresholds | None = None) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         self.verifiers: dict[VerificationMethod, Verifier] = {
             VerificationMethod.COUPLED: CoupledVerifier(sampler),
             VerificationMethod.REJECTION: RejectionVerifier(sampler),
-            VerificationMethod.TYPICAL: TypicalVerifier(sampler, typical),
+            VerificationMethod.TYPICAL: TypicalVerifier(sampler),
         }
 
     def verify(self, logits: Tensor, drafts: Sequence[DraftRows]) -> list[Verified]:

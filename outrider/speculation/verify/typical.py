@@ -8,13 +8,12 @@ target finds it likely enough by itself:
 with H the entropy of p, in nats: where the target is undecided, less is asked for. Otherwise the race's token is
 committed. So acceptance is never below that of coupled sampling, and the text leans towards the drafter's.
 
-Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), with its threshold 0.09 and alpha 0.3 as defaults.
+Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), with its threshold 0.09 and alpha 0.3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,21 +25,15 @@ from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.coupled import accept_drafts
 from outrider.speculation.verify.rows import draft_token_masses, draft_token_rows
 
-
-@dataclass(frozen=True, slots=True)
-class TypicalThresholds:
-    """When a draft token is taken although the race decides otherwise; Medusa's posterior threshold and alpha."""
-
-    threshold: float = 0.09
-    alpha: float = 0.3
+THRESHOLD = 0.09
+ALPHA = 0.3
 
 
 class TypicalVerifier:
     """Trades fidelity for acceptance. Chosen by a request, or by the router's setting, and by nothing else."""
 
-    def __init__(self, sampler: Sampler, thresholds: TypicalThresholds | None = None) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._thresholds = thresholds or TypicalThresholds()
 
     @torch.inference_mode()
     def queue(self, logits: Tensor, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
@@ -57,7 +50,7 @@ class TypicalVerifier:
         token_ids = upload_ids([token_id for draft in drafts for token_id in draft.draft_token_ids], logits.device)
         probs = masses.to(torch.float64) / masses.sum(dim=1, keepdim=True)  # [num draft tokens, num_ids]
         entropy = -torch.xlogy(probs, probs).sum(dim=1, keepdim=True)
-        bounds = (self._thresholds.alpha * torch.exp(-entropy)).clamp(max=self._thresholds.threshold)
+        bounds = (ALPHA * torch.exp(-entropy)).clamp(max=THRESHOLD)
         within = token_ids.clamp(max=probs.shape[1] - 1)
         is_likely = (probs.gather(1, within.unsqueeze(1)) > bounds).squeeze(1) & (within == token_ids)
         rows = upload_ids(draft_token_rows(drafts), logits.device)
