@@ -24,16 +24,21 @@ SHAPES = {
 MAX_TOKENS, VOCAB_SIZE = 12, 30
 
 
+def shapes() -> st.SearchStrategy[tuple[int, ...]]:
+    """Parents of each draft, chains among them."""
+    parents = st.lists(st.integers(ROOT, 2 * MAX_TOKENS), min_size=1, max_size=MAX_TOKENS)
+    return parents.map(lambda drawn: tuple(min(parent, index - 1) for index, parent in enumerate(drawn)))
+
+
 @st.composite
 def trees(draw: st.DrawFn) -> DraftTree:
-    """Well-formed ones, chains among them, after five tokens."""
-    one_token = st.tuples(st.integers(ROOT, 2 * MAX_TOKENS), st.integers(0, VOCAB_SIZE - 1))
-    drawn = draw(st.lists(one_token, min_size=1, max_size=MAX_TOKENS))
-    shape = tuple(min(parent, index - 1) for index, (parent, _) in enumerate(drawn))
+    """Well-formed ones, after five tokens."""
+    shape = draw(shapes())
+    drawn_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=len(shape), max_size=len(shape)))
     token_ids: list[int] = []
-    for parent, (_, token_id) in zip(shape, drawn, strict=True):
+    for parent, drawn in zip(shape, drawn_ids, strict=True):
         siblings = {token for at, token in zip(shape, token_ids, strict=False) if at == parent}
-        token_ids.append(next(each % VOCAB_SIZE for each in count(token_id) if each % VOCAB_SIZE not in siblings))
+        token_ids.append(next(each % VOCAB_SIZE for each in count(drawn) if each % VOCAB_SIZE not in siblings))
     return DraftTree(5, 99, tuple(token_ids), parents=() if is_chain(shape) else shape)
 
 
