@@ -195,15 +195,10 @@ def sampler_kernels(request):
     """What a Sampler decides with: None for torch. Both must pass the same tests."""
     if request.param == "torch":
         return None
-    from outrider.engine.cpu_kernels.kernels import CpuKernels
-    from outrider.engine.cpu_kernels.library import KernelLibrary, Team
     from outrider.engine.cpu_kernels.paths import choose_kernels
+    from tests.support.native_kernels import native_kernels
 
-    choice = choose_kernels()
-    if choice.library is None:
-        pytest.skip(str(choice))
-    library = KernelLibrary(choice.library)
-    return CpuKernels(library, Team(library, 2))
+    return native_kernels() or pytest.skip(str(choose_kernels()))
 
 
 @pytest.fixture

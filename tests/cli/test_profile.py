@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from outrider.cli.main import main
 from outrider.cli.profile import as_lines
 from outrider.profile import Profile, ProfiledStep, StepKind
 
@@ -32,3 +35,20 @@ def test_figures_are_medians_and_shares_of_busy_time_by_kind_of_step():
         "  total                        1.000",
         "  beside: event loop           0.500",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--node", "127.0.0.1:1"), "cannot be reached"),
+        (("--role", "decode_node", "--steps", "0"), "num_steps is 0, must be 1 to 1000"),
+        (("--role", "decode_node", "--traced-steps", "1"), "--traced-steps needs --output"),
+        (("--role", "decode_node", "--output", "/nowhere/trace.json.gz"), "--output /nowhere/trace.json.gz"),
+    ],
+)
+def test_what_cannot_be_profiled_is_one_clear_line(capsys, arguments, message):
+    assert main(["profile", *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("outrider profile: ")
+    assert message in shown
+    assert shown.count("\n") == 1

@@ -126,9 +126,12 @@ async def test_a_claim_returns_the_request_and_the_tokens_of_each_sample(first, 
 
 async def test_an_id_that_is_not_stored_is_none(first):
     assert await claim(first) is None
+    assert await first.read(STORED.request_id) is None
     assert not await first.request_abort(STORED.request_id)
     await first.finish([STORED.request_id])
     await first.delete([STORED.request_id])
+    renewal = await first.renew([])
+    assert not renewal.taken | renewal.missing | renewal.aborted
 
 
 async def test_an_id_is_one_routers_at_a_time(first, second):
@@ -207,7 +210,6 @@ async def test_many_spans_of_one_request(first):
 
 
 async def test_reading_changes_nothing(first, second):
-    assert await first.read(STORED.request_id) is None
     await first.create(STORED)
     await first.append(spans(10))
     seen = await second.read(STORED.request_id)
@@ -298,11 +300,6 @@ async def test_an_abort_reaches_the_owner_and_whoever_claims_later(first, second
     assert (await claim(second)).is_aborted
     await second.delete([STORED.request_id])
     assert await claim(second) is None
-
-
-async def test_nothing_to_renew(first):
-    renewal = await first.renew([])
-    assert not renewal.taken | renewal.missing | renewal.aborted
 
 
 @pytest.mark.parametrize("request_id", ["a", "}", "{}", "{x}y", "x" * 128, " ~!\"'\\\\:*"])

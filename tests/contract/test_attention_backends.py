@@ -32,40 +32,27 @@ INTERPRETED = pytest.mark.skipif(not HAS_TRITON or HAS_CUDA, reason="needs trito
 
 KERNELS = choose_kernels()
 
+
+def case(name, device, dtype, *marks):
+    label = {"stand-in": "flash_attn-stand-in", "interpreted": "triton-interpreted"}.get(name, f"{name}-{device}")
+    return pytest.param((name, device, dtype), id=f"{label}-{str(dtype).removeprefix('torch.')}", marks=marks)
+
+
+NEEDS_KERNELS = pytest.mark.skipif(KERNELS.library is None, reason=str(KERNELS))
+NEEDS_FLASH_ATTN = pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs a CUDA device and flash-attn")
 BACKENDS = [
-    pytest.param(("torch_sdpa", "cpu", torch.float32), id="torch_sdpa-cpu-float32"),
-    pytest.param(("torch_sdpa", "cpu", torch.bfloat16), id="torch_sdpa-cpu-bfloat16"),
-    *(
-        pytest.param(
-            ("native", "cpu", dtype),
-            id=f"native-cpu-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.skipif(KERNELS.library is None, reason=str(KERNELS)),
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    ),
-    pytest.param(("stand-in", "cpu", torch.bfloat16), id="flash_attn-stand-in-bfloat16"),
-    pytest.param(("stand-in", "cpu", torch.float16), id="flash_attn-stand-in-float16"),
-    pytest.param(  # triton's interpreter has no products of bfloat16
-        ("interpreted", "cpu", torch.float32), id="triton-interpreted-float32", marks=[pytest.mark.triton, INTERPRETED]
-    ),
-    *(
-        pytest.param(
-            ("triton", "cuda", dtype),
-            id=f"triton-cuda-{str(dtype).removeprefix('torch.')}",
-            marks=ON_CUDA,
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    ),
-    pytest.param(
-        ("torch_sdpa", "cuda", torch.float32),
-        id="torch_sdpa-cuda-float32",
-        marks=ON_CUDA,
-    ),
-    pytest.param(
-        ("flash_attn", "cuda", torch.bfloat16),
-        id="flash_attn-cuda-bfloat16",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_FLASH_ATTN, reason="needs a CUDA device and flash-attn")],
-    ),
+    case("torch_sdpa", "cpu", torch.float32),
+    case("torch_sdpa", "cpu", torch.bfloat16),
+    case("native", "cpu", torch.float32, NEEDS_KERNELS),
+    case("native", "cpu", torch.bfloat16, NEEDS_KERNELS),
+    case("stand-in", "cpu", torch.bfloat16),
+    case("stand-in", "cpu", torch.float16),
+    # Triton's interpreter has no products of bfloat16.
+    case("interpreted", "cpu", torch.float32, pytest.mark.triton, INTERPRETED),
+    case("triton", "cuda", torch.float32, *ON_CUDA),
+    case("triton", "cuda", torch.bfloat16, *ON_CUDA),
+    case("torch_sdpa", "cuda", torch.float32, *ON_CUDA),
+    case("flash_attn", "cuda", torch.bfloat16, pytest.mark.gpu, NEEDS_FLASH_ATTN),
 ]
 
 # (rows, tokens before them) of each sequence in one batch
@@ -313,8 +300,7 @@ def test_what_flash_attn_cannot_do_is_refused_with_the_way_out(installed):
         make_attention_backend("flash_attn", "cuda", "float32")
 
 
-def test_flash_attn_on_a_cpu_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match="torch_sdpa"):
-        make_attention_backend("flash_attn", "cpu")
-    with pytest.raises(ConfigError, match="one of"):
-        make_attention_backend("flashy", "cpu")
+@pytest.mark.parametrize(("name", "message"), [("flash_attn", "torch_sdpa"), ("flashy", "one of")])
+def test_what_a_cpu_cannot_have_is_refused_with_the_way_out(name, message):
+    with pytest.raises(ConfigError, match=message):
+        make_attention_backend(name, "cpu")

@@ -6,7 +6,6 @@ hour on two cores).
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import os
 import warnings
@@ -53,26 +52,11 @@ def assert_same_tokens(real, prompt, found, expected):
 def test_greedy_answers_are_the_same_with_and_without_drafts(real, prompts):
     accepted = 0
     for prompt in prompts:
-        drafted, summary = real.generate(prompt, temperature=0.0, max_tokens=48)
-        plain, _ = real.generate(prompt, temperature=0.0, max_tokens=48, speculation=False)
+        drafted, summary = real.generate(prompt, temperature=0.0, max_tokens=24)
+        plain, _ = real.generate(prompt, temperature=0.0, max_tokens=24, speculation=False)
         assert_same_tokens(real, prompt, drafted, plain)
         accepted += summary.metrics.speculation.num_accepted_draft_tokens
     assert accepted > 0
-
-
-def test_sampled_answers_are_the_same_with_and_without_drafts(real, prompts):
-    drafted, _ = real.generate(prompts[0], temperature=0.8, top_p=0.95, seed=12, max_tokens=32)
-    plain, _ = real.generate(prompts[0], temperature=0.8, top_p=0.95, seed=12, max_tokens=32, speculation=False)
-    assert drafted == plain
-
-
-def test_an_answer_is_the_same_alone_and_in_a_crowd(real, prompts):
-    alone, _ = real.generate(prompts[1], temperature=0.0, max_tokens=24)
-    with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        crowd = [pool.submit(real.generate, prompts[i % 3], temperature=0.0, max_tokens=24) for i in range(6)]
-        answers = [future.result(timeout=240)[0] for future in crowd]
-    assert_same_tokens(real, prompts[1], answers[1], alone)
-    assert_same_tokens(real, prompts[1], answers[4], alone)
 
 
 @pytest.mark.timeout(7200)

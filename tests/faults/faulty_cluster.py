@@ -129,6 +129,20 @@ class FaultyCluster(RunningCluster):
             with contextlib.suppress(NotFoundError):  # it does not run: nothing is frozen
                 self.cluster.kill(node.name, signal.SIGCONT)
 
+    def inflict(self, action: str, name: str, *, slow_seconds: float) -> None:
+        """kill, stop, close, slow or partition, until `undo`; `slow_seconds`: of slow."""
+        match action:
+            case "kill":
+                self.kill(name)
+            case "stop":
+                self.freeze(name)
+            case "close":
+                self.network.close_connections(name)
+            case "slow":
+                self.network.slow(name, slow_seconds)
+            case "partition":
+                self.network.partition(name)
+
     def undo(self) -> None:
         """Nothing is held, frozen, slow or cut off any more."""
         self.points.disarm_all()

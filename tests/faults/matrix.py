@@ -164,18 +164,9 @@ class Matrix:
             until=lambda: bool(requests) and all(request.is_done for request in requests),
             timeout_seconds=REACH_SECONDS,
         )
-        match action:
-            case "kill":
-                cluster.kill(name)
-                killed.append(name)
-            case "stop":
-                cluster.freeze(name)
-            case "close":
-                cluster.network.close_connections(name)
-            case "slow":
-                cluster.network.slow(name, SLOW_SECONDS)
-            case "partition":
-                cluster.network.partition(name)
+        cluster.inflict(action, name, slow_seconds=SLOW_SECONDS)
+        if action == "kill":
+            killed.append(name)
         if action != "hang":
             cluster.points.release(point)
         if name.startswith("router") and action == "stop":

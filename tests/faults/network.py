@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import Callable
 
+from tests.support.loop_thread import LoopThread
+
 CHUNK_BYTES = 65_536
-WAIT_SECONDS = 60.0
 
 
 class Connection:
@@ -35,15 +35,13 @@ class Network:
     """Runs its proxies in a thread. `heal` undoes `partition` and `slow`; what was held back then arrives."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = LoopThread()
         self._connections: set[Connection] = set()
         self._servers: list[asyncio.Server] = []
         self._cut_off: set[str] = set()
         self._delays: dict[str, float] = {}
         self._is_whole = asyncio.Event()
         self._is_whole.set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
-        self._thread.start()
 
     def listen(
         self,
@@ -66,38 +64,38 @@ class Network:
             self._servers.append(server)
             return int(server.sockets[0].getsockname()[1])
 
-        return asyncio.run_coroutine_threadsafe(start(), self._loop).result(WAIT_SECONDS)
+        return self._loop.run(start())
 
     def close_connections(self, name: str) -> None:
         """Resets every connection that this process has now."""
 
-        def close() -> None:
+        async def close() -> None:
             for connection in tuple(self._connections):
                 if name in connection.ends:
                     connection.abort()
 
-        self._call(close)
+        self._loop.run(close())
 
     def partition(self, name: str) -> None:
         """Nothing reaches this process, and nothing that it sends arrives, until the network is healed."""
 
-        def cut() -> None:
+        async def cut() -> None:
             self._cut_off.add(name)
             self._is_whole.clear()
 
-        self._call(cut)
+        self._loop.run(cut())
 
     def slow(self, name: str, seconds: float) -> None:
         """Whatever goes to or from this process takes so much longer."""
-        self._call(lambda: self._delays.__setitem__(name, seconds))
+        self._delays[name] = seconds
 
     def heal(self) -> None:
-        def heal() -> None:
+        async def heal() -> None:
             self._cut_off.clear()
             self._delays.clear()
             self._is_whole.set()
 
-        self._call(heal)
+        self._loop.run(heal())
 
     def stop(self) -> None:
         async def end() -> None:
@@ -110,20 +108,8 @@ class Network:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(WAIT_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(WAIT_SECONDS)
-        self._loop.close()
-
-    def _call(self, function: Callable[[], object]) -> None:
-        done = threading.Event()
-
-        def run() -> None:
-            function()
-            done.set()
-
-        self._loop.call_soon_threadsafe(run)
-        assert done.wait(WAIT_SECONDS)
+        self._loop.run(end())
+        self._loop.stop()
 
     async def _carry(
         self,

@@ -52,9 +52,13 @@ class Request:
         self._wait(lambda: self.num_tokens >= num_tokens, timeout_seconds)
         assert self.num_tokens >= num_tokens, f"it ended after {self.num_tokens} tokens: {self.error}"
 
+    def wait_for_end(self, *, timeout_seconds: float) -> None:
+        """Whatever that is."""
+        self._wait(lambda: False, timeout_seconds)
+
     def join(self, *, timeout_seconds: float) -> dict[str, Any]:
         """AssertionError: it has not ended in time, or with an error."""
-        self._wait(lambda: False, timeout_seconds)
+        self.wait_for_end(timeout_seconds=timeout_seconds)
         assert self.error is None, f"the client was told: {self.error!r}"
         return self._told
 

@@ -94,19 +94,9 @@ class Soak:
         seconds = self._random.uniform(0.2, 4.0)
         print(f"{action} {name}" + ("" if action in ("kill", "close") else f" for {seconds:.1f} s"), flush=True)
         started = time.monotonic()
-        match action:
-            case "kill":
-                cluster.wait_serving(name)
-                cluster.kill(name)
-            case "stop":
-                cluster.wait_serving(name)
-                cluster.freeze(name)
-            case "close":
-                cluster.network.close_connections(name)
-            case "slow":
-                cluster.network.slow(name, SLOW_SECONDS)
-            case "partition":
-                cluster.network.partition(name)
+        if action in ("kill", "stop"):
+            cluster.wait_serving(name)
+        cluster.inflict(action, name, slow_seconds=SLOW_SECONDS)
         self._is_over.wait(seconds)
         cluster.undo()
         self._is_over.wait(max(started + FAULT_SECONDS - time.monotonic(), 0.0))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 
 import grpc
 import pytest
 
 from outrider.client import Client
-from outrider.errors import OutriderError, PeerLostError
+from outrider.errors import PeerLostError
 from outrider.faults import FAULTS_VARIABLE
+from tests.faults.requests import Request
 from tests.support.fault_points import FaultPoints
 from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, watch_health
 
-PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
-LONG = {"max_tokens": 1500, "seed": 3, "ignore_eos": True}
 STEP = "decode.step"
 LONG_DRAIN = "server.drain_seconds=600"
 """Who waits to the end of it misses every timeout here."""
@@ -58,32 +56,11 @@ def start_roles(tiny_model):
         yield lambda *settings, **environ: Roles(stack, tiny_model, *settings, **environ)
 
 
-class Request:
-    """A request in a thread of its own, begun; its tokens, or its error."""
-
-    def __init__(self, client: Client) -> None:
-        self.token_ids: list[int] = []
-        self.error: OutriderError | None = None
-        self.is_done = False
-        self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(client,), daemon=True)
-        self._thread.start()
-        assert self._has_begun.wait(WAIT_SECONDS)
-
-    def _run(self, client: Client) -> None:
-        try:
-            with client.generate(PROMPT, **LONG) as stream:
-                for delta in stream:
-                    self.token_ids.extend(delta.token_ids)
-                    self._has_begun.set()
-        except OutriderError as error:
-            self.error = error
-        self.is_done = True
-        self._has_begun.set()
-
-    def join(self) -> None:
-        self._thread.join(ANSWER_SECONDS)
-        assert not self._thread.is_alive()
+def begun(client: Client, *, max_tokens: int) -> Request:
+    """A request whose first token has come."""
+    request = Request(client, "greedy", 3, max_tokens=max_tokens)
+    request.wait_for_tokens(1, timeout_seconds=WAIT_SECONDS)
+    return request
 
 
 def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended(start_roles, tmp_path):
@@ -91,7 +68,7 @@ def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended
     roles = start_roles(
         "server.drain_seconds=240", "router.liveness_timeout_seconds=240", decode_environ=points.environ
     )
-    request = Request(roles.client)
+    request = begun(roles.client, max_tokens=400)
     points.arm(STEP)  # it is not done before the nodes have their signals
     status, _ = roles.draft.end()
     assert status == 0
@@ -102,9 +79,8 @@ def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended
         assert next(health) == NOT_SERVING
         assert not request.is_done
         points.release(STEP)
-        request.join()
-    assert request.error is None
-    assert len(request.token_ids) == LONG["max_tokens"]
+        request.join(timeout_seconds=ANSWER_SECONDS)
+    assert request.num_tokens == 400
     status, log = roles.decode.wait()
     assert status == 0
     for role in ("decode", "draft"):
@@ -118,15 +94,15 @@ def test_what_still_runs_at_the_last_decode_nodes_deadline_is_told_and_an_idle_p
         "router.no_node_timeout_seconds=1",
         decode_environ={FAULTS_VARIABLE: f"{STEP}:*=delay:10"},  # 15 s
     )
-    request = Request(roles.client)
+    request = begun(roles.client, max_tokens=1500)
     status, log = roles.decode.end()
     assert status == 0
     assert "drain deadline passed" in [line["event"] for line in log]
-    request.join()
+    request.wait_for_end(timeout_seconds=ANSWER_SECONDS)
     assert isinstance(request.error, PeerLostError)
     assert request.error.reason == "NO_NODE"
     assert request.error.retry_after_seconds > 0
-    assert 0 < len(request.token_ids) < LONG["max_tokens"]
+    assert 0 < request.num_tokens < 1500
     status, _ = roles.prefill.end()
     assert status == 0
     for role in ("decode", "prefill"):

@@ -1,24 +1,22 @@
-"""Any message to a node's engine: a refusal or an event, never an exception in its thread, and nothing is left."""
+"""Any message to a node's engine: a refusal or an event, never an exception in its thread, and nothing is left.
+
+Bytes that are no message, and calls of prefill nodes: test_fuzz_services.py.
+"""
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_node.commands import GroupCancelled, GroupOpened, GroupRetargeted, SessionEnded
 from outrider.errors import OutriderError
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup, RetargetSequenceGroup
-from outrider.v1 import prefill_pb2, session_pb2
-from outrider.wire.prefill import CALL
+from outrider.v1 import session_pb2
 from outrider.wire.session import command_from_proto
-from prefill_node.servicer import ServedModel, check_call
 from tests.decode_node.conftest import Node
 from tests.decode_node.driven_node import SESSION
-from tests.fuzz.messages import fuzzed, messages, wire_bytes
-from tests.fuzz.threaded_services import MODEL
+from tests.fuzz.messages import fuzzed, messages
 
-SERVED = ServedModel(node_name="prefill", info=MODEL, max_tokens=150)
 S = session_pb2
 GROUPS = st.sampled_from([bytes(16), b"\1" * 16, b"\2" * 16])
 
@@ -75,29 +73,3 @@ def test_any_commands_of_a_router_leave_a_decode_node_whole(protos):
     group_id = node.open()
     node.run()
     assert node.tokens(group_id) == node.model.generate((1, 2, 3), 5)
-
-
-@fuzzed(25)
-@given(data=wire_bytes(S.SessionCommand))
-def test_any_bytes_are_a_command_or_a_mistake(data):
-    try:
-        proto = S.SessionCommand.FromString(data)
-    except DecodeError:
-        return
-    command_of(SESSION, proto)
-
-
-@fuzzed(25)
-@given(
-    request=messages(prefill_pb2.PrefillRequest)
-    | messages(prefill_pb2.PrefillRequest, fingerprint="f", transfer_id=bytes(16), decode_incarnation=bytes(16))
-)
-def test_any_prefill_is_a_call_within_bounds_or_a_mistake(request):
-    try:
-        call = CALL.from_proto(request)
-        check_call(call, SERVED)
-    except OutriderError:
-        return
-    assert 1 <= len(call.token_ids) <= SERVED.max_tokens
-    assert max(call.token_ids) < SERVED.info.vocab_size
-    assert 0 <= call.held_prefix_length <= len(call.token_ids)

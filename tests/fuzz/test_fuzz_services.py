@@ -104,10 +104,15 @@ STREAMS = {
 }
 
 
+ANY_PREFILL = messages(
+    prefill_pb2.PrefillRequest, fingerprint="f", transfer_id=bytes(16), decode_incarnation=bytes(16)
+).map(lambda request: request.SerializeToString())
+
+
 @pytest.mark.parametrize("method", UNARY)
 def test_any_bytes_get_a_status_and_stall_nobody(services, method):
     @fuzzed(12)
-    @given(data=wire_bytes(UNARY[method]))
+    @given(data=wire_bytes(UNARY[method]) | (ANY_PREFILL if method == PREFILL else st.nothing()))
     def send(data):
         status, _ = services.call(method, [data], num_answers=1 if method.endswith("Watch") else None)
         assert status is grpc.StatusCode.OK or status in REFUSALS, (status, data)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-
 import grpc
 from prometheus_client import CollectorRegistry
 
@@ -29,8 +25,8 @@ from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc, session_pb2_grpc
 from prefill_node.jobs import JobEnded, PrefillJob
 from prefill_node.pending_jobs import PendingJobs
 from prefill_node.servicer import PrefillServicer, ServedModel
+from tests.support.loop_thread import CALL_SECONDS, WatchedLoop
 
-CALL_SECONDS = 60.0
 MODEL = ModelInfo(
     name="m",
     vocab_size=100,
@@ -43,41 +39,24 @@ MODEL = ModelInfo(
 INFO = NodeInfo(
     incarnation=bytes(16), name="node", role=NodeRole.DECODE, state=NodeState.SERVING, version="0", model=MODEL
 )
-RESULT = PrefillFigures(
-    num_cached_tokens=0,
-    num_computed_tokens=1,
-    compute_seconds=0.0,
-    connector="grpc",
-    kv_bytes=0,
-    transfer_seconds=0.0,
-    exposed_seconds=0.0,
-)
+MAX_PROMPT_TOKENS = 150
 
 
-class ThreadedServices:
+class ThreadedServices(WatchedLoop):
     """A decode node's and a prefill node's services before engines that answer at once, and a real draft node."""
 
     def __init__(self):
-        self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
+        super().__init__()
         self._servers = []
         self.failures = []  # of the draft loop
         self.run(self._start())
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
-
-    def run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_SECONDS)
+        self.longest_stall_seconds = 0.0  # their start does not count
 
     def stop(self):
         self.channel.close()
         self.draft_channel.close()
-        self._watching.cancel()
         self.run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_SECONDS)
-        self._loop.close()
+        super().stop()
 
     def call(self, method, messages, *, timeout=CALL_SECONDS, num_answers=None):
         """(status, answers) of these messages as bytes; `num_answers`: after so many the call is given up."""
@@ -107,7 +86,7 @@ class ThreadedServices:
         decode.sessions = self.sessions
         self.jobs = PendingJobs(submit=self._answer, max_jobs=8)
         prefill = PrefillServicer()
-        prefill.serve(self.jobs, ServedModel(node_name="prefill", info=MODEL, max_tokens=150))
+        prefill.serve(self.jobs, ServedModel(node_name="prefill", info=MODEL, max_tokens=MAX_PROMPT_TOKENS))
         profiles = make_profile_desk(is_allowed=True, node_name=lambda: "node", submit=self._profile)
         server = make_server(ServerConfig())
         session_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
@@ -146,15 +125,12 @@ class ThreadedServices:
 
     def _answer(self, command):
         if isinstance(command, PrefillJob):
-            self._loop.call_soon(self.jobs.deliver, [JobEnded(command.job_id, RESULT)])
+            call = command.call
+            assert 1 <= len(call.token_ids) <= MAX_PROMPT_TOKENS
+            assert max(call.token_ids) < MODEL.vocab_size
+            assert 0 <= call.held_prefix_length <= len(call.token_ids)
+            self.loop.call_soon(self.jobs.deliver, [JobEnded(command.job_id, PrefillFigures())])
 
     def _profile(self, command):
         if isinstance(command, StartProfile):
             command.capture.on_done(Captured(steps=(), num_traced_steps=0, export_trace=None))
-
-    async def _watch(self):
-        """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
-        while True:
-            asked_at = time.thread_time()
-            await asyncio.sleep(0.005)
-            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)

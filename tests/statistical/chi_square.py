@@ -60,6 +60,11 @@ def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
     return _z(np.bincount(pairs, minlength=36), np.outer(share, share).ravel())
 
 
+def worst_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
+    """Of both, for streams of tokens, [num_streams, num_tokens]."""
+    return max(chi_square_z(drawn.ravel(), probs), pairs_z(drawn.ravel(), probs))
+
+
 def _z(counts: npt.NDArray[np.int64], share: Floats) -> float:
     if counts[share == 0].any():
         return np.inf  # drew the impossible

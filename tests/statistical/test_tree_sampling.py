@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.request import SamplingParams
 from outrider.speculation.verify import coupled
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.speculation.draft_trees import SHAPES
-from tests.statistical.chi_square import PASS, chi_square_z, pairs_z, probabilities, small_logits
+from tests.statistical.chi_square import PASS, probabilities, small_logits, worst_z
+from tests.statistical.samplers import sampler_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,9 +27,7 @@ NUM_STREAMS = 64
 
 def generate(logits, *, num_tokens=60, kernels=None, **settings):
     """Tokens of streams whose every position has the same logits, [NUM_STREAMS, num_tokens]; and the tokens a step."""
-    sampler = Sampler(
-        vocab_size=len(logits), known_token_ids=torch.ones(len(logits), dtype=torch.bool), kernels=kernels
-    )
+    sampler = sampler_of(logits, kernels)
     verifier = RequestVerifier(sampler)
     params = SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
     states = [sampler.start(params, sample=i, prompt_token_ids=[]) for i in range(NUM_STREAMS)]
@@ -49,10 +48,6 @@ def generate(logits, *, num_tokens=60, kernels=None, **settings):
         for text, outcome in zip(texts, verifier.verify(row.expand(num_rows, -1), drafts), strict=True):
             text.extend(outcome.token_ids)
     return np.asarray([text[:num_tokens] for text in texts]), sum(map(len, texts)) / num_steps / len(texts)
-
-
-def worst_z(tokens, probs):
-    return max(chi_square_z(tokens.ravel(), probs), pairs_z(tokens.ravel(), probs))
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)

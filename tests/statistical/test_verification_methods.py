@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.arrivals import RaceKey
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
@@ -23,7 +23,9 @@ from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenD
 from outrider.speculation.verify import rejection
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.statistical.chi_square import PASS, chi_square_z, large_logits, pairs_z, probabilities, small_logits
+from tests.statistical.chi_square import PASS, chi_square_z, large_logits, probabilities, small_logits, worst_z
+from tests.statistical.samplers import sampler_of
+from tests.support.native_kernels import native_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +43,7 @@ class ModelDrafter:
         params = params_of(settings)
         self.params = replace(params, top_k=min(params.top_k or most, most)) if most else params
         self.logits = torch.from_numpy(drafted.astype(np.float32))
-        self.sampler = sampler_of(logits)
+        self.sampler = sampler_of(logits, native_kernels())
 
     def draw(self, sample, num_positions):
         """Tokens of the first positions of a stream, and what they were drawn from."""
@@ -69,10 +71,6 @@ def params_of(settings):
     return SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
 
 
-def sampler_of(logits):
-    return Sampler(vocab_size=len(logits), known_token_ids=torch.ones(len(logits), dtype=torch.bool))
-
-
 def generate(
     method, logits, drafter, *, num_tokens=100, num_streams=NUM_STREAMS, send=lambda tokens, q: len(tokens), **settings
 ):
@@ -81,7 +79,7 @@ def generate(
     Steps verify 0 to 4 draft tokens. What is left of a draft serves later steps, as it does behind a real drafter.
     `send(token_ids, distribution)`: how many of these drafted tokens the drafter hands over.
     """
-    sampler = sampler_of(logits)
+    sampler = sampler_of(logits, native_kernels())
     verifier = RequestVerifier(sampler)
     rows = torch.from_numpy(logits.astype(np.float32))
     states = [sampler.start(params_of(settings), sample=i, prompt_token_ids=[]) for i in range(num_streams)]
@@ -103,10 +101,6 @@ def generate(
             num_drafted += len(draft.draft_token_ids)
             num_accepted += outcome.num_accepted
     return np.asarray([text[:num_tokens] for text in texts]), num_accepted / num_drafted
-
-
-def worst_z(tokens, probs):
-    return max(chi_square_z(tokens.ravel(), probs), pairs_z(tokens.ravel(), probs))
 
 
 @pytest.mark.parametrize("make_drafter", [ModelDrafter, LookupDrafter])
@@ -152,7 +146,7 @@ def replayed_z(*, num_replays=3, num_streams=1500):
     logits = np.full(100, -30.0)
     probs = np.asarray([0.6, 0.3, 0.1])  # of tokens 0 to 2
     logits[:3] = np.log(probs)
-    sampler, ids = sampler_of(logits), itertools.count()
+    sampler, ids = sampler_of(logits, native_kernels()), itertools.count()
     proposer = SuffixProposer(remembered_tokens=num_streams)  # a token each: those of the last time
     starts = [
         SequenceStart(
@@ -220,8 +214,7 @@ def test_recovering_from_the_whole_target_is_noticed(monkeypatch):
 def test_shared_luck_for_draft_and_recovered_token_is_noticed(monkeypatch):
     """Mistake: the recovered token is decided by the race that the drafter has drawn with."""
     logits = small_logits()
-    sampler = sampler_of(logits)
-
+    sampler = sampler_of(logits, native_kernels())
     accept = rejection._accept
 
     def recover_by_race(masses, drafts, num_drafts):

@@ -1,0 +1,46 @@
+"""An event loop in a thread, so that what strangers cost it can be told from what they do themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+CALL_SECONDS = 60.0
+
+
+class LoopThread:
+    """Runs coroutines for other threads."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(CALL_SECONDS)
+
+    def stop(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CALL_SECONDS)
+        self.loop.close()
+
+
+class WatchedLoop(LoopThread):
+    """Measures the longest stall of its loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
+        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self.loop)
+
+    def stop(self):
+        self._watching.cancel()
+        super().stop()
+
+    async def _watch(self):
+        """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
+        while True:
+            asked_at = time.thread_time()
+            await asyncio.sleep(0.005)
+            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)

@@ -1,0 +1,19 @@
+"""The native CPU kernels of this machine, for samplers under test."""
+
+from __future__ import annotations
+
+import functools
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import KernelLibrary, Team
+from outrider.engine.cpu_kernels.paths import choose_kernels
+
+
+@functools.cache
+def native_kernels() -> CpuKernels | None:
+    """None: there is no compiler; torch computes."""
+    path = choose_kernels().library
+    if path is None:
+        return None
+    library = KernelLibrary(path)
+    return CpuKernels(library, Team(library, 2))
