@@ -62,11 +62,6 @@ def cluster(folder, token_file, tiny_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trusting(folder):
-    return TlsConfig(authority=folder / "ca.pem")
-
-
-@pytest.fixture(scope="module")
 def tls(folder):
     return TlsConfig(
         authority=folder / "ca.pem", certificate=folder / "client.pem", private_key=folder / "client-key.pem"
@@ -85,8 +80,8 @@ def test_kv_and_drafts_travel_by_tls(cluster, tls):
     assert "draft node connected" in log
 
 
-def test_no_port_answers_without_a_certificate(cluster, trusting):
-    for stranger in (None, trusting):
+def test_no_port_answers_without_a_certificate(cluster, folder):
+    for stranger in (None, TlsConfig(authority=folder / "ca.pem")):
         with Client(cluster.router_address, tls=stranger) as client, pytest.raises(PeerLostError):
             client.model()
         for node in cluster.nodes:
@@ -127,16 +122,6 @@ def test_tokens_are_asked_for_and_keep_tenants_apart(cluster, tls):
             cached[name] = result.summary.usage.num_cached_tokens
     assert cached["first"] == cached["other"] == 0
     assert cached["again"] > 0
-
-
-def test_generate_from_the_command_line(cluster, tls, tmp_path, capsys):
-    token = tmp_path / "token"
-    token.write_text(BOB)
-    flags = [f"--authority={tls.authority}", f"--certificate={tls.certificate}", f"--private-key={tls.private_key}"]
-    command = ["generate", PROMPT, f"--target={cluster.router_address}", "--max-tokens=2", *flags]
-    assert main([*command, f"--token-file={token}"]) == 0
-    assert main(command) == 1
-    assert "asks for a token" in capsys.readouterr().err
 
 
 def test_operators_probe_and_profile_nodes(cluster, folder, tls, capsys):

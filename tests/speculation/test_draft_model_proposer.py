@@ -108,13 +108,6 @@ def test_a_draft_is_what_the_draft_model_itself_would_generate_and_siblings(mode
     assert len(proposal.tree) == 6 + (MAX_SIBLINGS if takes_trees else 0)
 
 
-def test_a_draft_that_is_verified_by_rejection_sampling_has_no_siblings(model):
-    start = start_of(HOT, takes_trees=True, verification_method=VerificationMethod.REJECTION)
-    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
-    assert not proposal.tree.parents
-    assert len(proposal.tree.distributions) == 3
-
-
 @pytest.mark.parametrize("num_agreeing", [0, 2, 5])
 def test_after_a_partly_accepted_draft_it_goes_on_as_from_a_fresh_prefix(model, num_agreeing):
     proposer = proposer_of(model)
@@ -213,22 +206,36 @@ def test_the_sampling_state_of_a_prompt_in_pieces_is_that_of_the_whole_prompt(mo
     assert {token_id: count for token_id, count in zip(ids, num_generated, strict=True) if count} == {3: 1.0}
 
 
+def branches_ahead(proposer, request):
+    """All that a look-ahead finds. A call that fails is made again, as by IsolatedProposer."""
+    branches = []
+    for _ in range(40):
+        try:
+            (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+        except RuntimeError:
+            continue
+        branches += ahead.ahead
+        if not ahead.has_more:
+            break
+    assert branches
+    return branches
+
+
+def assert_continued(branches, reference, params):
+    """Each is what the draft model would generate from a fresh prefix."""
+    for branch in branches:
+        assumed = [*PROMPT, *branch.assumed_token_ids]
+        assert branch.tree.token_ids == reference.continuation(assumed, params, len(branch.tree.token_ids))
+
+
 @pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_prefix(model, params):
     proposer, reference = proposer_of(model), Reference(model)
     request = ProposalRequest(1, PROMPT, 2, start_of(params), max_alternatives=9)
     drafts_of(proposer, request)
-    text = dataclasses.replace(request, looks_ahead=True)
-    branches = []
-    for _ in range(20):
-        (ahead,) = proposer.propose([text])
-        branches += ahead.ahead
-        if not ahead.has_more:
-            break
+    branches = branches_ahead(proposer, request)
     assert {len(branch.assumed_token_ids) for branch in branches} == {0, 1, 2, 3}
-    for branch in branches:
-        assumed = [*PROMPT, *branch.assumed_token_ids]
-        assert branch.tree.token_ids == reference.continuation(assumed, params, len(branch.tree.token_ids))
+    assert_continued(branches, reference, params)
     proposer.check_integrity()
 
 
@@ -257,32 +264,22 @@ def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
     request = ProposalRequest(1, PROMPT, 2, start_of(GREEDY), max_alternatives=9)
     drafts_of(proposer, request)
     proposer._forward = forward = FailsBeforeCopies(proposer._forward)
-    branches = []
-    for _ in range(40):
-        try:
-            (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
-        except RuntimeError:
-            continue  # as for IsolatedProposer, which asks again for those that are not to blame
-        branches += ahead.ahead
-        if not ahead.has_more:
-            break
+    branches = branches_ahead(proposer, request)
     assert forward.num_failures > 1
-    assert branches
-    for branch in branches:
-        assumed = [*PROMPT, *branch.assumed_token_ids]
-        assert branch.tree.token_ids == reference.continuation(assumed, GREEDY, len(branch.tree.token_ids))
+    assert_continued(branches, reference, GREEDY)
     proposer.check_integrity()
 
 
 @pytest.mark.parametrize("params", [HOT, dataclasses.replace(HOT, top_k=0, top_p=1.0)], ids=["filtered", "all"])
 def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
-    reference, start = Reference(model), start_of(params, verification_method=VerificationMethod.REJECTION)
-    proposer = proposer_of(model)
+    reference, proposer = Reference(model), proposer_of(model)
+    start = start_of(params, takes_trees=True, verification_method=VerificationMethod.REJECTION)
     request = ProposalRequest(1, PROMPT, 5, start)
     (proposal,) = drafts_of(proposer, request)
     kept = dataclasses.replace(params, top_k=min(params.top_k or 32, 32))
     assert proposal.tree.token_ids == reference.continuation(PROMPT, kept, 5)
     assert len(proposal.tree.distributions) == 5
+    assert not proposal.tree.parents, "runners-up were not drawn"
     for index, (token_id, distribution) in enumerate(
         zip(proposal.tree.token_ids, proposal.tree.distributions, strict=True)
     ):
@@ -291,11 +288,7 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
         probs = reference.probabilities(text, kept)
         assert len(distribution.token_ids) == int((probs > 0).sum()) <= 32
         assert distribution.probabilities == pytest.approx(probs[list(distribution.token_ids)].tolist(), abs=1e-6)
-    request = dataclasses.replace(request, max_alternatives=2, looks_ahead=True)
-    (ahead,) = proposer.propose([request])
-    while ahead.has_more and not ahead.ahead:
-        (ahead,) = proposer.propose([request])
-    for branch in ahead.ahead:
+    for branch in branches_ahead(proposer, dataclasses.replace(request, max_alternatives=2)):
         assert all(map(TokenDistribution.can_have_drawn, branch.tree.distributions, branch.tree.token_ids))
         assert len(branch.tree.distributions) == len(branch.tree.token_ids)
 
