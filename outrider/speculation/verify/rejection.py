@@ -132,11 +132,8 @@ def _accept(masses: Tensor, drafts: Sequence[DraftRows], num_drafts: Sequence[in
 
 def _after_draft(rows: SampleRows) -> SampleRows:
     """The row after the draft, alone."""
-    return SampleRows(
-        rows.state,
-        rows.position + len(rows.draft_token_ids),
-        assumed_token_ids=rows.assumed_token_ids + rows.draft_token_ids,
-    )
+    assumed_token_ids = rows.assumed_token_ids + rows.draft_token_ids
+    return SampleRows(rows.state, rows.position + len(rows.draft_token_ids), assumed_token_ids=assumed_token_ids)
 
 
 def _uniform(high: int, low: int) -> float:

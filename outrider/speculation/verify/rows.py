@@ -70,11 +70,7 @@ def draft_token_masses(sampler: Sampler, logits: Tensor, drafts: Sequence[DraftR
     parts = [
         draft.rows._replace(draft_token_ids=draft.draft_token_ids[:-1]) for draft in drafts if draft.draft_token_ids
     ]
-    return _masses(sampler, logits.index_select(0, upload_ids(rows, logits.device)), parts)
-
-
-def _masses(sampler: Sampler, logits: Tensor, rows: Sequence[SampleRows]) -> Tensor:
-    values = sampler.distribution(logits, rows)
+    values = sampler.distribution(logits.index_select(0, upload_ids(rows, logits.device)), parts)
     largest = values.amax(dim=1, keepdim=True)
     # No distribution: NaN, nothing left, or a bias beyond float32. The race takes the first of the largest then.
     is_broken = largest.isfinite().logical_not()
