@@ -13,7 +13,7 @@ from outrider.request import LogprobsRequest, SamplingParams
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
-from tests.speculation.draft_trees import parents_of, trees
+from tests.speculation.draft_trees import child, parents_of, trees
 
 VOCAB_SIZE = 130
 STOP = 3
@@ -57,15 +57,14 @@ def logits_of(tree, seed):
 
 def plain(sampler, state, tree, logits):
     """(committed tokens, drafts among them): each decided alone, with what was committed before it as generated."""
-    children = {key: index for index, key in enumerate(zip(parents_of(tree), tree.token_ids, strict=True))}
     committed, path, row = [], [], ROOT
     while True:
         rows = SampleRows(state, 20 + len(committed), assumed_token_ids=tuple(committed))
         (token_id,) = sampler.sample(logits[row + 1 : row + 2], [rows]).token_ids
         committed.append(token_id)
-        if (row, token_id) not in children:
+        row = child(tree, row, token_id)
+        if row is None:
             return tuple(committed), tuple(path)
-        row = children[row, token_id]
         path.append(row)
 
 

@@ -21,6 +21,7 @@ from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, 
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
+from tests.speculation.draft_trees import child
 from tests.support.draft_messages import hello_of, start_of
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_engine import ScriptedModel
@@ -151,7 +152,7 @@ class DecodeNode:
             last: int | None = ROOT
             while last is not None:
                 committed.append(self._decide([*sequence.token_ids, *committed]))
-                last = draft.child(last, committed[-1])
+                last = child(draft, last, committed[-1])
             sequence.token_ids += committed
             sequence.num_steps += 1
             sequence.hits.append(bool(draft))

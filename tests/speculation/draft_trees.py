@@ -26,8 +26,12 @@ MAX_TOKENS, VOCAB_SIZE = 12, 30
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:
     """Parents of each draft, chains among them."""
-    parents = st.lists(st.integers(ROOT, 2 * MAX_TOKENS), min_size=1, max_size=MAX_TOKENS)
-    return parents.map(lambda drawn: tuple(min(parent, index - 1) for index, parent in enumerate(drawn)))
+    drawn = st.lists(st.none() | st.integers(0, 1000), min_size=1, max_size=MAX_TOKENS)
+    return drawn.map(
+        lambda drawn: tuple(
+            index - 1 if number is None else number % (index + 1) + ROOT for index, number in enumerate(drawn)
+        )
+    )
 
 
 @st.composite
@@ -49,6 +53,12 @@ def is_chain(parents: Sequence[int]) -> bool:
 def parents_of(tree: DraftTree) -> Sequence[int]:
     """Of each token the one that it follows, or ROOT."""
     return tree.parents or range(ROOT, len(tree) - 1)
+
+
+def child(tree: DraftTree, parent: int, token_id: int) -> int | None:
+    """The token that follows `parent` and has this id."""
+    keys = list(zip(parents_of(tree), tree.token_ids, strict=True))
+    return keys.index((parent, token_id)) if (parent, token_id) in keys else None
 
 
 def path_to(parents: tuple[int, ...], draft: int) -> list[int]:
