@@ -45,8 +45,7 @@ class RunningCluster:
         self.client = Client(self.router_address)
 
     def status(self):
-        with contextlib.closing(self.client.watch_cluster(interval_seconds=0.1)) as statuses:
-            return next(statuses)
+        return first_status(self.client)
 
     def wait_for(self, condition, *, timeout_seconds=60.0, what="the condition"):
         """Looks at each new cluster status until `condition(status)`; returns how long that took."""
@@ -86,6 +85,11 @@ class RunningCluster:
             for _ in stream:
                 pass
             return stream.token_ids(), stream.summary
+
+
+def first_status(client):
+    with contextlib.closing(client.watch_cluster(interval_seconds=0.1)) as statuses:
+        return next(statuses)
 
 
 def is_idle(status):

@@ -7,7 +7,6 @@ import pytest
 from outrider.errors import MismatchError
 from outrider.node import NodeInfo, NodeRole, NodeState
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, negotiate
-from outrider.v1 import node_pb2
 from outrider.wire.node import info_from_proto, info_to_proto
 
 
@@ -35,19 +34,6 @@ def test_ranges_that_do_not_overlap_are_refused_by_name(theirs):
         negotiate(versions(2, 3), theirs, us="router r", them="decode node d")
     assert caught.value.message == f"decode node d speaks protocol {theirs}, router r speaks protocol 2 to 3"
     assert caught.value.reason == "PROTOCOL_VERSION_MISMATCH"
-
-
-def test_a_range_survives_the_wire():
-    info = NodeInfo(
-        incarnation=bytes(16),
-        name="decode@h:1",
-        role=NodeRole.DECODE,
-        state=NodeState.SERVING,
-        version="1",
-        protocol_versions=versions(3, 5),
-    )
-    proto = node_pb2.NodeInfo.FromString(info_to_proto(info).SerializeToString())
-    assert info_from_proto(proto) == info
 
 
 def test_a_peer_that_names_no_range_speaks_one_version():

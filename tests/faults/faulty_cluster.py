@@ -17,7 +17,7 @@ from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervi
 from outrider.errors import NotFoundError, PeerLostError
 from outrider.faults import FAULT_POINTS
 from outrider.kv_transfer.arena import NAME_PREFIX
-from tests.conftest import START_SECONDS, RunningCluster
+from tests.conftest import START_SECONDS, RunningCluster, first_status, is_idle
 from tests.faults.network import Network, free_port
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.fault_points import FaultPoints
@@ -153,7 +153,7 @@ class FaultyCluster(RunningCluster):
 
     def statuses(self):
         """The cluster as each router sees it."""
-        return [_first(watcher) for watcher in self._watchers]
+        return [first_status(watcher) for watcher in self._watchers]
 
     def wait_until_whole(self, *, timeout_seconds: float = 60.0) -> None:
         """Every process serves, nothing is held anywhere, and no file is left in shared memory."""
@@ -177,12 +177,7 @@ class FaultyCluster(RunningCluster):
         return all(
             {node.state.name for node in status.nodes} == {"SERVING"}
             and len(status.nodes) == len(nodes) - len(self._router_names)
-            and status.num_requests_running == status.num_requests_waiting == 0
-            and all(
-                node.load.num_running == node.load.num_waiting == 0
-                and node.load.kv_blocks_free == node.load.kv_blocks_total
-                for node in status.nodes
-            )
+            and is_idle(status)
             for status in statuses
         )
 
@@ -214,11 +209,3 @@ def _targets(ports: dict[str, int], role: str) -> str:
 def _arenas() -> set[Path]:
     """Files for KV that still have a name: for as long as a handshake lasts."""
     return set(SHARED_MEMORY.glob(f"{NAME_PREFIX}*"))
-
-
-def _first(client: Client):
-    statuses = client.watch_cluster(interval_seconds=0.1)
-    try:
-        return next(statuses)
-    finally:
-        statuses.close()

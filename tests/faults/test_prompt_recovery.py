@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,10 +13,10 @@ from outrider.cluster import ClusterConfig
 from outrider.errors import NotFoundError
 from outrider.faults import FAULTS_VARIABLE, ONCE_VARIABLE
 from tests.conftest import START_SECONDS, RunningCluster
+from tests.support.waiting import wait_for
 
 PROMPT = [(i * 17) % 250 + 20 for i in range(1500)]  # six chunks
 OPTIONS = {"max_tokens": 8, "seed": 1}
-PATIENCE_SECONDS = 60.0
 LOST_SECONDS = 20.0  # less than what a frozen process costs that nobody takes for lost, by any other timeout
 FAULTS = ("prefill.chunk:5=hold", "decode.between_frames:5=delay:1")
 """The prefill node waits before its fifth chunk; six frames, of two chunks and more, have come to the decode node."""
@@ -26,10 +25,7 @@ FAULTS = ("prefill.chunk:5=hold", "decode.between_frames:5=delay:1")
 def reached(directory):
     """The prefill node that waits: as a file that lets it go on when it is emptied."""
     files = [directory / f"once.{fault.partition(':')[0]}" for fault in FAULTS]
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, "the prompt does not get there"
-        time.sleep(0.01)
+    wait_for(lambda: all(file.exists() for file in files))
     return files[0]
 
 

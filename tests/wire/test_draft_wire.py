@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from outrider.request import RequestOptions, SamplingParams, VerificationMethod
+from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.token_distribution import TokenDistribution
@@ -21,20 +21,7 @@ from outrider.wire.draft import (
 )
 
 START = SequenceStart(
-    options=RequestOptions(
-        cache_salt=b"alice",
-        sampling=SamplingParams(
-            seed=2**64 - 1,
-            max_tokens=7,
-            temperature=0.5,
-            top_p=0.25,
-            top_k=3,
-            logit_bias=((1, -1.5), (9, 2.0)),
-            min_tokens=2,
-        ),
-        stop_token_ids=(0, 5),
-        verification_method=VerificationMethod.REJECTION,
-    ),
+    options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=7), cache_salt=b"alice"),
     sample=3,
     prompt_length=2,
     takes_trees=True,

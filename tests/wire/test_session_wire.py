@@ -6,6 +6,7 @@ import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.protocol_versions import ProtocolVersions
 from outrider.request import (
     FinishReason,
     LogprobsMode,
@@ -142,6 +143,7 @@ def test_a_report_survives_the_wire():
         role=NodeRole.DECODE,
         state=NodeState.SERVING,
         version="1",
+        protocol_versions=ProtocolVersions(oldest=3, newest=5),
         model=ModelInfo(
             name="m",
             vocab_size=10,
