@@ -129,7 +129,6 @@ class DraftModelProposer:
         return [self._proposal(plan, request, tree) for request, tree in zip(requests, trees, strict=True)]
 
     def forget(self, sequence_id: int) -> None:
-        """Frees KV and state of a sequence; an unknown one is fine."""
         tree = self._trees.pop(sequence_id, None)
         if tree is not None:
             tree.free()

@@ -55,7 +55,6 @@ class IsolatedProposer:
         return [found.get(request.sequence_id) or nothing(request) for request in requests]
 
     def forget(self, sequence_id: int) -> None:
-        """Frees what is held of a sequence; an unknown one is fine."""
         self._cooldown_until.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
 

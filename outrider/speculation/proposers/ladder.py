@@ -47,7 +47,6 @@ class LadderProposer:
         return found
 
     def forget(self, sequence_id: int) -> None:
-        """Frees what any of them holds of a sequence; an unknown one is fine."""
         for rung in self._rungs:
             rung.forget(sequence_id)
 

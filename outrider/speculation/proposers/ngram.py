@@ -200,7 +200,6 @@ class NgramProposer:
         return [found[request.sequence_id] for request in requests]
 
     def forget(self, sequence_id: int) -> None:
-        """Frees the index of a sequence; an unknown one is fine."""
         if self._indexes.pop(sequence_id, None) is not None:
             segments = {segment for index in self._indexes.values() for segment in index.segments}
             self.num_bytes = sum(segment.num_bytes for segment in segments)
