@@ -270,9 +270,9 @@ def test_what_the_receiver_holds_can_be_read_before_the_rest_is_sent(link):
 
 
 def test_what_is_not_held_cannot_be_read_and_the_transfer_goes_on(link):
-    spec, _, sender = link.begin(start=16, end=48)
     for regions in (held_regions(0, 17), held_regions(16, 17), held_regions(0, 16) * 2):
+        spec, _, sender = link.begin(start=16, end=48)
         with pytest.raises(AbortedError, match=r"hold|held"):
             sender.read(regions, RecordingSink())
-    put_all(sender, frames_of(spec))
-    assert sender.commit().state is CommitState.COMMITTED
+        put_all(sender, frames_of(spec))
+        assert sender.commit().state is CommitState.COMMITTED
