@@ -16,17 +16,13 @@ from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, neg
 from outrider.request import RequestOptions, VerificationMethod
 from outrider.speculation.draft_tree import DraftTree
 
+MAX_ANSWERS_PER_MESSAGE = 1024
+MAX_BRANCHES_PER_MESSAGE = 4096
 MAX_BRANCHES_PER_SEQUENCE = 32
-"""Branches of one sequence in one message; a peer that sends more is broken."""
+"""The last one in one message too; a peer that sends more of any is broken."""
 
 MAX_AHEAD_BRANCHES = 4 * MAX_BRANCHES_PER_SEQUENCE
 """Branches that one update allows besides its answer: some, each again as it grows. What is sent beyond is stale."""
-
-MAX_ANSWERS_PER_MESSAGE = 1024
-"""A peer that sends more is broken."""
-
-MAX_BRANCHES_PER_MESSAGE = 4096
-"""A peer that sends more is broken."""
 
 MAX_BRANCH_TOKENS = 32
 """Of any branch: nobody verifies more in one step."""
@@ -36,7 +32,6 @@ MAX_PROPOSAL_TOKENS = 16
 
 NUM_EXTRA_TOKENS = 8
 """Offered beyond num_wanted, so that a branch still serves after the next commits."""
-
 
 MAX_SIBLINGS = 8
 """Tokens beside the likeliest path of a branch, where the decode node takes trees."""
