@@ -11,14 +11,6 @@ from pathlib import Path
 import pytest
 
 HEAVY = {"torch", "transformers"}
-OF_NO_NODE = (
-    "router",
-    "router.__main__",
-    "outrider.service",
-    "outrider.client",
-    "outrider.wire",
-    "outrider.cli.main",
-)
 OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
 """What a client does without."""
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
