@@ -32,11 +32,18 @@ class WatchedLoop(LoopThread):
     def __init__(self):
         super().__init__()
         self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
-        self._watching = asyncio.run_coroutine_threadsafe(self._watch(), self.loop)
+        self.run(self._begin())
 
     def stop(self):
-        self._watching.cancel()
+        self.run(self._end())
         super().stop()
+
+    async def _begin(self):
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _end(self):
+        self._watching.cancel()
+        await asyncio.wait((self._watching,))
 
     async def _watch(self):
         """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
