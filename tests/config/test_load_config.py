@@ -13,7 +13,6 @@ from outrider.config import (
     setting,
 )
 from outrider.errors import ConfigError
-from outrider.model_hub.config import ModelConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
 
@@ -23,6 +22,7 @@ class DecodeConfig:
     max_running: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
     share: float = setting(0.2, above=0, at_most=0.95)
     targets: tuple[str, ...] = setting(())
+    cpus: tuple[int, ...] = setting(())
     memory_bytes: int | None = setting(None, at_least=1)
     name: str = setting("")
     verbose: bool = setting(False)
@@ -87,6 +87,9 @@ def test_sections_of_other_roles_are_ignored(write):
         ("targets=a:1,b:2", ("a:1", "b:2")),
         ("targets=[a:1, b:2]", ("a:1", "b:2")),
         ("targets=", ()),
+        ("cpus=0,1", (0, 1)),
+        ("cpus=3", (3,)),
+        ("cpus=[2, 4]", (2, 4)),
         ("memory_bytes=null", None),
         ("memory_bytes=12", 12),
         ("share=1e-3", 0.001),
@@ -113,6 +116,7 @@ def test_text_becomes_a_value_of_the_declared_type(override, value):
         ("decode_node.share=.nan", "out of range"),
         ("decode_node.max_running=many", "is not of type int"),
         ("decode_node.max_running=true", "is not of type int"),
+        ("decode_node.cpus=0,one", "decode_node.cpus = [0, 'one'] is not of type tuple"),
         ("decode_node.max_running=[", "not a value"),
         ("decode_node.server=3", "is a group of settings"),
         ("decode_node.low=3", "low 3 is above high 2"),
@@ -190,17 +194,6 @@ def test_a_role_reads_the_file_that_its_environment_names(write):
     file = write("decode_node: {max_running: 5}\n")
     sections = parse_role_arguments("decode_node", SECTIONS, [], environ={"OUTRIDER_CONFIG": str(file)})
     assert sections["decode_node"].max_running == 5
-
-
-@pytest.mark.parametrize(("text", "value"), [("0,1", (0, 1)), ("3", (3,)), ("", ()), ("[2, 4]", (2, 4))])
-def test_numbers_with_commas_are_a_list_of_numbers(text, value):
-    loaded = load_config({"model": ModelConfig}, file=None, environ={"OUTRIDER_MODEL__CPUS": text})
-    assert loaded.sections["model"].cpus == value
-
-
-def test_what_is_no_number_is_refused_in_a_list_of_numbers():
-    with pytest.raises(ConfigError, match=r"model\.cpus"):
-        load_config({"model": ModelConfig}, file=None, environ={}, overrides=["model.cpus=0,one"])
 
 
 def test_the_password_of_a_url_is_not_shown():
