@@ -59,18 +59,13 @@ def _convert(value: Any, kind: Any) -> Any:
     if kind in (int, float) and isinstance(value, bool):
         return _WRONG_TYPE
     if kind is float and isinstance(value, (int, float, str)):
-        return _number(value)
+        try:
+            return float(value)  # of a string too: YAML 1.1 reads 1e-3 as one
+        except ValueError:
+            return _WRONG_TYPE
     if kind is Path and isinstance(value, str):
         return Path(value)
     return value if isinstance(value, kind) else _WRONG_TYPE
-
-
-def _number(value: float | str) -> Any:
-    """YAML 1.1 reads 1e-3 as a string."""
-    try:
-        return float(value)
-    except ValueError:
-        return _WRONG_TYPE
 
 
 def format_value(value: Any) -> str:

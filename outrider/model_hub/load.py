@@ -49,7 +49,7 @@ from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_devic
 from outrider.model_hub.weight_files import check_weight_files
 
 
-def load_model(config: ModelConfig, *, progress: Progress | None = None) -> LoadedModel:
+def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
     """Finds, loads and checks the model of `config`.
 
     Sets torch's number of threads: to that of the configuration where it names one, to one
@@ -57,7 +57,6 @@ def load_model(config: ModelConfig, *, progress: Progress | None = None) -> Load
     weights, tokenizers and architectures that cannot be served, ConfigError for settings
     that do not fit this machine, NotFoundError for a model that is not there.
     """
-    progress = progress or no_progress
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     location = locate_model(config, progress=progress)
