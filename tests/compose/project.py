@@ -92,6 +92,11 @@ class Project:
         with Client(self.target) as client:
             yield client
 
+    def answer(self, prompt, *, max_tokens=16, **options):
+        """A whole greedy answer."""
+        with self.client() as client:
+            return client.complete(prompt, max_tokens=max_tokens, temperature=0, timeout_seconds=120, **options)
+
     def logs(self, *services, is_json=False):
         """All that the containers wrote; with `is_json` only the events, as dicts."""
         text = self.run("logs", "--no-color", "--no-log-prefix", *services, is_checked=False).stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.client import Client
 from tests.compose.project import Project, free_port, with_models
 from tests.compose.story import PROMPT, WHOLE_SECONDS, begun_story
 
@@ -25,8 +24,7 @@ def durable(models, tmp_path_factory):
 
 def test_an_answer_of_a_killed_router_goes_on_at_the_other_one(durable):
     routers = (durable.target, f"127.0.0.1:{durable.environ['OUTRIDER_PORT_2']}")
-    with Client(routers) as client:
-        whole = client.complete(PROMPT, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, timeout_seconds=120)
+    whole = durable.answer(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
     story = begun_story(routers, PROMPT, max_tokens=NUM_TOKENS)
     durable.run("kill", "router")
     assert story.wait(timeout_seconds=WHOLE_SECONDS) == "length"

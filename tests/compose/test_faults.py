@@ -32,7 +32,7 @@ def cluster(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(cluster):
     """Tokens of the answer that the tests disturb."""
-    return tuple(answer(cluster, PROMPT, max_tokens=NUM_TOKENS).completions[0].token_ids)
+    return tuple(cluster.answer(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True).completions[0].token_ids)
 
 
 @pytest.fixture
@@ -45,11 +45,6 @@ def bring_back(project):
     """Starts what was killed. Not `--wait`, which gives up at once on a router that says it has no nodes."""
     project.run("up", "--detach", timeout=START_SECONDS)
     project.wait_until_whole(timeout_seconds=START_SECONDS)
-
-
-def answer(project, prompt, *, max_tokens=16):
-    with project.client() as client:
-        return client.complete(prompt, max_tokens=max_tokens, temperature=0, timeout_seconds=120, ignore_eos=True)
 
 
 def exit_code(project, role):
@@ -102,4 +97,4 @@ def test_clients_of_a_frozen_router_are_told_and_it_serves_again_when_it_goes_on
     finally:
         whole.run("unpause", "router")
     whole.wait_until_whole()
-    assert answer(whole, unseen()).text
+    assert whole.answer(unseen(), ignore_eos=True).text

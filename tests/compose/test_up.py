@@ -26,11 +26,6 @@ def up(image, tmp_path_factory):
         yield project
 
 
-def answer(project, prompt=PROMPT, **options):
-    with project.client() as client:
-        return client.complete(prompt, max_tokens=16, temperature=0, timeout_seconds=120, **options)
-
-
 # ---------------------------------------------------------------- the image and the first start
 
 
@@ -89,7 +84,7 @@ def test_nodes_take_turns_in_memory_that_they_share(up):
 
 
 def test_a_request_is_answered_from_outside_as_soon_as_up_returns(up):
-    result = answer(up, unseen())
+    result = up.answer(unseen())
     assert result.text
     assert {name.partition("@")[0] for name in result.summary.metrics.nodes} == {"prefill", "decode"}
 
