@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 RATE_SECONDS = 10.0
@@ -23,8 +23,7 @@ class StepStats:
 class PromptTokens:
     """How many are waiting, how many were computed lately. Written by the engine thread, read by the event loop."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._outstanding: dict[int, int] = {}  # job -> prompt tokens not computed
         self._computed: deque[tuple[float, int]] = deque()  # (when, rows) of the last ten seconds
@@ -39,7 +38,7 @@ class PromptTokens:
 
     def add_computed(self, num_tokens: int) -> None:
         with self._lock:
-            self._computed.append((self._clock(), num_tokens))
+            self._computed.append((time.monotonic(), num_tokens))
 
     @property
     def num_outstanding(self) -> int:
@@ -49,7 +48,7 @@ class PromptTokens:
     def tokens_per_second(self) -> float:
         """Prompt tokens computed, over the last ten seconds."""
         with self._lock:
-            horizon = self._clock() - RATE_SECONDS
+            horizon = time.monotonic() - RATE_SECONDS
             while self._computed and self._computed[0][0] < horizon:
                 self._computed.popleft()
             return sum(num_tokens for _, num_tokens in self._computed) / RATE_SECONDS

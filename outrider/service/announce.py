@@ -14,7 +14,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.service.telemetry.logging import get_logger
@@ -33,8 +32,8 @@ class Announcer:
         self._last_progress = 0.0
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Announcer:
-        text = environ.get(ANNOUNCE_VARIABLE, "")
+    def from_environment(cls) -> Announcer:
+        text = os.environ.get(ANNOUNCE_VARIABLE, "")
         return cls(int(text) if text.isdigit() else None)
 
     def say(self, **fields: Any) -> None:
@@ -63,15 +62,14 @@ class ProgressLog:
     A stage that is over sooner says nothing.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._log = get_logger("progress")
         self._stage = ""
         self._next_line_at = 0.0
         self._has_spoken = False
 
     def progress(self, stage: str, done: int, total: int) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if stage != self._stage:
             self._stage, self._has_spoken = stage, False
             self._next_line_at = now + LOG_INTERVAL_SECONDS
