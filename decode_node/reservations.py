@@ -205,11 +205,12 @@ class Reservations:
             return False
         self._keep_received(group, filling)
         next_id, filling.next_id, filling.undrained_id = filling.next_id, None, b""
-        if next_id:
+        assert group.kv is not None
+        if next_id and group.kv.num_tokens < len(group.shared_token_ids):
             self._open(group, filling, next_id)
             return False
-        self._remove(group)
-        self.grant(group, b"")
+        self._remove(group)  # it computes itself, or all of the last transfer had arrived
+        self.grant(group, next_id)
         return True
 
     def _keep_received(self, group: SequenceGroup, filling: _Filling) -> None:

@@ -120,7 +120,7 @@ class AnswerKeeper:
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
         self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
-        self._deletion: asyncio.Future[None] | None = None  # of the first of them, while it is under way
+        self._deleting = asyncio.Lock()
         self._work = asyncio.create_task(self._run(), name="store")
 
     async def keep(self, running: LiveRequest, answer: Answer, stored: StoredRequest) -> bool:
@@ -183,9 +183,9 @@ class AnswerKeeper:
 
     async def _take_name(self, request_id: str) -> None:
         """An earlier request of this name is deleted now or not at all."""
-        while self._deletion is not None and request_id in self._to_delete:
-            await asyncio.wait((self._deletion,))
-        self._to_delete.pop(request_id, None)
+        if request_id in self._to_delete:
+            async with self._deleting:
+                self._to_delete.pop(request_id, None)
         self._kept.pop(request_id, None)
 
     async def _claim(self, request_id: str, fingerprint: str) -> LiveRequest:
@@ -272,18 +272,12 @@ class AnswerKeeper:
             del self._to_delete[next(iter(self._to_delete))]
 
     async def _delete(self) -> None:
-        """In one call; only one runs at a time."""
-        if not self._to_delete or self._deletion is not None:
-            return
-        request_ids = tuple(self._to_delete)
-        self._deletion = asyncio.get_running_loop().create_future()
-        try:
-            await self._store.delete(request_ids)
-            for request_id in request_ids:
-                self._to_delete.pop(request_id, None)
-        finally:
-            self._deletion.set_result(None)
-            self._deletion = None
+        """In one call, after the one that is under way."""
+        async with self._deleting:
+            if request_ids := tuple(self._to_delete):
+                await self._store.delete(request_ids)
+                for request_id in request_ids:
+                    self._to_delete.pop(request_id, None)
 
     async def _finish(self) -> None:
         ended = [kept for kept in self._kept.values() if kept.running.is_idle and not kept.has_finished]

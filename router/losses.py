@@ -37,10 +37,10 @@ class Losses:
     def may_transfer(self) -> bool:
         return self._num_transfers < MAX_TRANSFERS
 
-    def may_hedge(self, num_running: int) -> bool:
-        """Whether one more attempt may begin beside these: all of them might be lost."""
+    def may_open_beside_one(self) -> bool:
+        """Whether an attempt may begin beside one that runs: both might be lost."""
         self._forget_earlier()
-        return self._num_losses + num_running < MAX_LOSSES
+        return self._num_losses + 2 <= MAX_LOSSES
 
     def final_error(self, last: PeerLostError) -> PeerLostError | None:
         """What the request ends with after too many losses; None: it goes on."""

@@ -251,11 +251,11 @@ class Placement:
 
     def _choose_decode(self, demand: Demand, *, reserved: frozenset[bytes], must_be_timely: bool) -> DecodeLink | None:
         now = self._clock()
-        suitable = [link for link in self._nodes.decode_nodes if _suits(link, demand)]
+        suitable = [
+            link for link in self._nodes.decode_nodes if _suits(link, demand) and not (must_be_timely and link.is_late)
+        ]
         candidates = [
-            link
-            for link in _healthiest(suitable, demand)
-            if link.incarnation not in reserved and not (must_be_timely and link.is_late) and link.has_room(now)
+            link for link in _healthiest(suitable, demand) if link.incarnation not in reserved and link.has_room(now)
         ]
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
 

@@ -166,7 +166,8 @@ class RequestFlow:
         if not (is_in_doubt and self._answer.request.options.is_reproducible and attempt.has_exact_numerics):
             return
         demand = self._demand(besides=attempt)
-        if not self._services.placement.has_timely_decode_node(demand):
+        may_open = self._work.losses.may_open_beside_one() and self._services.placement.has_timely_decode_node(demand)
+        if not may_open:
             self._look_again_soon()
         elif attempt.is_leaving:
             self._waiting.was_accepted = True
@@ -185,7 +186,7 @@ class RequestFlow:
         services = self._services
         late = suspect.place.decode
         place = None
-        if self._work.losses.may_hedge(len(self._attempts)) and services.hedges.may_move(late):
+        if services.hedges.may_move(late):
             place = services.placement.place(demand, must_be_timely=True)
         if place is None:
             self._look_again_soon()

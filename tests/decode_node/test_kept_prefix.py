@@ -55,6 +55,18 @@ def test_without_a_prefill_node_the_node_goes_on_from_there(node, breaks):
     node.assert_nothing_is_held()
 
 
+def test_nothing_is_transferred_again_where_a_retarget_overtakes_the_end_of_a_whole_transfer(node):
+    group_id = node.open(prompt=PROMPT)
+    node.granted(group_id)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    node.push(group_id, PROMPT)
+    granted = node.granted(group_id)
+    assert (granted.transfer_id, granted.kv_address, granted.num_tokens_to_compute) == (SECOND, "", 1)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()
+
+
 def test_what_several_transfers_have_brought_adds_up_until_a_node_of_other_numerics_goes_on(node):
     group_id = lose_transfer(node, breaks=True)
     node.retarget(group_id, SECOND, keeps_received=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,8 @@ from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import PeerLostError
 from outrider.node import NodeState
 from outrider.session import SequenceGroupFailed
+from router.losses import MAX_LOSSES
+from router.request_flow import HEDGE_RETRY_SECONDS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -148,6 +151,38 @@ async def test_an_answer_moves_where_no_prefill_node_is_left(node_pair):
 
 
 # ---------------------------------------------------------------- a request that kills its nodes
+
+
+async def test_the_last_attempt_of_a_request_runs_alone_though_its_node_drains(node_pair):
+    decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(4)]
+    node_pair.decodes, node_pair.nodes = tuple(decodes), [*decodes, *node_pair.prefills]
+    for prefill in node_pair.prefills:
+        prefill._decode_nodes = decodes
+    take = FakeDecodeNode._open
+    num_given_up = 0
+
+    def give_up_two(node, session, opened):
+        nonlocal num_given_up
+        if num_given_up == MAX_LOSSES - 1:
+            take(node, session, opened)
+            return
+        num_given_up += 1
+        session.say(SequenceGroupFailed(sequence_group_id=opened.sequence_group_id, code=UNAVAILABLE, message="sick"))
+
+    for node in decodes:
+        node._open = partial(give_up_two, node)
+    await node_pair.serve()
+    for prefill in node_pair.prefills:
+        prefill.prefill_seconds = 2 * PATIENCE_SECONDS
+    failing = asyncio.ensure_future(node_pair.fail(sampling=node_pair.sampling(max_tokens=4)))
+    await node_pair.eventually(lambda: any(node.groups for node in decodes))
+    last, link = next((node, node_pair.link_of(node)) for node in decodes if node.groups)
+    last.state = NodeState.DRAINING
+    await node_pair.eventually(lambda: link.state is NodeState.DRAINING)
+    await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
+    last.fail_groups(code=UNAVAILABLE, message="sick")
+    assert "3 nodes were lost without a new token" in (await failing).message
+    assert sum(len(node.opened) for node in decodes) == MAX_LOSSES
 
 
 class Plague:

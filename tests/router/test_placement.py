@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from outrider.errors import CapacityError, PeerLostError
-from outrider.node import NodeLoad
+from outrider.node import NodeLoad, NodeReport, NodeState
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
+from router.breaker import Breaker
 from router.fair_order import FairOrder
 from router.node_link import Refusal
-from router.placement import PREFIX_CHUNK_TOKENS, Demand, PrefixMap, prefix_hashes
+from router.placement import PREFIX_CHUNK_TOKENS, Demand, Placement, PrefixMap, prefix_hashes
 from router.request_queue import QueuedRequest, RequestQueue
 
 NODES = frozenset({b"large", b"small"})
@@ -291,6 +293,30 @@ def test_a_node_without_room_is_asked_again_when_a_report_shows_what_was_missing
     assert not refusal.is_over(NodeLoad(kv_blocks_free=9, num_sequences_free=2), 101.0)
     assert not refusal.is_over(NodeLoad(kv_blocks_free=10, num_sequences_free=1), 101.0)
     assert refusal.is_over(NodeLoad(), 100.0 + NO_ROOM_RETRY_SECONDS)
+
+
+class Node:
+    """A decode node that serves, as placement sees it."""
+
+    numerics, report, session = "", NodeReport(state=NodeState.SERVING, incarnation=b"", step=0), None
+    num_placed = chosen_at = 0
+    no_room = None
+
+    def __init__(self, name, *, is_late=False, has_failed=False):
+        self.name, self.incarnation, self.is_late = name, name.encode(), is_late
+        self.breaker = Breaker()
+        if has_failed:
+            self.breaker.fail()
+
+    def has_room(self, now):
+        return True
+
+
+def test_a_node_that_is_on_time_is_found_though_it_failed_lately_and_a_late_one_did_not():
+    nodes = SimpleNamespace(decode_nodes=[Node("late", is_late=True), Node("sick", has_failed=True)], prefill_nodes=[])
+    placement = Placement(nodes, prefill_outstanding_tokens=1)
+    assert placement.place(Demand((1,)), must_be_timely=True).decode.name == "sick"
+    assert placement.place(Demand((1,))).decode.name == "late"
 
 
 def test_prefixes_are_known_by_whole_chunks_and_by_node():

@@ -380,6 +380,22 @@ async def test_tokens_that_are_sent_again_are_a_bounded_number(cluster, monkeypa
     assert max(store.num_tokens) == 10
 
 
+async def test_a_refused_requests_name_is_free_at_once_though_the_store_forgets_another_one(pair):
+    await pair.serve()
+    gate = gated(pair.stores[0], "delete")
+    other = request(pair.first, 2, seconds=0)
+    other.request_id = "other"
+    await pair.first.generate(other)
+    await gate.until_entered()
+    pair.first.services.placement.place = lambda *_args, **_fields: None
+    pair.first.services.queue._max_waiting = 0
+    refused = asyncio.ensure_future(pair.first.fail(pair.request()))
+    await pair.first.eventually(lambda: pair.records.get("r") is not None)
+    gate.open()
+    assert (await refused).reason == "QUEUE_FULL"
+    assert pair.records.get("r") is None
+
+
 async def test_a_request_that_the_queue_refuses_leaves_its_name_free(pair):
     await pair.serve(max_waiting=0, store_append_seconds=30.0)
     pair.first.services.placement.place = lambda *_args, **_fields: None
