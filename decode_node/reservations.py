@@ -210,7 +210,7 @@ class Reservations:
             self._open(group, filling, next_id)
             return False
         self._remove(group)  # it computes itself, or all of the last transfer had arrived
-        self.grant(group, next_id)
+        self.grant(group, next_id or b"")
         return True
 
     def _keep_received(self, group: SequenceGroup, filling: _Filling) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outrider.errors import (
     LOSES_NODES,
@@ -16,7 +16,6 @@ from outrider.errors import (
     PeerLostError,
     StoreError,
 )
-from outrider.request import Request
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import SampleTokens
 from router.answer import Answer
@@ -41,7 +40,7 @@ Restore = Callable[[StoredAnswer], Awaitable[LiveRequest]]
 class NoKeeper:
     """Without a shared store an answer lives and dies with its router."""
 
-    async def keep(self, running: LiveRequest, answer: Answer, stored: StoredRequest) -> bool:
+    async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
         return True
 
     async def resume(self, request_id: str, *, fingerprint: str) -> LiveRequest:
@@ -65,18 +64,18 @@ class _Kept:
     """One request of ours in the store."""
 
     running: LiveRequest
-    answer: Answer
     stored: StoredRequest
-    positions: list[int] = field(default_factory=list)  # by sample: the next one to append
+    positions: list[int]  # by sample: the next one to append
     was_claimed: bool = False  # from another router
     has_finished: bool = False  # the store has been told
     num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
         """What the store does not have, a bounded part at a time. Tokens with logprobs are computed again instead."""
-        if self.answer.request.options.logprobs is not None:
+        answer = self.running.answer
+        if answer.request.options.logprobs is not None:
             return
-        for sample, (known, position) in enumerate(zip(self.answer.samples, self.positions, strict=True)):
+        for sample, (known, position) in enumerate(zip(answer.samples, self.positions, strict=True)):
             if known.next_position > position:
                 token_ids = known.token_ids_from(position)[:MAX_SPAN_TOKENS]
                 yield TokenSpan(self.stored.request_id, sample, position, token_ids)
@@ -84,14 +83,10 @@ class _Kept:
     @property
     def may_continue_elsewhere(self) -> bool:
         """It failed here for want of nodes or room: the store keeps it for other routers."""
-        failure = self.answer.failure
-        was_begun = self.was_claimed or self.answer.started is not None
-        is_curable = isinstance(failure, (PeerLostError, CapacityError)) and failure.reason != LOSES_NODES
+        answer = self.running.answer
+        was_begun = self.was_claimed or answer.started is not None
+        is_curable = isinstance(answer.failure, (PeerLostError, CapacityError)) and answer.failure.reason != LOSES_NODES
         return was_begun and is_curable
-
-    def take_stored(self, spans: list[TokenSpan]) -> None:
-        for span in spans:
-            self.positions[span.sample] = span.start_position + len(span.token_ids)
 
 
 class AnswerKeeper:
@@ -123,7 +118,7 @@ class AnswerKeeper:
         self._deleting = asyncio.Lock()
         self._work = asyncio.create_task(self._run(), name="store")
 
-    async def keep(self, running: LiveRequest, answer: Answer, stored: StoredRequest) -> bool:
+    async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
         """Stores a request, before its Started. False: it is served without the store.
 
         Raises: AlreadyRunningError when another router has the id; StoreError.
@@ -133,13 +128,13 @@ class AnswerKeeper:
         try:
             await self._store.create(stored)
         except StoreError as error:
-            self._note_lost(error)
+            self._note(error)
             self._delete_later(request_id)  # it may have been stored all the same, and would hold the name
             if not self._may_serve_without:
                 raise
             return False
-        self._kept[request_id] = _Kept(running, answer, stored, [sample.start_position for sample in answer.samples])
-        if answer.failure is not None:  # the queue is full: its name is free before the client hears of it
+        self._kept[request_id] = _Kept(running, stored, _first_positions(running.answer))
+        if running.answer.failure is not None:  # the queue is full: its name is free before the client hears of it
             self._settle()
             await self._attempt(self._delete)
         return True
@@ -195,13 +190,9 @@ class AnswerKeeper:
             raise NotFoundError(f"no router has a request {request_id!r}", reason="REQUEST_NOT_FOUND")
         running = await self._restore(claimed)
         answer = running.answer
-        self._kept[request_id] = _Kept(
-            running,
-            answer,
-            claimed.request,
-            [sample.start_position + len(claimed.token_ids.get(i, ())) for i, sample in enumerate(answer.samples)],
-            was_claimed=True,
-        )
+        known = claimed.token_ids
+        positions = [first + len(known.get(sample, ())) for sample, first in enumerate(_first_positions(answer))]
+        self._kept[request_id] = _Kept(running, claimed.request, positions, was_claimed=True)
         _log.info("request taken over", request_id=request_id, num_known_tokens=answer.num_generated_tokens)
         return running
 
@@ -219,10 +210,7 @@ class AnswerKeeper:
                 steps.insert(0, self._renew)
             self._settle()
             failures = [error for step in steps if (error := await self._attempt(step)) is not None]
-            if failures:
-                self._note_lost(failures[0])
-            else:
-                self._note_found()
+            self._note(failures[0] if failures else None)
 
     async def _attempt(self, step: Callable[[], Awaitable[object]]) -> StoreError | None:
         try:
@@ -253,7 +241,8 @@ class AnswerKeeper:
                 kept.num_lost_appends += kept.may_continue_elsewhere
             raise
         for kept, spans in found:
-            kept.take_stored(spans)
+            for span in spans:
+                kept.positions[span.sample] = span.start_position + len(span.token_ids)
         return True
 
     def _settle(self) -> None:
@@ -262,7 +251,7 @@ class AnswerKeeper:
             if kept.may_continue_elsewhere:
                 if kept.num_lost_appends >= MAX_LOST_APPENDS or not any(kept.new_spans()):
                     del self._kept[request_id]
-            elif kept.running.is_closed or kept.answer.failure is not None:
+            elif kept.running.is_closed or kept.running.answer.failure is not None:
                 del self._kept[request_id]
                 self._delete_later(request_id)
 
@@ -308,17 +297,15 @@ class AnswerKeeper:
                     await self._store.create(lost.stored)
                 except AlreadyRunningError:  # another router's since: the next renewal says so
                     continue
-                lost.positions = [sample.start_position for sample in lost.answer.samples]
+                lost.positions = _first_positions(lost.running.answer)
 
-    def _note_lost(self, error: StoreError) -> None:
-        if not self._is_lost:
-            self._is_lost = True
+    def _note(self, error: StoreError | None) -> None:
+        """Says when the store is lost and when it is back."""
+        if error is not None and not self._is_lost:
             _log.warning("the store does not answer", store=self._store.name, error=error.message)
-
-    def _note_found(self) -> None:
-        if self._is_lost:
-            self._is_lost = False
+        elif error is None and self._is_lost:
             _log.info("the store answers again", store=self._store.name)
+        self._is_lost = error is not None
 
 
 Keeper = AnswerKeeper | NoKeeper
@@ -329,6 +316,11 @@ def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
         claim.result().leave()
 
 
+def _first_positions(answer: Answer) -> list[int]:
+    """By sample: of the first token that the store can have."""
+    return [sample.start_position for sample in answer.samples]
+
+
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
     """Another router's tokens, as if they had been computed here. Logprobs are not stored: then none counts."""
     if answer.request.options.logprobs is not None:
@@ -337,16 +329,3 @@ def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
         if sample < len(answer.samples):
             start = answer.samples[sample].start_position
             answer.take(SampleTokens(sequence_group_id=b"", sample=sample, start_position=start, token_ids=token_ids))
-
-
-def stored_request(
-    key: str, request: Request, proto: bytes, *, fingerprint: str, window: float, numerics: str
-) -> StoredRequest:
-    return StoredRequest(
-        request_id=key,
-        fingerprint=fingerprint,
-        resume_window_seconds=window,
-        start_position=len(request.prompt_token_ids) + len(request.generated_token_ids),
-        request=proto,
-        numerics=numerics,
-    )

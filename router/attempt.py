@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -83,14 +84,13 @@ class Attempt:
         self._work = work
         self._demand = demand
         self._on_change = on_change
-        self._random_bytes = work.services.random_bytes
         self._figures = AttemptFigures(num_known_tokens=len(demand.token_ids))
-        self._transfer_id = b"" if place.prefill is None else self._random_bytes(ID_BYTES)
+        self._transfer_id = b"" if place.prefill is None else os.urandom(ID_BYTES)
         self._prefill_numerics = ""  # of the prefill nodes that have worked
         self._keeps_received = False  # the decode node holds what earlier transfers brought whole
         request = work.answer.request
         self._opened = OpenSequenceGroup(
-            sequence_group_id=self._random_bytes(ID_BYTES),
+            sequence_group_id=os.urandom(ID_BYTES),
             transfer_id=self._transfer_id,
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
@@ -120,7 +120,7 @@ class Attempt:
     def start(self) -> None:
         """Opens the group. What goes wrong becomes the outcome."""
         decode = self.place.decode
-        decode.add_listener(self)
+        decode.add_listener(self._on_standing)
         try:
             self._session = decode.open_session()
             self._session.open_group(self._opened, self)
@@ -152,7 +152,7 @@ class Attempt:
 
     # ------------------------------------------------------------ what nodes say
 
-    def on_standing(self) -> None:
+    def _on_standing(self) -> None:
         """Of the decode node, or of the prefill node while it works."""
         self._events.put_nowait(_Signal.STANDING)
         self._on_change()
@@ -309,7 +309,7 @@ class Attempt:
         self._work.figures.use_node(link.name, link.numerics)
         prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
-        link.add_listener(self)
+        link.add_listener(self._on_standing)
         is_ready = False
         deadline: float | None = None
         try:
@@ -334,7 +334,7 @@ class Attempt:
                     case None:
                         return PeerLostError(f"the prompt's KV did not arrive from {link.name}", node=link.name)
         finally:
-            link.remove_listener(self)
+            link.remove_listener(self._on_standing)
             if not is_ready and not prefill.done():
                 prefill.cancel()
                 await asyncio.wait((prefill,))
@@ -352,7 +352,7 @@ class Attempt:
         losses = self._work.losses
         demand = replace(self._demand, avoided=frozenset(losses.avoided))
         has_node = losses.may_transfer and self.place.change_prefill(demand)
-        self._transfer_id = self._random_bytes(ID_BYTES) if has_node else b""
+        self._transfer_id = os.urandom(ID_BYTES) if has_node else b""
         prefill = self.place.prefill if has_node else None
         self._keeps_received = self._prefill_numerics == (prefill.numerics if prefill else self.numerics)
         command = RetargetSequenceGroup(
@@ -390,7 +390,7 @@ class Attempt:
             session.forget(self._opened.sequence_group_id)
             if self._running:
                 session.cancel(self._opened.sequence_group_id)
-        self.place.decode.remove_listener(self)
+        self.place.decode.remove_listener(self._on_standing)
         rejected = self.outcome.rejected if isinstance(self.outcome, Refused) else None
         has_no_room = rejected is not None and rejected.reason in (RejectReason.NO_ROOM, RejectReason.DRAINING)
         self.place.release(rejected if has_no_room else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
@@ -32,7 +33,6 @@ class LiveRequest:
         *,
         window_seconds: float | None,
         on_change: Callable[[LiveRequest], None],
-        clock: Callable[[], float],
     ) -> None:
         """`window_seconds`: how long the answer can be resumed; None: it ends with its stream.
 
@@ -42,13 +42,12 @@ class LiveRequest:
         self.answer = answer
         self.figures = figures
         self.window_seconds = window_seconds
-        self.stalled_since: float | None = None  # seconds of `clock`: the client has left a message untaken since then
-        self.delivered_at: float | None = None  # seconds of `clock`: it was read to its end, and nobody reads now
-        self.left_at: float | None = None  # seconds of `clock`: its client is away
+        self.stalled_since: float | None = None  # monotonic seconds: the client has left a message untaken since then
+        self.delivered_at: float | None = None  # monotonic seconds: it was read to its end, and nobody reads now
+        self.left_at: float | None = None  # monotonic seconds: its client is away
         self.is_closed = False
         self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
         self._on_change = on_change
-        self._clock = clock
         self._account: AnswerAccount | None = None
         self._flow: RequestFlow | None = None
         self._task: asyncio.Task[None] | None = None
@@ -99,11 +98,11 @@ class LiveRequest:
         try:
             while messages := await reader.next():
                 for message in messages:
-                    self.stalled_since = self._clock()
+                    self.stalled_since = time.monotonic()
                     await write(message)
                     self.stalled_since = None
             if self._writer is writer:
-                self.delivered_at = self._clock()
+                self.delivered_at = time.monotonic()
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
@@ -151,7 +150,7 @@ class LiveRequest:
         else:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(self.window_seconds, self.close)
-            self.left_at = self._clock()
+            self.left_at = time.monotonic()
             self._on_change(self)
 
     def _take_end(self, task: asyncio.Task[None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,6 @@ from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
-from router.grpc_transport import GrpcTransport
 from router.node_link import DecodeLink, NodeLink, PrefillLink
 from router.tokenizer import Tokenizer
 from router.transport import NodeTransport, RouterIdentity
@@ -22,9 +21,6 @@ from router.transport import NodeTransport, RouterIdentity
 WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
 """How long a router that starts waits for a prefill node beside a decode node: both load the same weights."""
-
-Connect = Callable[[str], NodeTransport]
-"""Address → the way to the node there."""
 
 EXACT_NUMERICS = "exact ("
 
@@ -63,12 +59,11 @@ class NodeDirectory:
         *,
         resolver: Resolver = resolve_with_dns,
         security: PeerSecurity = PLAINTEXT,
-        connect: Connect | None = None,
         on_lost: Callable[[NodeRole], None] = lambda _role: None,
     ) -> None:
         self._config = config
         self._identity = identity
-        self._connect = connect if connect is not None else lambda address: GrpcTransport(security, address=address)
+        self._security = security
         self._on_lost = on_lost
         self._nodes = {
             role: PeerSet(
@@ -78,7 +73,11 @@ class NodeDirectory:
                 interval_seconds=config.resolve_interval_seconds,
                 on_change=self.link_changed,
             )
-            for role, targets in _targets(config).items()
+            for role, targets in (
+                (NodeRole.PREFILL, config.prefill_targets),
+                (NodeRole.DECODE, config.decode_targets),
+                (NodeRole.DRAFT, config.draft_targets),
+            )
         }
         self._adopting = asyncio.Lock()
         self._has_model = asyncio.Event()
@@ -113,11 +112,6 @@ class NodeDirectory:
             decode = [link for link in serving if isinstance(link, DecodeLink)]
             self._serving = _Serving(prefill, decode, [link for link in (*decode, *prefill) if link.is_late])
         return self._serving
-
-    @property
-    def can_serve(self) -> bool:
-        """Whether a decode node serves. Where no prefill node does, decode nodes compute prompts, too."""
-        return bool(self.decode_nodes)
 
     def model(self) -> ServedModel:
         """Raises: PeerLostError while no node has served yet."""
@@ -219,13 +213,12 @@ class NodeDirectory:
     def _links(self) -> list[NodeLink]:
         return [link for nodes in self._nodes.values() for link in nodes.peers]
 
-    def _open_link(self, role: NodeRole, target: str, address: str) -> NodeLink:
+    def _open_link(self, role: NodeRole, _target: str, address: str) -> NodeLink:
         kind = {NodeRole.PREFILL: PrefillLink, NodeRole.DECODE: DecodeLink, NodeRole.DRAFT: NodeLink}[role]
         return kind(
             role=role,
-            target=target,
             address=address,
-            transport=self._connect(address),
+            transport=NodeTransport(self._security, address=address),
             identity=self._identity,
             owner=self,
             liveness_timeout_seconds=self._config.liveness_timeout_seconds,
@@ -303,14 +296,6 @@ class NodeDirectory:
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
         return ServedModel(model, tokenizer, name)
-
-
-def _targets(config: RouterConfig) -> dict[NodeRole, Sequence[str]]:
-    return {
-        NodeRole.PREFILL: config.prefill_targets,
-        NodeRole.DECODE: config.decode_targets,
-        NodeRole.DRAFT: config.draft_targets,
-    }
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,12 +29,6 @@ NOTICE_SECONDS = 0.1
 """Between a call's end and the end of the reports, where a process has ended."""
 
 _log = get_logger("nodes")
-
-
-class LinkListener(Protocol):
-    """Told when a node becomes late, is on time again, drains or is lost. Must not block."""
-
-    def on_standing(self) -> None: ...
 
 
 class LinkOwner(Protocol):
@@ -63,7 +57,6 @@ class NodeLink:
         self,
         *,
         role: NodeRole,
-        target: str,
         address: str,
         transport: NodeTransport,
         identity: RouterIdentity,
@@ -71,7 +64,6 @@ class NodeLink:
         liveness_timeout_seconds: float,
     ) -> None:
         self.role = role
-        self.target = target
         self.address = address
         self.info: NodeInfo | None = None
         self.report: NodeReport | None = None
@@ -87,7 +79,7 @@ class NodeLink:
         self._owner = owner
         self._liveness_timeout_seconds = liveness_timeout_seconds
         self._fingerprint = ""
-        self._listeners: set[LinkListener] = set()
+        self._listeners: set[Callable[[], None]] = set()
         self._progress = ProgressDeadline()
 
     @property
@@ -124,10 +116,11 @@ class NodeLink:
         """It is late, and no report has come for longer."""
         return self._progress.standing >= Standing.SILENT
 
-    def add_listener(self, listener: LinkListener) -> None:
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """It is called when the node becomes late, is on time again, drains or is lost. It must not block."""
         self._listeners.add(listener)
 
-    def remove_listener(self, listener: LinkListener) -> None:
+    def remove_listener(self, listener: Callable[[], None]) -> None:
         self._listeners.discard(listener)
 
     async def run(self) -> None:
@@ -212,7 +205,7 @@ class NodeLink:
     def _tell_change(self) -> None:
         self._owner.link_changed()
         for listener in tuple(self._listeners):
-            listener.on_standing()
+            listener()
 
     def _take_failure(self, error: OutriderError) -> None:
         was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
@@ -247,11 +240,15 @@ class PrefillLink(NodeLink):
         Raises: PeerLostError for whatever kept the node from it; UNREACHABLE is the reason where the node is lost.
         """
         lost = asyncio.get_running_loop().create_future()
-        watch = _LossWatch(self, lost)
+
+        def watch() -> None:
+            if not self.is_connected and not lost.done():
+                lost.set_result(None)
+
         self.add_listener(watch)
         work = asyncio.ensure_future(self.transport.prefill(call))
         try:
-            watch.on_standing()
+            watch()
             await asyncio.wait((work, lost), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
@@ -273,18 +270,6 @@ class PrefillLink(NodeLink):
                 work.cancel()
                 with suppress(asyncio.CancelledError, OutriderError):
                     await work
-
-
-class _LossWatch:
-    """Resolves a future when a link's node is lost."""
-
-    def __init__(self, link: NodeLink, lost: asyncio.Future[None]) -> None:
-        self._link = link
-        self._lost = lost
-
-    def on_standing(self) -> None:
-        if not self._link.is_connected and not self._lost.done():
-            self._lost.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

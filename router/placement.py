@@ -139,26 +139,13 @@ class Placement:
     reserved on decode nodes do not idle.
     """
 
-    def __init__(
-        self,
-        nodes: NodeDirectory,
-        *,
-        prefill_outstanding_tokens: int,
-        on_room: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, nodes: NodeDirectory, *, prefill_outstanding_tokens: int) -> None:
         self._nodes = nodes
         self._limit = prefill_outstanding_tokens
-        self._on_room = on_room
-        self._clock = clock
         self._num_chosen = 0
         self._prefixes = PrefixMap()
         self.num_placed = 0  # requests, over all decode nodes
-        self.num_outstanding_tokens = 0  # uncached prompt tokens, over all prefill nodes
-
-    def when_room(self, on_room: Callable[[], None]) -> None:
-        """`on_room` is called when a place may have become free."""
-        self._on_room = on_room
+        self.on_room: Callable[[], None] = lambda: None  # called when a place may have become free
 
     def place(
         self, demand: Demand, *, reserved: frozenset[bytes] = frozenset(), must_be_timely: bool = False
@@ -194,7 +181,6 @@ class Placement:
     def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
         self._note_choice(prefill, demand)
         prefill.num_outstanding_tokens += num_uncached
-        self.num_outstanding_tokens += num_uncached
 
     def _note_choice(self, link: NodeLink, demand: Demand) -> None:
         link.breaker.begin()
@@ -229,28 +215,23 @@ class Placement:
             for link in self._nodes.prefill_nodes
         )
 
-    def can_fit_elsewhere(self, excluded: frozenset[bytes]) -> bool:
-        """Whether a decode node is left that has not called the request too large."""
-        return any(link.incarnation not in excluded for link in self._nodes.decode_nodes)
-
     def release_prefill(self, prefill: PrefillLink, num_tokens: int) -> None:
         prefill.num_outstanding_tokens -= num_tokens
-        self.num_outstanding_tokens -= num_tokens
         assert prefill.num_outstanding_tokens >= 0, "more prefill tokens released than placed"
-        self._on_room()
+        self.on_room()
 
     def release_decode(self, decode: DecodeLink, rejected: Rejected | None) -> None:
         decode.num_placed -= 1
         self.num_placed -= 1
-        now = self._clock()
+        now = time.monotonic()
         if rejected is not None:
             decode.no_room = Refusal.of(rejected, now=now)
         elif decode.no_room is not None and now >= decode.no_room.not_before:
             decode.no_room = None  # what has just ended there was ours
-        self._on_room()
+        self.on_room()
 
     def _choose_decode(self, demand: Demand, *, reserved: frozenset[bytes], must_be_timely: bool) -> DecodeLink | None:
-        now = self._clock()
+        now = time.monotonic()
         suitable = [
             link for link in self._nodes.decode_nodes if _suits(link, demand) and not (must_be_timely and link.is_late)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from outrider.errors import AbortedError, AlreadyRunningError, NotFoundError, Ou
 from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
 from router.answer import make_answer
-from router.answer_keeper import Keeper, NoKeeper, stored_request, take_known_tokens
+from router.answer_keeper import Keeper, NoKeeper, take_known_tokens
 from router.answer_reader import DeliveryBatcher
 from router.clients import Caller, Clients, split_key
 from router.live_request import LiveRequest
@@ -22,7 +23,7 @@ from router.request_figures import RequestFigures
 from router.request_flow import RequestFlow
 from router.request_parsing import complete_proto, read_request, resume_window_seconds
 from router.services import Services
-from router.store.base import StoredAnswer
+from router.store.base import StoredAnswer, StoredRequest
 from router.validation import check_request
 from router.work import Work
 
@@ -55,11 +56,11 @@ class RequestRegistry:
     async def open(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
         """Begins a request; one with a resume window is in the store when this returns. Raises: OutriderError."""
         self._check_serving()
-        services, served = self._services(), self._nodes.model()
-        arrived_at = services.clock()
+        config, served = self._services().config, self._nodes.model()
+        arrived_at = time.monotonic()
         check_request(proto, served.info)
         caller.check_priority(proto.priority)
-        request_id = proto.request_id or str(uuid.UUID(bytes=services.random_bytes(16), version=4))
+        request_id = proto.request_id or str(uuid.uuid4())
         key = caller.key_of(request_id)
         with self._name(key):
             request = await read_request(
@@ -67,30 +68,26 @@ class RequestRegistry:
                 served,
                 caller,
                 request_id=request_id,
-                random_bytes=services.random_bytes,
-                default_method=VerificationMethod(services.config.verification_method),
+                default_method=VerificationMethod(config.verification_method),
             )
             self._check_serving()
             window = resume_window_seconds(proto)
-            live = self._make(key, request, arrived_at=arrived_at, window=window)
-            self._start(live, client=caller.share)
+            live = self._begin(key, request, caller, arrived_at=arrived_at, window=window)
         if window is None:
             return live
         try:  # while the prompt is being computed; nobody has been told of the request yet
-            stored = stored_request(
-                key,
-                request,
-                complete_proto(proto, request).SerializeToString(),
+            stored = StoredRequest(
+                request_id=key,
                 fingerprint=served.info.fingerprint,
-                window=window,
+                resume_window_seconds=window,
+                start_position=live.answer.samples[0].start_position,
+                request=complete_proto(proto, request).SerializeToString(),
                 numerics=self._nodes.exact_numerics() if request.options.is_reproducible else "",
             )
-            live.is_kept = await self.keeper.keep(live, live.answer, stored)
-        except StoreError as error:
-            live.fail(error)
-            live.close()
-            raise
-        except BaseException:
+            live.is_kept = await self.keeper.keep(live, stored)
+        except BaseException as error:
+            if isinstance(error, StoreError):
+                live.fail(error)
             live.close()
             raise
         return live
@@ -166,20 +163,15 @@ class RequestRegistry:
 
     async def restore(self, stored: StoredAnswer) -> LiveRequest:
         """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
-        services, served = self._services(), self._nodes.model()
+        served = self._nodes.model()
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
         key = stored.request.request_id
         name, request_id = split_key(key)
         caller = self._clients.named(name)
         with self._name(key):
-            request = await read_request(
-                proto, served, caller, request_id=request_id, random_bytes=services.random_bytes
-            )
+            request = await read_request(proto, served, caller, request_id=request_id)
             window = stored.request.resume_window_seconds
-            live = self._make(key, request, arrived_at=services.clock(), window=window)
-            take_known_tokens(live.answer, stored)
-            live.answer.may_be_behind = self._is_exact(stored)
-            self._start(live, client=caller.share, was_admitted=True)
+            live = self._begin(key, request, caller, arrived_at=time.monotonic(), window=window, stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
@@ -219,7 +211,17 @@ class RequestRegistry:
             self._beginning.discard(key)
             self._note_idle()
 
-    def _make(self, key: str, request: Request, *, arrived_at: float, window: float | None) -> LiveRequest:
+    def _begin(
+        self,
+        key: str,
+        request: Request,
+        caller: Caller,
+        *,
+        arrived_at: float,
+        window: float | None,
+        stored: StoredAnswer | None = None,
+    ) -> LiveRequest:
+        """`stored`: another router has begun it. Raises: CapacityError when there is no memory; InvalidRequestError."""
         services, served = self._services(), self._nodes.model()
         started = Started(
             request_id=request.request_id,
@@ -228,31 +230,24 @@ class RequestRegistry:
             model=served.info.name,
             router=services.router_address,
         )
-        answer = make_answer(
-            request,
-            tokenizer=served.tokenizer,
-            started=started,
-            batcher=self._batcher,
-        )
-        figures = RequestFigures(request, services.metrics, services.clock, arrived_at)
-        return LiveRequest(
-            key, answer, figures, window_seconds=window, on_change=self._take_change, clock=services.clock
-        )
-
-    def _start(self, live: LiveRequest, *, client: str, was_admitted: bool = False) -> None:
-        """Raises: CapacityError when there is no memory for the answer, InvalidRequestError."""
-        services, answer = self._services(), live.answer
+        answer = make_answer(request, tokenizer=served.tokenizer, started=started, batcher=self._batcher)
+        if stored is not None:
+            take_known_tokens(answer, stored)
+            answer.may_be_behind = self._is_exact(stored)
+        figures = RequestFigures(request, services.metrics, arrived_at)
+        live = LiveRequest(key, answer, figures, window_seconds=window, on_change=self._take_change)
         work = Work(
             answer=answer,
-            figures=live.figures,
-            account=services.answers.open(answer.request, live),
+            figures=figures,
+            account=services.answers.open(request, live),
             losses=Losses(answer),
-            served=self._nodes.model(),
+            served=served,
             services=services,
         )
-        self._by_key[live.key] = live
-        live.start(work.account, RequestFlow(work, client=client, was_admitted=was_admitted))
+        self._by_key[key] = live
+        live.start(work.account, RequestFlow(work, client=caller.share, was_admitted=stored is not None))
         self._take_change(live)
+        return live
 
     def _take_change(self, live: LiveRequest) -> None:
         if live.is_closed and self._by_key.get(live.key) is live:

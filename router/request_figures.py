@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, SpeculationMetrics, Summary, Usage
@@ -86,11 +87,10 @@ class AttemptFigures:
 
 @dataclass(slots=True)
 class RequestFigures:
-    """Filled in while the request is served; times are seconds of `clock`."""
+    """Filled in while the request is served; times are monotonic seconds."""
 
     request: Request
     metrics: RouterMetrics
-    clock: Callable[[], float]
     arrived_at: float
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -111,7 +111,7 @@ class RequestFigures:
         """The first grant; later calls do nothing."""
         if self.admitted_at is not None:
             return
-        self.admitted_at = self.clock()
+        self.admitted_at = time.monotonic()
         num_prompt_tokens, queue_seconds = len(self.request.prompt_token_ids), self._since_arrival(self.admitted_at)
         self.metrics.observe_admitted(queue_seconds=queue_seconds, num_prompt_tokens=num_prompt_tokens)
         _log.info(
@@ -125,7 +125,7 @@ class RequestFigures:
 
     def add_tokens(self, sample: int, num_tokens: int) -> None:
         """New tokens of a sample have come together."""
-        now = self.clock()
+        now = time.monotonic()
         if self.first_token_at is None:
             self.first_token_at = now
             self.metrics.observe_first_token(now - self.arrived_at)
@@ -153,7 +153,7 @@ class RequestFigures:
     def mark_end(self) -> None:
         """The end of the last sample; the first call counts."""
         if self.ended_at is None:
-            self.ended_at = self.clock()
+            self.ended_at = time.monotonic()
 
     def finish(self, samples: Iterable[Finished], *, num_generated_tokens: int) -> Summary:
         summary = self._summary(num_generated_tokens)

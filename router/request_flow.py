@@ -122,7 +122,7 @@ class RequestFlow:
         match rejected.reason:
             case RejectReason.TOO_LARGE:
                 self._excluded |= {attempt.incarnation}
-                if not self._attempts and not self._services.placement.can_fit_elsewhere(self._excluded):
+                if not self._attempts and not self._services.placement.usable_nodes(self._demand()):
                     raise InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")
             case RejectReason.INVALID:
                 name = attempt.place.decode.name

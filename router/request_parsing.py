@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
 
 from outrider.request import Request, VerificationMethod
 from outrider.v1 import router_pb2
@@ -24,7 +24,6 @@ async def read_request(
     caller: Caller,
     *,
     request_id: str,
-    random_bytes: Callable[[int], bytes],
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """The request that nodes will see. `proto` has passed `check_request`.
@@ -42,7 +41,7 @@ async def read_request(
     if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
         skip = skips_special_tokens(proto.output)
         prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip, client=caller.share)
-    seed = proto.sampling.seed if proto.sampling.HasField("seed") else _draw_seed(random_bytes)
+    seed = proto.sampling.seed if proto.sampling.HasField("seed") else secrets.randbelow(SEED_LIMIT)
     return request_from_proto(
         proto,
         request_id=request_id,
@@ -54,10 +53,6 @@ async def read_request(
         cache_salt=caller.cache_salt,
         default_method=default_method,
     )
-
-
-def _draw_seed(random_bytes: Callable[[int], bytes]) -> int:
-    return int.from_bytes(random_bytes(8)) % SEED_LIMIT
 
 
 def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:

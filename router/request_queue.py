@@ -94,10 +94,6 @@ class RequestQueue:
     def num_waiting(self) -> int:
         return self._num_waiting
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        return self._num_waiting_tokens
-
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
         """The request's place, now or when its turn comes.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from router.answer_keeper import AnswerKeeper
 from router.clients import Clients
 from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
-from router.node_directory import Connect, NodeDirectory
+from router.node_directory import NodeDirectory
 from router.placement import Placement
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
@@ -59,19 +58,11 @@ class Router:
         clients: Clients | None = None,
         registry: CollectorRegistry = REGISTRY,
         make_store: Callable[[bytes], AnswerStore | None] | None = None,
-        connect: Connect | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """`connect`, `clock` and `random_bytes` are all that ties a router to networks, time and chance."""
         self._config = config
         self._registry = registry
-        self._clock = clock
-        self._random_bytes = random_bytes
-        identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=random_bytes(_INCARNATION_BYTES))
-        self.nodes = NodeDirectory(
-            config, identity, resolver=resolver, security=security, connect=connect, on_lost=self._on_lost
-        )
+        identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
+        self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: Services | None = None  # None: no node has served yet
         self.servicer = RouterServicer(self.nodes, self._services_now, clients)
         self.requests = self.servicer.requests
@@ -94,17 +85,15 @@ class Router:
             max_waiting_tokens=config.max_waiting_tokens,
             no_node_timeout_seconds=config.no_node_timeout_seconds,
         )
-        placement.when_room(queue.pump)
+        placement.on_room = queue.pump
         self.services = Services(
             config=config,
             queue=queue,
             placement=placement,
             hedges=HedgeBudget(self.nodes, lambda: placement.num_placed),
-            answers=AnswerBudget(config.journal_bytes, clock=self._clock),
+            answers=AnswerBudget(config.journal_bytes),
             metrics=RouterMetrics(model_name=served.info.name, registry=self._registry),
             router_address=address,
-            clock=self._clock,
-            random_bytes=self._random_bytes,
         )
         self.nodes.on_report(_pump_and_count(self.services))
         if self._store is not None:
@@ -118,16 +107,18 @@ class Router:
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
         """See `outrider.service.health.DependsOnOthers`."""
-        tell(self.nodes.can_serve)
-        self.nodes.on_change(lambda: tell(self.nodes.can_serve))
+        tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
+        self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
     async def drain(self, deadline_seconds: float) -> None:
         """After the handover no new request; running ones end, or are told at the deadline, the queue included."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_seconds
+        deadline = asyncio.get_running_loop().time() + deadline_seconds
         await asyncio.sleep(min(HANDOVER_SECONDS, deadline_seconds / 2))
         self.requests.is_draining = True
-        if not await _completes_by(deadline, self.requests.wait_until_idle()):
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.requests.wait_until_idle()
+        except TimeoutError:
             _log.warning("drain deadline passed", num_requests=len(self.requests))
             self.requests.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
         self.servicer.end_watches()
@@ -172,16 +163,6 @@ def _make_store(config: RouterConfig, owner: bytes) -> AnswerStore | None:
         timeout_seconds=config.store_timeout_seconds,
         lease_seconds=config.store_lease_seconds,
     )
-
-
-async def _completes_by(deadline: float, work: Coroutine[Any, Any, None]) -> bool:
-    """`deadline`: the event loop's time."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            await work
-    except TimeoutError:
-        return False
-    return True
 
 
 def _pump_and_count(services: Services) -> Callable[[], None]:

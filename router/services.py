@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.service.telemetry.metrics import RouterMetrics
@@ -26,5 +23,3 @@ class Services:
     answers: AnswerBudget
     metrics: RouterMetrics
     router_address: str
-    clock: Callable[[], float] = time.monotonic  # for measurements; deadlines are the event loop's
-    random_bytes: Callable[[int], bytes] = os.urandom  # for ids and seeds

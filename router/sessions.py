@@ -49,11 +49,6 @@ class DecodeSession:
         self._listeners: dict[bytes, GroupListener] = {}
         self.is_open = False
 
-    @property
-    def num_groups(self) -> int:
-        """Sequence groups with a listener."""
-        return len(self._listeners)
-
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
         """Queues the command. Raises: PeerLostError when the session has ended."""
         if not self.is_open:

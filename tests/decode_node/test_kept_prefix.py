@@ -58,8 +58,8 @@ def test_without_a_prefill_node_the_node_goes_on_from_there(node, breaks):
 def test_nothing_is_transferred_again_where_a_retarget_overtakes_the_end_of_a_whole_transfer(node):
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
+    node.push(group_id, PROMPT, until=len(PROMPT) - 1)
     node.retarget(group_id, SECOND, keeps_received=True)
-    node.push(group_id, PROMPT)
     granted = node.granted(group_id)
     assert (granted.transfer_id, granted.kv_address, granted.num_tokens_to_compute) == (SECOND, "", 1)
     node.run()

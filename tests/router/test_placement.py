@@ -82,7 +82,7 @@ async def leave(queue, *tasks):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert queue.num_waiting == queue.num_waiting_tokens == 0
+    assert queue.num_waiting == queue._num_waiting_tokens == 0
 
 
 async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
@@ -98,7 +98,7 @@ async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     places.num_free = 2
     queue.pump()
     await asyncio.gather(*others)
-    assert queue.num_waiting == queue.num_waiting_tokens == 0
+    assert queue.num_waiting == queue._num_waiting_tokens == 0
 
 
 async def test_a_place_given_to_someone_who_has_just_left_is_given_back():
@@ -264,8 +264,7 @@ async def test_without_nodes_everyone_who_waits_is_told():
     places = FakePlaces()
     places.has_nodes = False
     now = [0.0]
-    queue = make_queue(places, no_node_timeout_seconds=5.0)
-    queue._clock = lambda: now[0]
+    queue = make_queue(places, no_node_timeout_seconds=5.0, clock=lambda: now[0])
     tasks = await queue_up(queue, waiting(), waiting())
     queue.pump()
     now[0] = 4.9
@@ -339,8 +338,7 @@ def test_prefixes_are_known_by_whole_chunks_and_by_node():
 async def test_an_earlier_outage_does_not_count_in_a_later_one():
     places = FakePlaces()
     now = [0.0]
-    queue = make_queue(places, no_node_timeout_seconds=5.0)
-    queue._clock = lambda: now[0]
+    queue = make_queue(places, no_node_timeout_seconds=5.0, clock=lambda: now[0])
     (task,) = await queue_up(queue, waiting())
     places.has_nodes = False
     queue.pump()

@@ -61,9 +61,9 @@ def gated(owner, name):
     return Watched(owner, name, is_open=False)
 
 
-def request(cluster, max_tokens, *, seconds=30):
+def request(cluster, max_tokens, *, seconds=30, request_id="r"):
     return cluster.request(
-        request_id="r",
+        request_id=request_id,
         resume_window=duration_pb2.Duration(seconds=seconds),
         sampling=cluster.sampling(max_tokens=max_tokens),
     )
@@ -320,12 +320,7 @@ class SlowStore(MemoryAnswerStore):
 async def test_a_slow_store_delays_each_request_for_itself(cluster):
     store, _ = await serve(cluster, SlowStore)
 
-    def one(number):
-        other = request(cluster, 2)
-        other.request_id = f"r{number}"
-        return cluster.generate(other)
-
-    await asyncio.gather(*(one(number) for number in range(20)))
+    await asyncio.gather(*(cluster.generate(request(cluster, 2, request_id=f"r{number}")) for number in range(20)))
     assert store.most_creating > 10
 
 
@@ -380,33 +375,24 @@ async def test_tokens_that_are_sent_again_are_a_bounded_number(cluster, monkeypa
     assert max(store.num_tokens) == 10
 
 
-async def test_a_refused_requests_name_is_free_at_once_though_the_store_forgets_another_one(pair):
-    await pair.serve()
-    gate = gated(pair.stores[0], "delete")
-    other = request(pair.first, 2, seconds=0)
-    other.request_id = "other"
-    await pair.first.generate(other)
-    await gate.until_entered()
+@pytest.mark.parametrize("is_deleting", [False, True], ids=["alone", "while the store forgets another one"])
+async def test_a_request_that_the_queue_refuses_leaves_its_name_free(pair, is_deleting):
+    await pair.serve(max_waiting=0, store_append_seconds=0.05 if is_deleting else 30.0)
+    keeper, create, gate = pair.first.service.requests.keeper, pair.stores[0].create, gated(pair.stores[0], "delete")
+    if is_deleting:
+        await pair.first.generate(request(pair.first, 2, seconds=0, request_id="other"))
+        await gate.until_entered()
     pair.first.services.placement.place = lambda *_args, **_fields: None
-    pair.first.services.queue._max_waiting = 0
-    refused = asyncio.ensure_future(pair.first.fail(pair.request()))
-    await pair.first.eventually(lambda: pair.records.get("r") is not None)
-    gate.open()
-    assert (await refused).reason == "QUEUE_FULL"
-    assert pair.records.get("r") is None
-
-
-async def test_a_request_that_the_queue_refuses_leaves_its_name_free(pair):
-    await pair.serve(max_waiting=0, store_append_seconds=30.0)
-    pair.first.services.placement.place = lambda *_args, **_fields: None
-    create = pair.stores[0].create
 
     async def create_by_wire(stored):
         await create(stored)
         await asyncio.sleep(0.05)
 
     pair.stores[0].create = create_by_wire
-    failure = await pair.first.fail(pair.request())
-    assert failure.reason == "QUEUE_FULL"
+    refused = asyncio.ensure_future(pair.first.fail(pair.request()))
+    await pair.first.eventually(lambda: "r" in keeper._to_delete)
+    gate.open()
+    assert (await refused).reason == "QUEUE_FULL"
+    assert pair.records.get("r") is None
     answer = await pair.second.generate(pair.request(sampling={"max_tokens": 5}))
     assert len(answer.token_ids()) == 5

@@ -10,7 +10,7 @@ from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, N
 from outrider.rpc.peer_security import PLAINTEXT
 from outrider.service.node_service import NodeServicer, default_node_name
 from outrider.v1 import node_pb2_grpc
-from router.grpc_transport import GrpcTransport
+from router.transport import NodeTransport
 
 MODEL = ModelInfo(
     name="tiny", vocab_size=320, max_model_len=64, eos_token_ids=(2,), dtype="float32", fingerprint="f" * 64,
@@ -47,7 +47,7 @@ async def node_and_transport():
     node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(node.info, node.report, lambda: node.files), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    transport = GrpcTransport(PLAINTEXT, address=f"127.0.0.1:{port}")
+    transport = NodeTransport(PLAINTEXT, address=f"127.0.0.1:{port}")
     yield node, transport, server
     await transport.close()
     await server.stop(0)

@@ -18,7 +18,7 @@ from outrider.service.config import ServerConfig
 from outrider.service.node_service import NodeServicer
 from outrider.service.server import bind, make_server
 from outrider.v1 import node_pb2, node_pb2_grpc
-from router.grpc_transport import GrpcTransport
+from router.transport import NodeTransport
 from tests.service.conftest import INFO, REPORT
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -69,7 +69,7 @@ async def test_a_node_takes_renewed_certificates_without_a_restart(security, tmp
 
 async def test_a_router_that_connects_again_shows_renewed_certificates(security, tmp_path):
     async with node(security) as address:
-        transport = GrpcTransport(security, address=address)
+        transport = NodeTransport(security, address=address)
         assert (await transport.identify(timeout_seconds=PATIENCE_SECONDS)).name == "node"
     issue(tmp_path)
     async with node(security, port=int(address.rpartition(":")[2])):
