@@ -10,7 +10,7 @@ from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
-from router.clients import open_clients
+from router.clients import AnonymousClients, TokenFile
 from router.config import RouterConfig
 from router.router import Router
 
@@ -27,7 +27,7 @@ def main() -> int:
         sys.stderr.write("router: router.decode_targets is empty; name at least one host:port\n")
         return 2
     try:
-        clients = open_clients(config.token_file)
+        clients = AnonymousClients() if config.token_file is None else TokenFile(config.token_file)
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2

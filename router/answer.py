@@ -15,7 +15,7 @@ from outrider.request import FinishReason, Request
 from outrider.session import SampleDone, SampleStart, SampleTokens
 from router.answer_reader import AnswerReader, DeliveryBatcher
 from router.detokenizer import NoText
-from router.sample_answer import EndRules, SampleAnswer
+from router.sample_answer import SampleAnswer
 from router.stop_strings import StopStringMatcher
 from router.text import AnswerText
 from router.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ class Answer:
         request: Request,
         started: Started,
         *,
-        rules: EndRules,
         make_text: Callable[[], AnswerText],
         batcher: DeliveryBatcher,
     ) -> None:
@@ -44,7 +43,7 @@ class Answer:
         self._started = started
         self._batcher = batcher
         self.samples = tuple(
-            SampleAnswer(sample=sample, request=request, rules=rules, text=make_text())
+            SampleAnswer(sample=sample, request=request, text=make_text())
             for sample in range(request.options.sampling.n)
         )
         self.started: Started | None = None
@@ -64,11 +63,6 @@ class Answer:
     def has_ended(self) -> bool:
         """Nothing more will come."""
         return self.summary is not None or self.failure is not None
-
-    @property
-    def is_whole(self) -> bool:
-        """Every sample has ended by its tokens."""
-        return all(sample.is_whole for sample in self.samples)
 
     @property
     def has_reader(self) -> bool:
@@ -170,7 +164,7 @@ class Answer:
 
 
 def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, batcher: DeliveryBatcher) -> Answer:
-    stop, output, sampling = request.stop, request.output, request.options.sampling
+    stop, output = request.stop, request.output
     needs_text = bool(stop.strings) or not output.token_ids_only
 
     def make_text() -> AnswerText:
@@ -180,11 +174,6 @@ def make_answer(request: Request, *, tokenizer: Tokenizer, started: Started, bat
             else NoText()
         )
         matcher = StopStringMatcher(stop.strings, include_match=stop.include_match)
-        return AnswerText(detokenizer, matcher, min_tokens=sampling.min_tokens)
+        return AnswerText(detokenizer, matcher, min_tokens=request.options.sampling.min_tokens)
 
-    rules = EndRules(
-        stop_token_ids=frozenset(request.options.stop_token_ids),
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-    )
-    return Answer(request, started, rules=rules, make_text=make_text, batcher=batcher)
+    return Answer(request, started, make_text=make_text, batcher=batcher)

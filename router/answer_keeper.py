@@ -242,7 +242,7 @@ class AnswerKeeper:
             raise
         for kept, spans in found:
             for span in spans:
-                kept.positions[span.sample] = span.start_position + len(span.token_ids)
+                kept.positions[span.sample] = span.end_position
         return True
 
     def _settle(self) -> None:

@@ -240,7 +240,7 @@ class Attempt:
         fault_point("router.granted")
         work, decode = self._work, self.place.decode
         work.figures.attempts.append(self._figures)
-        work.figures.use_node(decode.name, self.numerics)
+        work.figures.nodes[decode.name] = self.numerics
         work.figures.admit(granted)
         work.answer.begin()
         next_grant: Granted | None = granted
@@ -306,7 +306,7 @@ class Attempt:
 
     async def _try_transfer(self, granted: Granted, link: PrefillLink) -> PeerLostError | None:
         """None once the KV is ready, else why the transfer failed; then nothing of it goes on."""
-        self._work.figures.use_node(link.name, link.numerics)
+        self._work.figures.nodes[link.name] = link.numerics
         prefill = self._prefill = asyncio.create_task(link.prefill(self._call(granted)), name="prefill")
         prefill.add_done_callback(lambda _task: self._events.put_nowait(_Signal.PREFILL_ENDED))
         link.add_listener(self._on_standing)
@@ -341,11 +341,11 @@ class Attempt:
 
     def _may_replace(self, link: PrefillLink) -> bool:
         """Whether a late prefill node's work moves to another one; it is counted."""
-        hedges = self._work.services.hedges
-        if not (link.is_late and self.place.has_other_prefill() and hedges.may_move(link)):
-            return False
-        hedges.add_move(link)
-        return True
+        hedges, placement = self._work.services.hedges, self._work.services.placement
+        may_move = link.is_late and placement.has_timely_prefill_node(besides=link) and hedges.may_move(link)
+        if may_move:
+            hedges.add_move(link)
+        return may_move
 
     async def _retarget(self) -> Granted | None:
         """The grant for another try; None when the KV was ready after all."""

@@ -193,11 +193,6 @@ def host_of_peer(peer: str) -> str:
     return peer.rpartition(":")[0] or peer
 
 
-def open_clients(token_file: Path | None) -> Clients:
-    """Raises: ConfigError."""
-    return AnonymousClients() if token_file is None else TokenFile(token_file)
-
-
 def read_tokens(path: Path) -> Tokens:
     """Raises: ConfigError, naming file and line."""
     try:

@@ -16,9 +16,8 @@ MAX_HELD_TOKENS = 16
 class Detokenizer(Protocol):
     """One sample's decoder. Appending token by token gives what decoding all at once gives."""
 
-    @property
-    def is_mid_character(self) -> bool:
-        """Whether bytes of an incomplete character are held back."""
+    is_mid_character: bool
+    """Bytes of an incomplete character are held back."""
 
     def append(self, token_id: int) -> str:
         """The text that is complete with this token."""
@@ -33,25 +32,21 @@ class ByteDetokenizer:
     `token_bytes[id]` is what the token adds; ids beyond the table add nothing.
     """
 
-    __slots__ = ("_decoder", "_is_mid_character", "_token_bytes")
+    __slots__ = ("_decoder", "_token_bytes", "is_mid_character")
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_mid_character = False
-
-    @property
-    def is_mid_character(self) -> bool:
-        return self._is_mid_character
+        self.is_mid_character = False
 
     def append(self, token_id: int) -> str:
         if token_id >= len(self._token_bytes):
             return ""
         added = self._token_bytes[token_id]
-        if not self._is_mid_character and added.isascii():  # nearly every token: the decoder is Python
+        if not self.is_mid_character and added.isascii():  # nearly every token: the decoder is Python
             return added.decode("ascii")
         text = self._decoder.decode(added)
-        self._is_mid_character = bool(self._decoder.getstate()[0])
+        self.is_mid_character = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:
@@ -72,18 +67,14 @@ class WindowDetokenizer:
         self._token_ids = list(context[-CONTEXT_TOKENS:])
         self._num_emitted = len(self._token_ids)  # of the window
         self._emitted_text = decode(self._token_ids)
-        self._is_mid_character = False
-
-    @property
-    def is_mid_character(self) -> bool:
-        return self._is_mid_character
+        self.is_mid_character = False
 
     def append(self, token_id: int) -> str:
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         has_text = len(text) > len(self._emitted_text)
-        self._is_mid_character = has_text and text.endswith(REPLACEMENT)
-        if (has_text and not self._is_mid_character) or self._num_held >= MAX_HELD_TOKENS:
+        self.is_mid_character = has_text and text.endswith(REPLACEMENT)
+        if (has_text and not self.is_mid_character) or self._num_held >= MAX_HELD_TOKENS:
             return self._emit(text)
         return ""
 
@@ -99,7 +90,7 @@ class WindowDetokenizer:
         self._token_ids = self._token_ids[self._num_emitted :]
         self._num_emitted = len(self._token_ids)
         self._emitted_text = self._decode(self._token_ids)
-        self._is_mid_character = False
+        self.is_mid_character = False
         return added
 
 

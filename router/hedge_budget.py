@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
+from router.node_directory import NodeDirectory
 from router.node_link import NodeLink
 
 HEDGED_SHARE = 0.1
-
-
-class Nodes(Protocol):
-    """`router.node_directory.NodeDirectory`."""
-
-    @property
-    def late_nodes(self) -> list[NodeLink]: ...
 
 
 class HedgeBudget:
@@ -25,7 +18,7 @@ class HedgeBudget:
     because a node is lost or drains is not counted.
     """
 
-    def __init__(self, nodes: Nodes, num_running: Callable[[], int]) -> None:
+    def __init__(self, nodes: NodeDirectory, num_running: Callable[[], int]) -> None:
         self._nodes = nodes
         self._num_running = num_running
 

@@ -36,15 +36,6 @@ class ServedModel:
     node: str  # its name
 
 
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """Links to nodes that serve; replaced when one of them changes."""
-
-    prefill: list[PrefillLink]
-    decode: list[DecodeLink]
-    late: list[NodeLink]
-
-
 class NodeDirectory:
     """A link to each node behind the targets, and what they serve. Owned by the event loop.
 
@@ -85,33 +76,12 @@ class NodeDirectory:
         self._on_change: list[Callable[[], None]] = []
         self._on_report: list[Callable[[], None]] = []
         self._first_of_numerics: dict[str, str] = {}  # by numerics: the first node that computes so
-        self._serving: _Serving | None = None  # None: to be found anew
         self.served: ServedModel | None = None
+        self.prefill_nodes: list[PrefillLink] = []  # that serve, as the next two
+        self.decode_nodes: list[DecodeLink] = []
+        self.late_nodes: list[NodeLink] = []
 
     # ------------------------------------------------------------ what others ask
-
-    @property
-    def prefill_nodes(self) -> list[PrefillLink]:
-        """Those that serve."""
-        return self._find_serving().prefill
-
-    @property
-    def decode_nodes(self) -> list[DecodeLink]:
-        """Those that serve."""
-        return self._find_serving().decode
-
-    @property
-    def late_nodes(self) -> list[NodeLink]:
-        """Of these, those that are late."""
-        return self._find_serving().late
-
-    def _find_serving(self) -> _Serving:
-        if self._serving is None:
-            serving = [link for link in self._links() if link.is_serving]
-            prefill = [link for link in serving if isinstance(link, PrefillLink)]
-            decode = [link for link in serving if isinstance(link, DecodeLink)]
-            self._serving = _Serving(prefill, decode, [link for link in (*decode, *prefill) if link.is_late])
-        return self._serving
 
     def model(self) -> ServedModel:
         """Raises: PeerLostError while no node has served yet."""
@@ -226,7 +196,10 @@ class NodeDirectory:
 
     def link_changed(self) -> None:
         """Of a `LinkOwner`, as the next ones."""
-        self._serving = None
+        serving = [link for link in self._links() if link.is_serving]
+        self.prefill_nodes = [link for link in serving if isinstance(link, PrefillLink)]
+        self.decode_nodes = [link for link in serving if isinstance(link, DecodeLink)]
+        self.late_nodes = [link for link in (*self.decode_nodes, *self.prefill_nodes) if link.is_late]
         self._changed.set()
         for listener in self._on_change:
             listener()

@@ -274,25 +274,22 @@ class PrefillLink(NodeLink):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing."""
+    """A decode node had no room. It is not asked again with a whole prompt before a report shows what was missing.
 
-    not_before: float  # monotonic seconds
-    until: float  # then it is asked whatever the report shows
-    kv_blocks_needed: int
-    num_sequences_needed: int
+    After `NO_ROOM_RETRY_SECONDS` it is asked whatever the report shows.
+    """
 
-    @classmethod
-    def of(cls, rejected: Rejected, *, now: float) -> Refusal:
-        return cls(
-            not_before=now + rejected.wait_seconds,
-            until=now + NO_ROOM_RETRY_SECONDS,
-            kv_blocks_needed=rejected.kv_blocks_needed,
-            num_sequences_needed=rejected.num_sequences_needed,
-        )
+    rejected: Rejected
+    at: float  # monotonic seconds
+
+    def has_waited(self, now: float) -> bool:
+        """As long as the node asked for."""
+        return now >= self.at + self.rejected.wait_seconds
 
     def is_over(self, load: NodeLoad, now: float) -> bool:
-        has_room = load.kv_blocks_free >= self.kv_blocks_needed and load.num_sequences_free >= self.num_sequences_needed
-        return now >= self.until or (now >= self.not_before and has_room)
+        has_blocks = load.kv_blocks_free >= self.rejected.kv_blocks_needed
+        has_room = has_blocks and load.num_sequences_free >= self.rejected.num_sequences_needed
+        return now >= self.at + NO_ROOM_RETRY_SECONDS or (self.has_waited(now) and has_room)
 
 
 class DecodeLink(NodeLink):

@@ -114,10 +114,6 @@ class Place:
         self.prefill, self._num_prefill_tokens = chosen
         return True
 
-    def has_other_prefill(self) -> bool:
-        """Whether another prefill node of the same numerics serves whose progress is not overdue."""
-        return self.prefill is not None and self._placement.has_timely_prefill_node(besides=self.prefill)
-
     def release_prefill(self) -> None:
         """The prompt has been computed, or need not be."""
         num_tokens, self._num_prefill_tokens = self._num_prefill_tokens, 0
@@ -173,7 +169,7 @@ class Placement:
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there), counted as under way; the one that failed only where it serves again."""
-        chosen = self._choose_prefill(demand, avoided=failed, is_limited=False)
+        chosen = self._choose_prefill(demand, avoided=failed)
         if chosen is not None:
             self._take_prefill(demand, *chosen)
         return chosen
@@ -210,6 +206,7 @@ class Placement:
         return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
 
     def has_timely_prefill_node(self, *, besides: PrefillLink) -> bool:
+        """Whether another prefill node of the same numerics serves whose progress is not overdue."""
         return any(
             link is not besides and not link.is_late and link.numerics == besides.numerics
             for link in self._nodes.prefill_nodes
@@ -225,8 +222,8 @@ class Placement:
         self.num_placed -= 1
         now = time.monotonic()
         if rejected is not None:
-            decode.no_room = Refusal.of(rejected, now=now)
-        elif decode.no_room is not None and now >= decode.no_room.not_before:
+            decode.no_room = Refusal(rejected, now)
+        elif decode.no_room is not None and decode.no_room.has_waited(now):
             decode.no_room = None  # what has just ended there was ours
         self.on_room()
 
@@ -255,14 +252,12 @@ class Placement:
         rows = link.report.load.max_rows_per_step if link.report is not None else 0
         return OUTSTANDING_CHUNKS * rows or self._limit
 
-    def _choose_prefill(
-        self, demand: Demand, *, avoided: PrefillLink | None = None, is_limited: bool = True
-    ) -> tuple[PrefillLink, int] | None:
+    def _choose_prefill(self, demand: Demand, *, avoided: PrefillLink | None = None) -> tuple[PrefillLink, int] | None:
         """(node, uncached tokens there) with the least work ahead, this prompt included; None without room.
 
-        `avoided` comes last; it does not come at all while it is late or lost, nor do nodes that
-        compute differently: the hashes of the reservation's KV say by what it was made. Without
-        `is_limited` room is not asked for: the blocks of this prompt are reserved already.
+        `avoided` has failed, and comes last; it does not come at all while it is late or lost, nor do nodes that
+        compute differently: the hashes of the reservation's KV say by what it was made. Room is then not asked
+        for: the blocks of this prompt are reserved already.
         """
         best: tuple[tuple[bool, bool, int, int, str], PrefillLink, int] | None = None
         suitable = [link for link in self._nodes.prefill_nodes if _computes_as(link, demand)]
@@ -276,7 +271,7 @@ class Placement:
             reported = link.report.load.num_outstanding_tokens if link.report is not None else 0
             own = link.num_outstanding_tokens
             outstanding = max(own, reported)
-            if is_limited and own and outstanding + num_uncached > self._limit_of(link):
+            if avoided is None and own and outstanding + num_uncached > self._limit_of(link):
                 continue  # a prompt beyond the limit goes to a node that has nothing else of ours
             cost = (link is avoided, link.is_late, outstanding + num_uncached, link.chosen_at, link.name)
             if best is None or cost < best[0]:

@@ -104,9 +104,6 @@ class RequestFigures:
 
     # ------------------------------------------------------------ what happens
 
-    def use_node(self, name: str, numerics: str) -> None:
-        self.nodes[name] = numerics
-
     def admit(self, granted: Granted) -> None:
         """The first grant; later calls do nothing."""
         if self.admitted_at is not None:
@@ -156,10 +153,24 @@ class RequestFigures:
             self.ended_at = time.monotonic()
 
     def finish(self, samples: Iterable[Finished], *, num_generated_tokens: int) -> Summary:
-        summary = self._summary(num_generated_tokens)
+        prefills = [attempt.prefill for attempt in self.attempts if attempt.prefill is not None]
+        usage = Usage(
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=self._num_cached_tokens(),
+            num_generated_tokens=num_generated_tokens,
+        )
+        metrics = RequestMetrics(
+            queue_seconds=self._since_arrival(self.admitted_at),
+            ttft_seconds=self._since_arrival(self.first_token_at),
+            e2e_seconds=self._since_arrival(self.ended_at),
+            prefill_seconds=sum(prefill.compute_seconds for prefill in prefills),
+            kv_transfer=self._kv_transfer(),
+            speculation=self.speculation.metrics(),
+            attempts=1 + self.num_moves,
+            nodes=tuple(self.nodes),
+        )
         for finished in samples:
             self.metrics.observe_finished_sample(finished.reason)
-        usage, metrics = summary.usage, summary.metrics
         self.metrics.observe_finished_request(metrics.e2e_seconds)
         _log.info(
             "request finished",
@@ -171,7 +182,7 @@ class RequestFigures:
             ttft_seconds=round(metrics.ttft_seconds, 4),
             e2e_seconds=round(metrics.e2e_seconds, 4),
         )
-        return summary
+        return Summary(request_id=self.request.request_id, usage=usage, metrics=metrics)
 
     def close(self, failure: OutriderError | None) -> None:
         """The request has ended, however it did."""
@@ -200,27 +211,6 @@ class RequestFigures:
         if not is_kept:
             trailers.append((STORE_KEY, "lost"))
         return tuple(trailers)
-
-    def _summary(self, num_generated_tokens: int) -> Summary:
-        prefills = [attempt.prefill for attempt in self.attempts if attempt.prefill is not None]
-        return Summary(
-            request_id=self.request.request_id,
-            usage=Usage(
-                num_prompt_tokens=len(self.request.prompt_token_ids),
-                num_cached_tokens=self._num_cached_tokens(),
-                num_generated_tokens=num_generated_tokens,
-            ),
-            metrics=RequestMetrics(
-                queue_seconds=self._since_arrival(self.admitted_at),
-                ttft_seconds=self._since_arrival(self.first_token_at),
-                e2e_seconds=self._since_arrival(self.ended_at),
-                prefill_seconds=sum(prefill.compute_seconds for prefill in prefills),
-                kv_transfer=self._kv_transfer(),
-                speculation=self.speculation.metrics(),
-                attempts=1 + self.num_moves,
-                nodes=tuple(self.nodes),
-            ),
-        )
 
     def _since_arrival(self, at: float | None) -> float:
         """0 for what never happened."""

@@ -32,15 +32,12 @@ async def read_request(
 
     Raises: InvalidRequestError when the prompt does not fit; CapacityError when too many texts wait.
     """
-    tokenizer = served.tokenizer
-    if proto.HasField("text"):
-        check_lengths(proto, max(tokenizer.least_num_tokens(proto.text), 1), served.info)
     token_ids = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_lengths(proto, len(token_ids), served.info)
     prompt_text = ""
     if proto.output.echo and not proto.output.token_ids_only and not proto.generated_token_ids:
         skip = skips_special_tokens(proto.output)
-        prompt_text = await tokenizer.decode(token_ids, skip_special_tokens=skip, client=caller.share)
+        prompt_text = await served.tokenizer.decode(token_ids, skip_special_tokens=skip, client=caller.share)
     seed = proto.sampling.seed if proto.sampling.HasField("seed") else secrets.randbelow(SEED_LIMIT)
     return request_from_proto(
         proto,

@@ -8,30 +8,16 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 from outrider.errors import CapacityError, OutriderError, PeerLostError
 from router.fair_order import FairOrder
-from router.placement import Demand, Place
+from router.placement import Demand, Place, Placement
 
 _MAX_RETRY_SECONDS = 30.0
 COST_TOKENS = 1024
 """So many prompt tokens count as one more sequence that runs, in a client's share."""
 LOOK_AGAIN_SECONDS = 0.25
 """How often the head of the queue is offered to placement when no report does it."""
-
-
-class Places(Protocol):
-    """What the queue asks for room (`router.placement.Placement`)."""
-
-    @property
-    def num_decode_nodes(self) -> int: ...
-
-    def usable_nodes(self, demand: Demand) -> frozenset[bytes]: ...
-
-    def has_prefill_room(self, demand: Demand) -> bool: ...
-
-    def place(self, demand: Demand, *, reserved: frozenset[bytes] = frozenset()) -> Place | None: ...
 
 
 class QueuedRequest:
@@ -70,14 +56,14 @@ class RequestQueue:
 
     def __init__(
         self,
-        places: Places,
+        placement: Placement,
         *,
         max_waiting: int,
         max_waiting_tokens: int,
         no_node_timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._places = places
+        self._placement = placement
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
@@ -104,7 +90,7 @@ class RequestQueue:
             stamp = self._order.stamp(waiting.client, waiting.cost)
             waiting.turn = (-waiting.priority, stamp, next(self._arrivals))
         if not self._is_behind_others(waiting):
-            place = self._places.place(waiting.demand)
+            place = self._placement.place(waiting.demand)
             if place is not None:
                 self._note_place(waiting)
                 return place
@@ -144,14 +130,14 @@ class RequestQueue:
         room on prefill nodes is short nobody passes, since a large prompt would never get any. A request that no
         serving node could take holds up nobody; it waits at most `no_node_timeout_seconds` for one that can.
         """
-        places = self._places
+        placement = self._placement
         skipped = []
         reserved: frozenset[bytes] = frozenset()
-        while (first := self._first()) is not None and (not reserved or len(reserved) < places.num_decode_nodes):
-            usable = places.usable_nodes(first.demand)
+        while (first := self._first()) is not None and (not reserved or len(reserved) < placement.num_decode_nodes):
+            usable = placement.usable_nodes(first.demand)
             first.stranded_since = None if usable else self._strand(first)
-            place = None if usable <= reserved else places.place(first.demand, reserved=reserved)
-            if place is None and usable and not places.has_prefill_room(first.demand):
+            place = None if usable <= reserved else placement.place(first.demand, reserved=reserved)
+            if place is None and usable and not placement.has_prefill_room(first.demand):
                 break
             entry = heapq.heappop(self._heap)
             if place is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -28,7 +27,6 @@ from router.placement import Placement
 from router.request_queue import RequestQueue
 from router.servicer import SERVICE_NAME, RouterServicer
 from router.services import Services
-from router.store.address import MEMORY
 from router.store.base import AnswerStore
 from router.store.factory import make_store
 from router.transport import RouterIdentity
@@ -57,8 +55,9 @@ class Router:
         security: PeerSecurity = PLAINTEXT,
         clients: Clients | None = None,
         registry: CollectorRegistry = REGISTRY,
-        make_store: Callable[[bytes], AnswerStore | None] | None = None,
+        store: AnswerStore | None = None,
     ) -> None:
+        """`store`: instead of the one that `config` names."""
         self._config = config
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
@@ -66,8 +65,16 @@ class Router:
         self.services: Services | None = None  # None: no node has served yet
         self.servicer = RouterServicer(self.nodes, self._services_now, clients)
         self.requests = self.servicer.requests
-        make = partial(_make_store, config) if make_store is None else make_store
-        self._store = make(identity.incarnation)  # connects on first use
+        self._store = (
+            store
+            if store is not None
+            else make_store(  # connects on first use
+                config.store,
+                owner=identity.incarnation,
+                timeout_seconds=config.store_timeout_seconds,
+                lease_seconds=config.store_lease_seconds,
+            )
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
@@ -151,18 +158,6 @@ class Router:
     def _on_lost(self, role: NodeRole) -> None:
         if self.services is not None:
             self.services.metrics.add_lost_node(role.name.lower())
-
-
-def _make_store(config: RouterConfig, owner: bytes) -> AnswerStore | None:
-    """None: nobody shares it. Raises: ConfigError."""
-    if config.store == MEMORY:
-        return None
-    return make_store(
-        config.store,
-        owner=owner,
-        timeout_seconds=config.store_timeout_seconds,
-        lease_seconds=config.store_lease_seconds,
-    )
 
 
 def _pump_and_count(services: Services) -> Callable[[], None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from outrider.answer import Delta, Finished
 from outrider.errors import InternalError
@@ -18,15 +17,6 @@ class TokenMismatchError(InternalError):
     reason = "TOKEN_MISMATCH"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndRules:
-    """What ends each sample besides its stop strings."""
-
-    stop_token_ids: frozenset[int]  # the model's end-of-text ids included, unless ignored
-    min_tokens: int
-    max_tokens: int
-
-
 class SampleAnswer:
     """Tokens are appended at the next position only; a position that has its token is compared.
 
@@ -34,15 +24,18 @@ class SampleAnswer:
     asked for.
     """
 
-    def __init__(self, *, sample: int, request: Request, rules: EndRules, text: AnswerText) -> None:
+    def __init__(self, *, sample: int, request: Request, text: AnswerText) -> None:
+        sampling = request.options.sampling
         self._sample = sample
-        self._rules = rules
+        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # the model's end-of-text ids included
+        self._min_tokens = sampling.min_tokens
+        self._max_tokens = sampling.max_tokens
         self._text = text
         self._brought = request.generated_token_ids
         self.start_position = len(request.prompt_token_ids) + len(self._brought)
         """Of the first token that this call makes."""
         self.next_position = self.start_position
-        self.last_position = len(request.prompt_token_ids) + rules.max_tokens
+        self.last_position = len(request.prompt_token_ids) + sampling.max_tokens
         """Of the token behind the longest answer."""
         self._token_ids: list[int] = []
         self._texts: list[str] = []  # of each token
@@ -147,15 +140,15 @@ class SampleAnswer:
 
     def _read(self, token_id: int, num_generated: int) -> tuple[str, bool]:
         """(the text that a token releases, whether it ends the sample): stop token, stop string, length."""
-        rules, text = self._rules, self._text
-        if token_id in rules.stop_token_ids and num_generated >= rules.min_tokens:
+        text = self._text
+        if token_id in self._stop_token_ids and num_generated >= self._min_tokens:
             self.finished = Finished(self._sample, FinishReason.STOP, stop_token_id=token_id)
             return text.finish(), True
         released = text.append(token_id)
         if text.matched_stop_string is not None:
             self.finished = Finished(self._sample, FinishReason.STOP, stop_string=text.matched_stop_string)
             return released, True
-        if num_generated + 1 >= rules.max_tokens:
+        if num_generated + 1 >= self._max_tokens:
             self.finished = Finished(self._sample, FinishReason.LENGTH)
             return released + text.finish(), True
         return released, False

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from outrider import __version__
+from outrider.answer import AnswerEvent
 from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
 from outrider.node import ClusterStatus, Model
 from outrider.request import VerificationMethod
@@ -19,7 +20,7 @@ from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
-from outrider.wire.answer import event_to_proto
+from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
 from outrider.wire.cluster import CLUSTER, MODEL
 from outrider.wire.request import num_samples, skips_special_tokens
 from router.clients import AnonymousClients, Caller, Clients, host_of_peer
@@ -30,7 +31,6 @@ from router.request_figures import NOTHING_GENERATED
 from router.request_parsing import encode_prompt
 from router.services import Services
 from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
-from router.whole_answer import WholeAnswer
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
@@ -72,9 +72,20 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.GenerateRequest, context: Context
     ) -> router_pb2.CompleteResponse:
         async with rpc_errors(context), self._request(request, context) as live:
-            answer = WholeAnswer(num_samples(request.sampling), max_bytes=DEFAULT_MAX_MESSAGE_BYTES)
-            await live.write(answer.add, lambda event: event)
-            return answer.to_proto()
+            builder = CompleteResponseBuilder(num_samples(request.sampling))
+
+            async def add(event: AnswerEvent) -> None:
+                builder.add(event)
+                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # what cannot be sent is not computed to its end
+                    raise InvalidRequestError(
+                        f"the answer has more than the {DEFAULT_MAX_MESSAGE_BYTES} bytes of a message; "
+                        "Generate streams it",
+                        field="sampling.max_tokens",
+                        reason="ANSWER_TOO_LARGE",
+                    )
+
+            await live.write(add, lambda event: event)
+            return builder.build()
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
         self.calls.enter(context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from outrider.errors import MismatchError, OutriderError, PeerLostError
@@ -91,18 +92,13 @@ class DecodeSession:
 
     async def _write(self) -> None:
         while True:
-            command = await self._next_command()
+            command: SequenceGroupCommand | None = None  # a heartbeat: nodes free the work of a router that is silent
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    command = await self._commands.get()
             await self._stream.write(command)
             if isinstance(command, OpenSequenceGroup):
                 fault_point("router.opened")
-
-    async def _next_command(self) -> SequenceGroupCommand | None:
-        """What is queued, or None for a heartbeat: a node frees the work of a router that falls silent."""
-        try:
-            async with asyncio.timeout(HEARTBEAT_SECONDS):
-                return await self._commands.get()
-        except TimeoutError:
-            return None
 
     async def _read(self) -> None:
         while True:

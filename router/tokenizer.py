@@ -47,10 +47,6 @@ class Tokenizer:
                 self._longest_token = max(map(len, self._token_bytes[False]), default=0)
         self._queue = EncodingQueue(num_threads)
 
-    def least_num_tokens(self, text: str) -> int:
-        """A lower bound of what `text` encodes to, for refusing what is far too long without encoding it."""
-        return len(text) // self._longest_token if self._longest_token else 0
-
     async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
         """With the special tokens that the tokenizer itself adds; special tokens written in the text count as such.
 
@@ -108,7 +104,7 @@ class Tokenizer:
         self._queue.close()
 
     def _check_length(self, text: str, max_tokens: int | None, *, field: str) -> None:
-        least = self.least_num_tokens(text)
+        least = len(text) // self._longest_token if self._longest_token else 0
         if max_tokens is not None and least > max_tokens:
             raise InvalidRequestError(
                 f"the text has at least {least} tokens; the window is {max_tokens}",

@@ -28,13 +28,15 @@ MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 MAX_DETOKENIZED = 1 << 20
 """Token ids of one Detokenize: more than any window, and milliseconds to look through."""
+_PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's own range
 
 
 def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
     """Raises: InvalidRequestError, NotFoundError (model), NotSupportedError (after all ranges)."""
     check_request_id(proto.request_id)
-    check_model_name(proto.model, model)
+    if proto.model and proto.model != model.name:
+        raise NotFoundError(f"model {proto.model!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
     _check_prompt(proto, model)
     _check_sampling(proto.sampling, model)
     _check_stop(proto.stop, model)
@@ -47,7 +49,7 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
     """The max_tokens in force. Raises: InvalidRequestError when prompt and answer do not fit the window."""
-    field = prompt_field(proto)
+    field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
     window, sampling = model.max_model_len, proto.sampling
     left = window - num_prompt_tokens
     _require(num_prompt_tokens > 0, "the prompt has no token; at least one is needed", field=field)
@@ -107,18 +109,6 @@ def check_token_ids(token_ids: Iterable[int], model: ModelInfo, *, field: str) -
             )
 
 
-def check_model_name(name: str, model: ModelInfo) -> None:
-    if name and name != model.name:
-        raise NotFoundError(f"model {name!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
-
-
-def prompt_field(proto: router_pb2.GenerateRequest) -> str:
-    """The path of the prompt that was sent."""
-    return {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}.get(
-        proto.WhichOneof("prompt") or "", "prompt"
-    )
-
-
 def check_request_id(request_id: str) -> None:
     is_allowed = len(request_id) <= MAX_REQUEST_ID_LENGTH and all(" " <= character <= "~" for character in request_id)
     _require(is_allowed, "request_id is 1 to 128 printable ASCII characters", field="request_id")
@@ -129,17 +119,12 @@ def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
         case None:
             raise InvalidRequestError("one of text, token_ids and chat is needed", field="prompt")
         case "token_ids":
-            check_lengths_of_ids(proto, model)
+            num_ids = len(proto.token_ids.ids)
+            if not 0 < num_ids < model.max_model_len:  # it is refused before each of its ids is looked at
+                check_lengths(proto, num_ids, model)
             check_token_ids(proto.token_ids.ids, model, field="token_ids.ids")
         case "chat":
             check_chat(proto.chat, model)
-
-
-def check_lengths_of_ids(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
-    """An empty or over-long list of ids is refused before each of its ids is looked at."""
-    num_ids = len(proto.token_ids.ids)
-    if not 0 < num_ids < model.max_model_len:
-        check_lengths(proto, num_ids, model)
 
 
 _Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]

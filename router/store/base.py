@@ -59,6 +59,10 @@ class TokenSpan:
     start_position: int
     token_ids: Sequence[int]  # uint32
 
+    @property
+    def end_position(self) -> int:
+        return self.start_position + len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAnswer:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outrider.errors import ConfigError
-from router.store.address import ValkeyAddress
+from router.store.address import MEMORY, ValkeyAddress
 from router.store.base import AnswerStore
 
 PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 the name of it
@@ -20,11 +20,13 @@ def make_store(
     timeout_seconds: float,
     lease_seconds: float,
     environ: Mapping[str, str] = os.environ,
-) -> AnswerStore:
+) -> AnswerStore | None:
     """The store that several routers share, for one of them: `owner` is its incarnation. Connects on first use.
 
-    A password in the environment goes before one in the URL. Raises: ConfigError.
+    None for `MEMORY`: nobody shares it. A password in the environment goes before one in the URL. Raises: ConfigError.
     """
+    if url == MEMORY:
+        return None
     try:
         address = ValkeyAddress.parse(url)
     except ValueError as error:

@@ -186,9 +186,8 @@ def _keys(request_id: str) -> tuple[str, str]:
 
 
 def _append_arguments(span: TokenSpan) -> tuple[int, int, int, bytes]:
-    num_tokens = len(span.token_ids)
-    packed = struct.pack(f"<{num_tokens}I", *span.token_ids)
-    return span.sample, span.start_position, span.start_position + num_tokens, packed
+    packed = struct.pack(f"<{len(span.token_ids)}I", *span.token_ids)
+    return span.sample, span.start_position, span.end_position, packed
 
 
 def _unpack(packed: bytes) -> tuple[int, int, tuple[int, ...]]:

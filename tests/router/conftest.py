@@ -124,7 +124,7 @@ class Cluster:
         self.registry = CollectorRegistry()
 
     async def start(
-        self, *, resolver: Any = None, make_store: Any = None, clients: Clients | None = None, **config: Any
+        self, *, resolver: Any = None, store: Any = None, clients: Clients | None = None, **config: Any
     ) -> Cluster:
         for node in self.nodes:
             if not node.address:
@@ -140,8 +140,9 @@ class Cluster:
             "liveness_timeout_seconds": 1.0,
         }
         extra = {} if resolver is None else {"resolver": resolver}
-        extra |= {} if make_store is None else {"make_store": make_store}
-        self.service = Router(RouterConfig(**values | config), registry=self.registry, clients=clients, **extra)
+        self.service = Router(
+            RouterConfig(**values | config), registry=self.registry, clients=clients, store=store, **extra
+        )
         self.server = server = make_server(
             ServerConfig(port=0), authenticate=None if clients is None else clients.authenticate
         )
@@ -281,21 +282,20 @@ class RouterPair:
         self.first, self.second = Cluster(), Cluster()
         self.second.decode, self.second.prefill = self.first.decode, self.first.prefill
         self.second.nodes = []
-        self.stores: list[FlakyStore] = []
-
-    def make_store(self, owner: bytes) -> FlakyStore:
-        self.stores.append(FlakyStore(owner=owner, lease_seconds=PATIENCE_SECONDS, records=self.records))
-        return self.stores[-1]
+        self.stores = [
+            FlakyStore(owner=owner, lease_seconds=PATIENCE_SECONDS, records=self.records)
+            for owner in (b"first", b"second")
+        ]
 
     async def serve(self, **config: Any) -> RouterPair:
         values = {"store_append_seconds": 0.05, "store_lease_seconds": 0.3} | config
         self.first.decode.step_seconds = 0.01
-        await self.first.serve(make_store=self.make_store, **values)
+        await self.first.serve(store=self.stores[0], **values)
         targets = {
             "prefill_targets": (self.first.prefill.address,),
             "decode_targets": (self.first.decode.address,),
         }
-        await self.second.serve(make_store=self.make_store, **values, **targets)
+        await self.second.serve(store=self.stores[1], **values, **targets)
         return self
 
     def request(self, **fields: Any) -> router_pb2.GenerateRequest:

@@ -285,7 +285,7 @@ def test_a_node_without_room_is_asked_again_when_a_report_shows_what_was_missing
         num_sequences_needed=2,
         wait_seconds=0.5,
     )
-    refusal = Refusal.of(rejected, now=100.0)
+    refusal = Refusal(rejected, 100.0)
     room = NodeLoad(kv_blocks_free=10, num_sequences_free=2)
     assert refusal.is_over(room, 100.5)
     assert not refusal.is_over(room, 100.4), "another router goes first"

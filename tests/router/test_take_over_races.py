@@ -71,15 +71,11 @@ def request(cluster, max_tokens, *, seconds=30, request_id="r"):
 
 async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **config):
     """(its store, the store's records) of one router that keeps its requests."""
-    records, stores = MemoryRecords(), []
-
-    def make_store(owner):
-        stores.append(store_class(owner=owner, lease_seconds=lease_seconds, records=records))
-        return stores[-1]
-
-    await cluster.serve(make_store=make_store, **{"store_append_seconds": 0.02} | config)
+    records = MemoryRecords()
+    store = store_class(owner=b"router", lease_seconds=lease_seconds, records=records)
+    await cluster.serve(store=store, **{"store_append_seconds": 0.02} | config)
     cluster.decode.step_seconds = 0.02
-    return stores[0], records
+    return store, records
 
 
 async def read_on(call):
