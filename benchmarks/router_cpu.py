@@ -155,7 +155,7 @@ async def serve_nodes(arguments: argparse.Namespace) -> None:
     decode = FakeDecodeNode(model=model)
     decode.step_seconds = arguments.step_ms / 1e3
     decode.max_local_prefill_tokens = 64
-    prefill = FakePrefillNode([decode], model=model)
+    prefill = FakePrefillNode(model=model)
 
     async def pace(_request: bytes, context: grpc.aio.ServicerContext) -> None:
         message = bytes(SESSION_BYTES_OF_A_STREAM * arguments.streams)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -105,6 +105,22 @@ def failure_of(error: grpc.aio.AioRpcError) -> Failure:
     return failure
 
 
+async def read_on(call: Any) -> list[Any]:
+    """What a stream still says, to its end."""
+    messages = []
+    async with asyncio.timeout(2 * PATIENCE_SECONDS):
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+    return messages
+
+
+async def refused(call: Any) -> Failure:
+    """The status with which a call ends, streamed or not."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (read_on(call) if hasattr(call, "read") else call)
+    return failure_of(caught.value)
+
+
 def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
     if "token_ids" in fields or "chat" in fields or text is None:
         return router_pb2.GenerateRequest(**fields)
@@ -116,7 +132,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.decode = FakeDecodeNode()
-        self.prefill = FakePrefillNode([self.decode])
+        self.prefill = FakePrefillNode()
         self.nodes: list[FakeNode] = [self.decode, self.prefill]
         self.service: Router
         self.stub: router_pb2_grpc.RouterServiceStub
@@ -183,21 +199,22 @@ class Cluster:
         return self.service.services
 
     async def generate(self, request: Any = None, **fields: Any) -> Answer:
-        request = request if request is not None else make_request(**fields)
-        async with asyncio.timeout(2 * PATIENCE_SECONDS):
-            return Answer([message async for message in self.stub.Generate(request)])
+        return Answer(await read_on(self.stub.Generate(request if request is not None else make_request(**fields))))
 
     async def fail(self, request: Any = None, **fields: Any) -> Failure:
-        """The status with which a request is refused before anything is sent."""
+        """The status with which a request ends."""
         request = request if request is not None else make_request(**fields)
+        return await refused(self.stub.Generate(request, timeout=PATIENCE_SECONDS))
 
-        async def read() -> None:
-            async for _ in self.stub.Generate(request, timeout=PATIENCE_SECONDS):
-                pass
+    def resumable(self, *, seconds: float = 30.0, **fields: Any) -> router_pb2.GenerateRequest:
+        """A request "r" with a resume window."""
+        window = duration_pb2.Duration()
+        window.FromMilliseconds(round(seconds * 1000))
+        return make_request(**{"request_id": "r", "resume_window": window} | fields)
 
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read()
-        return failure_of(caught.value)
+    def resume_call(self, next_positions: dict[int, int] | None = None) -> Any:
+        request = router_pb2.ResumeRequest(request_id="r", next_positions=next_positions or {})
+        return self.stub.Resume(request, timeout=PATIENCE_SECONDS)
 
     async def is_empty(self, *, seconds: float = PATIENCE_SECONDS) -> None:
         """Nothing is left in the router and on the nodes."""
@@ -224,11 +241,14 @@ class NodePair(Cluster):
     def __init__(self) -> None:
         super().__init__()
         self.decodes = (self.decode, FakeDecodeNode(name="decode-1"))
-        self.prefills = (self.prefill, FakePrefillNode([], name="prefill-1"))
-        self.nodes = [*self.decodes, *self.prefills]
-        for prefill in self.prefills:
-            prefill._decode_nodes = self.decodes
+        self.prefills = (self.prefill, FakePrefillNode(name="prefill-1"))
+        self.use(self.decodes, self.prefills)
         self.pace(0.003)
+
+    def use(self, decodes: Sequence[FakeDecodeNode], prefills: Sequence[FakePrefillNode]) -> None:
+        """Other nodes, and more."""
+        self.decodes, self.prefills = tuple(decodes), tuple(prefills)
+        self.nodes = [*decodes, *prefills]
 
     async def serve(self, **config: Any) -> NodePair:
         await super().serve(**config)
@@ -241,19 +261,20 @@ class NodePair(Cluster):
             node.step_seconds = step_seconds
 
     def link_of(self, node: FakeNode) -> Any:
-        """The router's view of a decode node that serves."""
-        return next(link for link in self.service.nodes.decode_nodes if link.name == node.name)
+        """The router's view of a node that serves."""
+        nodes = self.service.nodes
+        return next(link for link in (*nodes.decode_nodes, *nodes.prefill_nodes) if link.name == node.name)
+
+    @property
+    def num_opened(self) -> int:
+        return sum(len(node.opened) for node in self.decodes)
 
     def busy_and_free(self) -> tuple[FakeDecodeNode, FakeDecodeNode]:
         busy = next(node for node in self.decodes if node.groups)
         return busy, next(node for node in self.decodes if node is not busy)
 
     async def until_streaming(self, num_tokens: int = 20) -> None:
-        def is_streaming() -> bool:
-            groups = [group for node in self.decodes for group in node.groups]
-            return any(num > num_tokens for group in groups for num in group.num_sent.values())
-
-        await eventually(is_streaming)
+        await eventually(lambda: max(node.most_sent for node in self.decodes) > num_tokens)
 
     async def begin(
         self, num_tokens: int, **fields: Any
@@ -299,11 +320,8 @@ class RouterPair:
         return self
 
     def request(self, **fields: Any) -> router_pb2.GenerateRequest:
-        window = duration_pb2.Duration(seconds=30)
         sampling = {"max_tokens": self.num_tokens} | fields.pop("sampling", {})
-        return self.first.request(
-            request_id="r", resume_window=window, sampling=self.first.sampling(**sampling), **fields
-        )
+        return self.first.resumable(sampling=self.first.sampling(**sampling), **fields)
 
     async def begin(self, num_deltas: int = 5, **fields: Any) -> tuple[Any, router_pb2.Started, list[router_pb2.Delta]]:
         """(the call, Started, the first deltas) on the first router."""
@@ -318,15 +336,9 @@ class RouterPair:
         await self.first.server.stop(None)
         await self.first.service.nodes.stop()
 
-    def resume_call(self, **next_positions: int) -> Any:
-        """A call of Resume on the second router."""
-        positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
-        return self.second.stub.Resume(
-            router_pb2.ResumeRequest(request_id="r", next_positions=positions), timeout=PATIENCE_SECONDS
-        )
-
-    async def resume(self, **next_positions: int) -> list[router_pb2.GenerateResponse]:
-        return [message async for message in self.resume_call(**next_positions)]
+    async def resume(self, next_positions: dict[int, int] | None = None) -> list[router_pb2.GenerateResponse]:
+        """On the second router."""
+        return await read_on(self.second.resume_call(next_positions))
 
 
 def told(messages: list[router_pb2.GenerateResponse], sample: int = 0) -> list[int]:

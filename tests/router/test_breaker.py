@@ -6,22 +6,14 @@ import asyncio
 
 import grpc
 import pytest
-from google.rpc import code_pb2
 
-from outrider.session import SequenceGroupFailed
 from router.breaker import FIRST_COOLDOWN_SECONDS, FORGET_SECONDS, MAX_COOLDOWN_SECONDS, Breaker
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
+from tests.support.fake_clock import FakeClock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock(1000.0)
 
 
 @pytest.fixture
@@ -31,10 +23,10 @@ def breaker(clock):
 
 def cooldown_of(breaker, clock):
     """Waits until it is over; how long that took."""
-    start = clock.now
+    start = clock()
     while breaker.is_open:
-        clock.now += 0.1
-    return clock.now - start
+        clock.advance(0.1)
+    return clock() - start
 
 
 def test_the_cooldown_doubles_with_each_failed_trial_up_to_a_limit(breaker, clock):
@@ -78,29 +70,15 @@ def test_a_node_that_was_well_for_long_begins_anew(breaker, clock):
         cooldown_of(breaker, clock)
     breaker.begin()
     breaker.succeed()
-    clock.now += FORGET_SECONDS + 1.0
+    clock.advance(FORGET_SECONDS + 1.0)
     breaker.fail()
     assert cooldown_of(breaker, clock) == pytest.approx(FIRST_COOLDOWN_SECONDS, abs=0.2)
-
-
-def fail_every_open(node):
-    """It takes each group and gives it up at once."""
-
-    def give_up(session, opened):
-        node.num_failed += 1
-        failed = SequenceGroupFailed(
-            sequence_group_id=opened.sequence_group_id, code=code_pb2.UNAVAILABLE, message="out of order"
-        )
-        session.say(failed)
-
-    node.num_failed = 0
-    node._open = give_up
 
 
 async def test_a_sick_decode_node_draws_no_requests_from_a_healthy_one(node_pair):
     await node_pair.serve()
     sick, healthy = node_pair.decodes
-    fail_every_open(sick)
+    sick.gives_up_opens = True
     node_pair.pace(0.01)
     prompt = "the same long prompt " * 20
     busy = [
@@ -112,7 +90,7 @@ async def test_a_sick_decode_node_draws_no_requests_from_a_healthy_one(node_pair
         answer = await node_pair.generate(text=prompt, sampling=node_pair.sampling(max_tokens=2))
         assert len(answer.token_ids()) == 2
     await asyncio.gather(*busy)
-    assert sick.num_failed <= 4, "the first requests and a trial"
+    assert len(sick.opened) <= 4, "the first requests and a trial"
 
 
 async def test_where_no_other_serves_a_sick_node_is_asked_all_the_same(cluster):

@@ -87,10 +87,7 @@ async def test_a_hedge_that_is_lost_beside_the_first_attempt_is_no_move(pair):
 
 async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_less_to_do(pair):
     odd = FakeDecodeNode(name="decode-2", model=fake_model_info(numerics="exact (amx)"))
-    pair.nodes.append(odd)
-    pair.decodes = (*pair.decodes, odd)
-    for node in pair.prefills:
-        node._decode_nodes = pair.decodes
+    pair.use([*pair.decodes, odd], pair.prefills)
     reports_running(odd, 9)
     pair.pace(0.01)
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import pytest
 
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.errors import PeerLostError
 from outrider.node import NodeState
-from outrider.session import SequenceGroupFailed
 from router.losses import MAX_LOSSES
 from router.request_flow import HEDGE_RETRY_SECONDS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode, fake_model_info
 from tests.support.router_fakes.decode_node import letters
 
-UNAVAILABLE = 14
 LONG = 400
 FOREVER_SECONDS = 300.0
 OTHER = fake_model_info(numerics="exact (amx)")
-
-
-def give_up_every_group(node):
-    """From the next Open on."""
-
-    def give_up(session, opened):
-        session.say(SequenceGroupFailed(sequence_group_id=opened.sequence_group_id, code=UNAVAILABLE, message="sick"))
-
-    node._open = give_up
 
 
 # ---------------------------------------------------------------- nodes that lost a request
@@ -38,7 +26,7 @@ def give_up_every_group(node):
 async def test_a_request_leaves_a_node_that_gives_it_up_for_a_busier_one(node_pair):
     await node_pair.serve()
     running, _, sick = await node_pair.begin(LONG)
-    give_up_every_group(sick)
+    sick.gives_up_opens = True
     for _ in range(3):
         answer = await node_pair.generate(sampling=node_pair.sampling(max_tokens=4))
         assert len(answer.token_ids()) == 4
@@ -50,12 +38,11 @@ async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_
     monkeypatch.setattr("router.node_link.NO_ROOM_RETRY_SECONDS", FOREVER_SECONDS)
     sick, full = node_pair.decodes
     full.max_running = 0
-    take = sick._open
-    give_up_every_group(sick)
+    sick.gives_up_opens = True
     await node_pair.serve()
     avoiding = asyncio.ensure_future(node_pair.generate(sampling=node_pair.sampling(max_tokens=4)))
     await node_pair.eventually(lambda: node_pair.link_of(sick).breaker.is_open)
-    sick._open = take
+    sick.gives_up_opens = False
     await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
     later = node_pair.generate(sampling=node_pair.sampling(max_tokens=4))
     assert len((await asyncio.wait_for(later, PATIENCE_SECONDS / 3)).token_ids()) == 4
@@ -78,15 +65,15 @@ async def test_two_attempts_never_run_at_once_where_a_prompt_is_computed_differe
     node_pair.pace(0.01)
     await node_pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     if may_be_hedged:
-        _link_of(node_pair, other).num_outstanding_tokens = 50
+        node_pair.link_of(other).num_outstanding_tokens = 50
     task, busy, free = await node_pair.begin(LONG)
     if alike == "lost":
         await same.stop()
         await node_pair.eventually(lambda: len(node_pair.service.nodes.prefill_nodes) == 1)
     if may_be_hedged:
-        _link_of(node_pair, other).num_outstanding_tokens = 0
+        node_pair.link_of(other).num_outstanding_tokens = 0
     if alike == "busier":
-        _link_of(node_pair, same).num_outstanding_tokens = 50
+        node_pair.link_of(same).num_outstanding_tokens = 50
     num_prompts = len(other.requests)
     link = node_pair.link_of(busy)
     busy.freeze()
@@ -98,20 +85,13 @@ async def test_two_attempts_never_run_at_once_where_a_prompt_is_computed_differe
         assert not free.opened
     assert len(other.requests) == num_prompts
     if alike == "busier":
-        _link_of(node_pair, same).num_outstanding_tokens -= 50
+        node_pair.link_of(same).num_outstanding_tokens -= 50
     assert (await node_pair.finish(task)).token_ids() == letters(busy.opened[-1], 0)
-
-
-def _link_of(pair, node):
-    return next(link for link in pair.service.nodes.prefill_nodes if link.name == node.name)
 
 
 async def test_what_waits_to_leave_a_draining_node_goes_anywhere_once_that_is_lost(node_pair):
     odd = FakeDecodeNode(name="decode-2", model=OTHER)
-    node_pair.nodes.append(odd)
-    node_pair.decodes = (*node_pair.decodes, odd)
-    for prefill in node_pair.prefills:
-        prefill._decode_nodes = node_pair.decodes
+    node_pair.use([*node_pair.decodes, odd], node_pair.prefills)
     odd.max_running = 0
     node_pair.pace(0.01)
     await node_pair.serve()
@@ -153,35 +133,22 @@ async def test_an_answer_moves_where_no_prefill_node_is_left(node_pair):
 
 
 async def test_the_last_attempt_of_a_request_runs_alone_though_its_node_drains(node_pair):
-    decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(4)]
-    node_pair.decodes, node_pair.nodes = tuple(decodes), [*decodes, *node_pair.prefills]
-    for prefill in node_pair.prefills:
-        prefill._decode_nodes = decodes
-    take = FakeDecodeNode._open
-    num_given_up = 0
-
-    def give_up_two(node, session, opened):
-        nonlocal num_given_up
-        if num_given_up == MAX_LOSSES - 1:
-            take(node, session, opened)
-            return
-        num_given_up += 1
-        session.say(SequenceGroupFailed(sequence_group_id=opened.sequence_group_id, code=UNAVAILABLE, message="sick"))
-
-    for node in decodes:
-        node._open = partial(give_up_two, node)
-    await node_pair.serve()
+    node_pair.use([FakeDecodeNode(name=f"decode-{number}") for number in range(4)], node_pair.prefills)
     for prefill in node_pair.prefills:
         prefill.prefill_seconds = 2 * PATIENCE_SECONDS
+    await node_pair.serve()
     failing = asyncio.ensure_future(node_pair.fail(sampling=node_pair.sampling(max_tokens=4)))
-    await node_pair.eventually(lambda: any(node.groups for node in decodes))
-    last, link = next((node, node_pair.link_of(node)) for node in decodes if node.groups)
-    last.state = NodeState.DRAINING
-    await node_pair.eventually(lambda: link.state is NodeState.DRAINING)
-    await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
-    last.fail_groups(code=UNAVAILABLE, message="sick")
+    for num_losses in range(MAX_LOSSES):
+        await node_pair.eventually(lambda: any(node.groups for node in node_pair.decodes))
+        busy, _ = node_pair.busy_and_free()
+        if num_losses == MAX_LOSSES - 1:
+            link = node_pair.link_of(busy)
+            busy.state = NodeState.DRAINING
+            await node_pair.eventually(lambda link=link: link.state is NodeState.DRAINING)
+            await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
+        busy.fail_groups()
     assert "3 nodes were lost without a new token" in (await failing).message
-    assert sum(len(node.opened) for node in decodes) == MAX_LOSSES
+    assert node_pair.num_opened == MAX_LOSSES
 
 
 class Plague:
@@ -217,10 +184,9 @@ class Plague:
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])
 async def test_a_request_ends_three_processes_at_most_whatever_their_roles(node_pair, role):
-    num_prefills = 2 if role == "both" else 6
     decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(6)]
-    prefills = [FakePrefillNode(decodes, name=f"prefill-{number}") for number in range(num_prefills)]
-    node_pair.decodes, node_pair.prefills, node_pair.nodes = tuple(decodes), tuple(prefills), [*decodes, *prefills]
+    prefills = [FakePrefillNode(name=f"prefill-{number}") for number in range(2 if role == "both" else 6)]
+    node_pair.use(decodes, prefills)
     plague = Plague()
     for node in prefills if role != "decode" else ():
         plague.on_prefill(node)
@@ -240,17 +206,17 @@ async def test_a_request_ends_three_processes_at_most_whatever_their_roles(node_
 async def test_a_request_that_ended_three_processes_is_sent_again_by_nobody(router_pair, window):
     pair, plague = router_pair, Plague()
     decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(2)]
-    prefills = [FakePrefillNode(decodes, name=f"prefill-{number}") for number in range(9)]
+    prefills = [FakePrefillNode(name=f"prefill-{number}") for number in range(9)]
     pair.first.nodes = [*decodes, *prefills]
     for node in prefills:
         plague.on_prefill(node)
     timing = {"store_append_seconds": 0.02, "store_lease_seconds": 0.3}
-    await pair.first.serve(make_store=pair.make_store, **timing)
+    await pair.first.serve(store=pair.stores[0], **timing)
     targets = {
         "decode_targets": tuple(node.address for node in decodes),
         "prefill_targets": tuple(node.address for node in prefills),
     }
-    await pair.second.serve(make_store=pair.make_store, **timing, **targets)
+    await pair.second.serve(store=pair.stores[1], **timing, **targets)
     for router in (pair.first, pair.second):
         await router.eventually(lambda router=router: len(router.service.nodes.prefill_nodes) == len(prefills))
     async with AsyncClient([pair.first.address, pair.second.address], retry=RetryPolicy()) as client:
@@ -264,8 +230,7 @@ async def test_a_request_that_ended_three_processes_is_sent_again_by_nobody(rout
 
 async def test_a_request_that_hangs_its_nodes_stops_three_processes_at_most(node_pair):
     decodes = [FakeDecodeNode(name=f"decode-{number}") for number in range(6)]
-    prefills = [FakePrefillNode(decodes, name=f"prefill-{number}") for number in range(2)]
-    node_pair.decodes, node_pair.prefills, node_pair.nodes = tuple(decodes), tuple(prefills), [*decodes, *prefills]
+    node_pair.use(decodes, node_pair.prefills)
     hung = []
 
     def hang_on_open(node):

@@ -30,7 +30,7 @@ class Pair:
     def __init__(self):
         self.decode = FakeDecodeNode()
         self.decode.step_seconds = 0.01
-        self.prefill = FakePrefillNode([self.decode])
+        self.prefill = FakePrefillNode()
         self.processes = []
         self.addresses = []
 

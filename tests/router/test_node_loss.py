@@ -58,11 +58,10 @@ async def test_the_same_request_goes_on_when_its_only_decode_node_was_restarted(
     await cluster.serve()
     whole = await start_stream(cluster, num_tokens=200)
     streaming = start_stream(cluster, num_tokens=200)
-    await cluster.eventually(lambda: any(group.num_sent[0] > 20 for group in cluster.decode.groups))
+    await cluster.eventually(lambda: cluster.decode.most_sent > 20)
     port = int(cluster.decode.address.rpartition(":")[2])
     await cluster.decode.stop()
     restarted = FakeDecodeNode()
-    cluster.prefill._decode_nodes = (restarted,)
     await restarted.start(port)
     cluster.stack.push_async_callback(restarted.stop)
     answer = await streaming
@@ -78,7 +77,7 @@ async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_u
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
     streaming = start_stream(cluster)
-    await cluster.eventually(lambda: any(group.num_sent[0] > 2 for group in cluster.decode.groups))
+    await cluster.eventually(lambda: cluster.decode.most_sent > 2)
     if how == "frozen":
         cluster.decode.freeze()
         await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)
@@ -86,7 +85,7 @@ async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_u
     elif how == "session broken":
         await cluster.decode.break_sessions()
     else:
-        cluster.decode.fail_groups(code=how, message="cannot go on")
+        cluster.decode.fail_groups(code=how)
     answer = await asyncio.wait_for(streaming, PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 400
     assert answer.summary.metrics.attempts == len(cluster.decode.opened) == 2
@@ -98,7 +97,7 @@ async def test_a_group_that_is_invalid_is_not_opened_again(cluster):
     await cluster.serve()
     streaming = asyncio.ensure_future(failure_of_stream(cluster))
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
-    cluster.decode.fail_groups(code=3, message="cannot be")
+    cluster.decode.fail_groups(code=3)
     assert (await streaming).code is grpc.StatusCode.INVALID_ARGUMENT
     await cluster.is_empty()
 
@@ -186,7 +185,7 @@ async def test_tokens_at_a_wrong_position_are_never_passed_on(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
     streaming = start_stream(cluster, num_tokens=100)
-    await cluster.eventually(lambda: any(group.num_sent[0] > 2 for group in cluster.decode.groups))
+    await cluster.eventually(lambda: cluster.decode.most_sent > 2)
     for group in cluster.decode.groups:
         group.num_sent[0] += 1
     answer = await streaming
@@ -279,7 +278,6 @@ async def test_a_draining_node_gets_no_new_request_and_its_own_moves(node_pair):
 
 async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_followed(cluster):
     second = FakeDecodeNode(name="decode-1")
-    cluster.prefill._decode_nodes = (cluster.decode, second)
     addresses: dict[str, list[str]] = {}
 
     async def resolve(target):
@@ -303,7 +301,6 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_fo
 
 async def test_the_requests_of_a_node_that_drains_and_is_gone_from_dns_end_and_it_is_then_forgotten(cluster):
     second = FakeDecodeNode(name="decode-1")
-    cluster.prefill._decode_nodes = (cluster.decode, second)
     cluster.decode.step_seconds = second.step_seconds = 0.02
     for node in (cluster.decode, second, cluster.prefill):
         await node.start()

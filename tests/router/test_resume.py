@@ -5,58 +5,40 @@ from __future__ import annotations
 import asyncio
 
 import grpc
-import grpc.aio
 import pytest
-from google.protobuf import duration_pb2
 
 from outrider.client import AsyncClient, RetryPolicy
 from outrider.v1 import router_pb2
 from router import answer_reader
-from tests.router.conftest import PATIENCE_SECONDS
+from tests.router.conftest import read_on, refused, told
 from tests.support.router_fakes.decode_node import letters
 
 NUM_TOKENS = 120
 
 
-def window(seconds=30.0):
-    duration = duration_pb2.Duration()
-    duration.FromMilliseconds(round(seconds * 1000))
-    return duration
-
-
-def request(cluster, seconds=30.0, **fields):
+def request(cluster, *, seconds=30.0, **fields):
     sampling = cluster.sampling(**{"max_tokens": NUM_TOKENS} | fields.pop("sampling", {}))
-    return cluster.request(request_id="r", resume_window=window(seconds), sampling=sampling, **fields)
+    return cluster.resumable(seconds=seconds, sampling=sampling, **fields)
 
 
 async def read_some(call, num_deltas):
     """(Started, the first deltas); the stream stays open."""
-    started = await call.read()
-    assert started.HasField("started")
-    return started.started, [(await call.read()).delta for _ in range(num_deltas)]
+    return (await call.read()).started, [(await call.read()).delta for _ in range(num_deltas)]
 
 
-async def resume(cluster, **next_positions):
-    positions = {int(sample.removeprefix("sample_")): position for sample, position in next_positions.items()}
-    request = router_pb2.ResumeRequest(request_id="r", next_positions=positions)
-    messages = []
-    async for message in cluster.stub.Resume(request, timeout=PATIENCE_SECONDS):
-        messages.append(message)
-        cluster.decode.step_seconds = 0.0  # it is attached: the rest may come at once
-    return messages
+async def resume(cluster, next_positions=None):
+    call = cluster.resume_call(next_positions)
+    first = await call.read()
+    cluster.decode.step_seconds = 0.0  # it is attached: the rest may come at once
+    return [first, *await read_on(call)]
 
 
-async def refusal(cluster, **next_positions):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await resume(cluster, **next_positions)
-    return cluster.failure_of(caught.value)
+async def refusal(cluster, next_positions=None):
+    return await refused(cluster.resume_call(next_positions))
 
 
-def told(messages, sample=0):
-    """(token ids, text, first position) of the deltas of one sample."""
-    deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
-    ids = [token_id for delta in deltas for token_id in delta.token_ids]
-    return ids, "".join(delta.text for delta in deltas), deltas[0].start_position if deltas else None
+def text_of(messages):
+    return "".join(message.delta.text for message in messages)
 
 
 @pytest.fixture
@@ -75,43 +57,37 @@ async def test_a_stream_that_was_cut_goes_on_where_it_was(slow, when):
     if when == "after its end":
         slow.decode.step_seconds = 0.0
         await slow.eventually(lambda: not slow.decode.groups)
-    messages = await resume(slow, sample_0=position)
+    messages = await resume(slow, {0: position})
     assert messages[0].started == started
     assert messages[-1].summary.usage.num_generated_tokens == NUM_TOKENS
     assert [m.WhichOneof("event") for m in messages[-2:]] == ["finished", "summary"]
-    token_ids, text, first = told(messages)
     seen = [token_id for delta in deltas for token_id in delta.token_ids]
-    assert first == position
-    assert seen + token_ids == letters(slow.decode.opened[0], 0)
-    assert "".join(delta.text for delta in deltas) + text == bytes(seen + token_ids).decode()
+    assert messages[1].delta.start_position == position
+    assert seen + told(messages) == letters(slow.decode.opened[0], 0)
+    assert "".join(delta.text for delta in deltas) + text_of(messages) == bytes(seen + told(messages)).decode()
 
 
 async def test_an_answer_can_be_read_more_than_once_and_from_the_beginning(slow):
     slow.decode.step_seconds = 0.0
-    whole = [message async for message in slow.stub.Generate(request(slow, sampling={"n": 2, "max_tokens": 30}))]
+    whole = await read_on(slow.stub.Generate(request(slow, sampling={"n": 2, "max_tokens": 30})))
+    start = whole[0].started.num_prompt_tokens
     for _ in range(2):
         again = await resume(slow)
-        assert (told(again, 0), told(again, 1)) == (told(whole, 0), told(whole, 1))
+        assert [told(again, 0), told(again, 1)] == [told(whole, 0), told(whole, 1)]
+        assert sorted(text_of(again)) == sorted(text_of(whole))
         assert again[-1] == whole[-1]
-    part = await resume(slow, sample_1=told(whole, 1)[2] + 10)
+    part = await resume(slow, {1: start + 10})
     assert told(part, 0) == told(whole, 0)
-    assert told(part, 1)[0] == told(whole, 1)[0][10:]
+    assert told(part, 1) == told(whole, 1)[10:]
 
 
 async def test_a_new_stream_ends_the_one_that_was_attached(slow):
     call = slow.stub.Generate(request(slow))
     await read_some(call, 2)
     messages = asyncio.ensure_future(resume(slow))
-
-    async def read_on():
-        while await call.read() is not grpc.aio.EOF:
-            pass
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_on()
-    failure = slow.failure_of(caught.value)
+    failure = await refused(call)
     assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
-    assert told(await messages)[0] == letters(slow.decode.opened[0], 0)
+    assert told(await messages) == letters(slow.decode.opened[0], 0)
 
 
 async def test_positions_that_are_not_there_are_out_of_range(slow):
@@ -119,15 +95,15 @@ async def test_positions_that_are_not_there_are_out_of_range(slow):
     _, deltas = await read_some(call, 3)
     call.cancel()
     start = deltas[0].start_position
-    for positions in ({"sample_0": start - 1}, {"sample_0": start + NUM_TOKENS + 1}, {"sample_1": start}):
-        assert (await refusal(slow, **positions)).code is grpc.StatusCode.OUT_OF_RANGE
-    assert told(await resume(slow, sample_0=start + 1))[0] == letters(slow.decode.opened[0], 0)[1:]
+    for positions in ({0: start - 1}, {0: start + NUM_TOKENS + 1}, {1: start}):
+        assert (await refusal(slow, positions)).code is grpc.StatusCode.OUT_OF_RANGE
+    assert told(await resume(slow, {0: start + 1})) == letters(slow.decode.opened[0], 0)[1:]
 
 
 async def test_a_refused_resume_leaves_the_attached_stream_alone(slow):
     task = asyncio.ensure_future(slow.generate(request(slow)))
     await slow.eventually(lambda: slow.decode.groups)
-    assert (await refusal(slow, sample_7=0)).code is grpc.StatusCode.OUT_OF_RANGE
+    assert (await refusal(slow, {7: 0})).code is grpc.StatusCode.OUT_OF_RANGE
     slow.decode.step_seconds = 0.0
     assert len((await task).token_ids()) == NUM_TOKENS
 
@@ -172,7 +148,7 @@ async def test_answers_that_were_read_give_way_to_new_ones(cluster):
     await cluster.serve(journal_bytes=65_536)
     for index in range(20):
         answer = await cluster.generate(
-            request_id=f"r{index}", resume_window=window(30.0), sampling=cluster.sampling(max_tokens=20)
+            cluster.resumable(request_id=f"r{index}", sampling=cluster.sampling(max_tokens=20))
         )
         assert len(answer.token_ids()) == 20
         assert cluster.services.answers.reserved_bytes <= 65_536
@@ -181,22 +157,14 @@ async def test_answers_that_were_read_give_way_to_new_ones(cluster):
 async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
     await cluster.serve(journal_bytes=65_536)
 
-    async def start(index):
-        call = cluster.stub.Generate(
-            cluster.request(
-                request_id=f"r{index}", resume_window=window(30.0), sampling=cluster.sampling(max_tokens=100)
-            )
-        )
-        await call.read()
-        call.cancel()
-
     async def start_a_hundred():
         for index in range(100):
-            await start(index)
+            sampling = cluster.sampling(max_tokens=100)
+            call = cluster.stub.Generate(cluster.resumable(request_id=f"r{index}", sampling=sampling))
+            await call.read()
+            call.cancel()
 
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await start_a_hundred()
-    failure = cluster.failure_of(caught.value)
+    failure = await refused(start_a_hundred())
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
     assert 0 < cluster.services.answers.reserved_bytes <= 65_536
 
@@ -208,10 +176,8 @@ async def test_an_answer_that_failed_fails_for_who_comes_back_too(cluster):
     await read_some(call, 2)
     call.cancel()
     await cluster.decode.stop()
-    failure = await refusal(cluster)
-    assert failure.code is grpc.StatusCode.UNAVAILABLE
-    again = await refusal(cluster)
-    assert again.code is grpc.StatusCode.UNAVAILABLE
+    for _ in range(2):
+        assert (await refusal(cluster)).code is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_resumable_request_that_was_refused_leaves_its_name(cluster):
@@ -245,7 +211,7 @@ async def test_a_long_answer_is_told_again_in_bounded_messages(slow, monkeypatch
     messages = await resume(slow)
     deltas = [message.delta for message in messages if message.HasField("delta")]
     assert max(len(delta.token_ids) for delta in deltas) == 64
-    assert told(messages)[0] == letters(slow.decode.opened[0], 0)
+    assert told(messages) == letters(slow.decode.opened[0], 0)
 
 
 async def test_an_abort_ends_an_answer_whose_client_is_gone(slow):
@@ -255,7 +221,7 @@ async def test_an_abort_ends_an_answer_whose_client_is_gone(slow):
     assert (await slow.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
     messages = await resume(slow)
     assert messages[-2].finished.reason == router_pb2.FINISH_REASON_ABORTED
-    assert 0 < len(told(messages)[0]) < NUM_TOKENS
+    assert 0 < len(told(messages)) < NUM_TOKENS
     await slow.eventually(lambda: not slow.decode.groups)
 
 
@@ -263,7 +229,7 @@ async def test_a_complete_call_that_was_cut_can_be_resumed(slow):
     call = slow.stub.Complete(request(slow))
     await slow.eventually(lambda: slow.decode.groups)
     call.cancel()
-    assert told(await resume(slow))[0] == letters(slow.decode.opened[0], 0)
+    assert told(await resume(slow)) == letters(slow.decode.opened[0], 0)
 
 
 async def test_a_draining_router_sends_who_comes_back_elsewhere(slow):

@@ -25,7 +25,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 async def nodes():
     """A decode and a prefill node that serve."""
     decode = FakeDecodeNode()
-    prefill = FakePrefillNode([decode])
+    prefill = FakePrefillNode()
     for node in (decode, prefill):
         await node.start()
     yield decode, prefill

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import grpc
-import grpc.aio
 import pytest
-from google.protobuf import duration_pb2
 
 from outrider.errors import AlreadyRunningError, PeerLostError, StoreError
 from outrider.v1 import router_pb2
-from tests.router.conftest import PATIENCE_SECONDS, told
+from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -61,12 +59,8 @@ def gated(owner, name):
     return Watched(owner, name, is_open=False)
 
 
-def request(cluster, max_tokens, *, seconds=30, request_id="r"):
-    return cluster.request(
-        request_id=request_id,
-        resume_window=duration_pb2.Duration(seconds=seconds),
-        sampling=cluster.sampling(max_tokens=max_tokens),
-    )
+def request(cluster, max_tokens, **fields):
+    return cluster.resumable(sampling=cluster.sampling(max_tokens=max_tokens), **fields)
 
 
 async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **config):
@@ -76,15 +70,6 @@ async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **
     await cluster.serve(store=store, **{"store_append_seconds": 0.02} | config)
     cluster.decode.step_seconds = 0.02
     return store, records
-
-
-async def read_on(call):
-    """What a call still says, to its end."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        messages = []
-        while (message := await call.read()) is not grpc.aio.EOF:
-            messages.append(message)
-        return messages
 
 
 async def run_ahead_of_the_store(pair, num_deltas=30, **fields):
@@ -108,12 +93,10 @@ async def test_a_reader_is_told_when_the_call_that_began_its_request_leaves_befo
     gate = gated(store, "create")
     call = cluster.stub.Generate(request(cluster, 100))
     await gate.until_entered()
-    resumed = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=PATIENCE_SECONDS)
+    resumed = cluster.resume_call()
     assert (await resumed.read()).HasField("started")
     call.cancel()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await read_on(resumed)
-    failure = cluster.failure_of(caught.value)
+    failure = await refused(resumed)
     assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "DROPPED")
     await cluster.is_empty()
 
@@ -124,7 +107,7 @@ async def test_the_window_runs_for_a_request_whose_resume_was_cancelled_while_it
     await pair.kill_first()
     keeper, running = pair.second.service.requests.keeper, pair.second.service.requests
     gate, resume = gated(pair.stores[1], "claim"), watched(keeper, "resume")
-    resumed = pair.resume_call()
+    resumed = pair.second.resume_call()
     read = asyncio.ensure_future(resumed.read())
     await gate.until_entered()
     resumed.cancel()
@@ -141,10 +124,10 @@ async def test_a_second_resume_waits_while_the_first_one_restores(pair):
     await pair.begin(output=router_pb2.OutputOptions(echo=True))
     await pair.kill_first()
     gate = gated(pair.second.service.nodes.served.tokenizer, "decode")
-    first = asyncio.ensure_future(pair.resume_call().read())
+    first = asyncio.ensure_future(pair.second.resume_call().read())
     await gate.until_entered()
     find = watched(pair.second.service.requests, "find")
-    second = pair.resume_call()
+    second = pair.second.resume_call()
     started = asyncio.ensure_future(second.read())
     await find.until_entered()
     gate.open()
@@ -177,7 +160,7 @@ async def test_an_aborted_request_is_resumed_behind_what_the_store_knows(pair):
     await pair.serve()
     position = await run_ahead_of_the_store(pair)
     assert (await pair.second.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
-    messages = await pair.resume(sample_0=position)
+    messages = await pair.resume({0: position})
     (finished,) = [message.finished for message in messages if message.HasField("finished")]
     assert finished.reason == router_pb2.FINISH_REASON_ABORTED
     assert messages[-1].HasField("summary")
@@ -195,9 +178,7 @@ async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_h
     await pair.serve()
     position = await run_ahead_of_the_store(pair, **fields)
     pair.first.decode.script = lambda opened, _sample: [65] * opened.options.sampling.max_tokens
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pair.resume(sample_0=position)
-    failure = pair.second.failure_of(caught.value)
+    failure = await refused(pair.second.resume_call({0: position}))
     assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_REPRODUCIBLE")
     await pair.second.eventually(lambda: len(pair.second.service.requests) == 0)
 
@@ -208,15 +189,42 @@ async def test_a_client_that_goes_to_another_router_and_back_keeps_its_stream(pa
     await pair.begin(num_deltas=2)
     renewal = gated(pair.stores[0], "renew")  # by which the first router would hear of the second
     await renewal.until_entered()
-    resumed = pair.resume_call()
+    resumed = pair.second.resume_call()
     assert (await resumed.read()).HasField("started")
     assert "r" in pair.first.service.requests
-    back = pair.first.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=PATIENCE_SECONDS)
+    back = pair.first.resume_call()
     assert (await back.read()).HasField("started")
     renewal.open()
     await pair.second.eventually(lambda: "r" not in pair.second.service.requests, what="the second router has heard")
     pair.first.decode.step_seconds = 0.0
     assert told(await read_on(back)) == letters(pair.first.decode.opened[0], 0)
+
+
+async def test_a_resume_that_hears_late_of_a_take_over_leaves_the_request_that_came_back(pair, monkeypatch):
+    await pair.serve()
+    pair.first.decode.step_seconds = 0.05
+    await pair.begin(num_deltas=2)
+    renewal = gated(pair.stores[0], "renew")
+    await renewal.until_entered()
+    assert (await pair.second.resume_call().read()).HasField("started")
+    read, has_read, may_return = pair.stores[0].read, asyncio.Event(), asyncio.Event()
+
+    async def read_slowly(key):
+        stored = await read(key)
+        has_read.set()
+        await may_return.wait()
+        return stored
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.stores[0], "read", read_slowly)
+        late = pair.first.resume_call()
+        await asyncio.wait_for(has_read.wait(), PATIENCE_SECONDS)
+    assert (await pair.first.resume_call().read()).HasField("started")
+    may_return.set()
+    assert (await late.read()).HasField("started")
+    renewal.open()
+    pair.first.decode.step_seconds = 0.0
+    assert told(await read_on(late)) == letters(pair.first.decode.opened[0], 0)
 
 
 async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_that_has_it(pair):
@@ -225,7 +233,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
     await pair.begin(num_deltas=2)
     renewal = gated(pair.stores[0], "renew")  # by which it would hear
     await renewal.until_entered()
-    resumed = pair.resume_call()
+    resumed = pair.second.resume_call()
     assert (await resumed.read()).HasField("started")
     assert "r" in pair.first.service.requests, "it has not heard of the take-over"
     assert (await pair.first.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
@@ -326,14 +334,11 @@ async def test_a_claim_of_a_name_that_is_being_deleted_waits_and_is_kept(cluster
     await cluster.generate(request(cluster, 4, seconds=0))
     await gate.until_entered()
     claim = watched(store, "claim")
-    resumed = cluster.stub.Resume(router_pb2.ResumeRequest(request_id="r"), timeout=PATIENCE_SECONDS)
-    reading = asyncio.ensure_future(resumed.read())
+    reading = asyncio.ensure_future(refused(cluster.resume_call()))
     await cluster.eventually(lambda: cluster.service.requests.keeper.is_claiming("r"))
     assert not claim._entered.is_set()
     gate.open()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await reading
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert (await reading).code is grpc.StatusCode.NOT_FOUND
     assert records.get("r") is None
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import grpc
-import grpc.aio
 import pytest
 
 from outrider.client import AsyncClient
 from outrider.v1 import router_pb2
-from tests.router.conftest import PATIENCE_SECONDS, RouterPair, told
+from tests.router.conftest import RouterPair, read_on, refused, told
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
 
@@ -31,7 +30,7 @@ async def test_an_answer_goes_on_at_another_router_when_its_own_is_gone(pair, ki
     seen = {sample: [t for d in deltas if d.sample == sample for t in d.token_ids] for sample in range(n)}
     await pair.kill_first()
     start = started.num_prompt_tokens
-    messages = await pair.resume(**{f"sample_{sample}": start + len(ids) for sample, ids in seen.items()})
+    messages = await pair.resume({sample: start + len(ids) for sample, ids in seen.items()})
     again = messages[0].started
     assert (again.seed, again.num_prompt_tokens) == (started.seed, started.num_prompt_tokens)
     for sample, ids in seen.items():
@@ -45,14 +44,7 @@ async def test_a_resume_elsewhere_ends_the_stream_of_the_owner(pair):
     await pair.serve()
     call, _, _ = await pair.begin()
     messages = asyncio.ensure_future(pair.resume())
-
-    async def read_on():
-        while await call.read() is not grpc.aio.EOF:
-            pass
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(read_on(), PATIENCE_SECONDS)
-    failure = pair.first.failure_of(caught.value)
+    failure = await refused(call)
     assert (failure.code, failure.reason) == (grpc.StatusCode.ABORTED, "RESUMED_ELSEWHERE")
     assert told(await messages) == letters(pair.first.decode.opened[0], 0)
     await pair.first.eventually(lambda: "r" not in pair.first.service.requests)
@@ -81,13 +73,10 @@ async def test_a_request_that_cannot_go_on_elsewhere_stays_with_its_owner(pair):
     await pair.serve(store_append_seconds=30.0)
     pair.first.decode.step_seconds = 0.05
     call, _, deltas = await pair.begin(num_deltas=5)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pair.resume(sample_0=deltas[-1].start_position)
-    assert pair.second.failure_of(caught.value).reason == "NOT_REPRODUCIBLE"
+    failure = await refused(pair.second.resume_call({0: deltas[-1].start_position}))
+    assert failure.reason == "NOT_REPRODUCIBLE"
     pair.first.decode.step_seconds = 0.0
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not (await call.read()).HasField("summary"):
-            pass
+    assert (await read_on(call))[-1].HasField("summary")
 
 
 async def test_a_finished_answer_can_be_read_at_another_router(pair):
@@ -96,13 +85,6 @@ async def test_a_finished_answer_can_be_read_at_another_router(pair):
     await pair.first.eventually(lambda: pair.records.get("r").is_finished)
     await pair.kill_first()
     assert told(await pair.resume()) == answer.token_ids()
-
-
-async def test_an_unknown_request_is_not_found(pair):
-    await pair.serve()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await pair.resume()
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("store_lost", ["refuse", "serve"])
@@ -118,13 +100,11 @@ async def test_without_the_store_running_answers_go_on_and_new_ones_get_what_is_
         assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_LOST")
     else:
         second = pair.first.stub.Generate(other)
-        assert told([message async for message in second]) == letters(pair.first.decode.opened[1], 0)
+        assert told(await read_on(second)) == letters(pair.first.decode.opened[1], 0)
         assert ("outrider-store", "lost") in tuple(await second.trailing_metadata())
     plain = pair.first.request(sampling=pair.first.sampling(max_tokens=5))
     assert len((await pair.first.generate(plain)).token_ids()) == 5
-    while (message := await call.read()) is not grpc.aio.EOF:
-        last = message
-    assert last.summary.usage.num_generated_tokens == NUM_TOKENS
+    assert (await read_on(call))[-1].summary.usage.num_generated_tokens == NUM_TOKENS
 
 
 async def test_a_store_that_was_emptied_is_filled_again(pair):
@@ -134,7 +114,7 @@ async def test_a_store_that_was_emptied_is_filled_again(pair):
     await pair.first.eventually(lambda: pair.records.get("r") is not None)
     await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
     await pair.kill_first()
-    assert told(await pair.resume(sample_0=started.num_prompt_tokens)) == letters(pair.first.decode.opened[0], 0)
+    assert told(await pair.resume({0: started.num_prompt_tokens})) == letters(pair.first.decode.opened[0], 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"top_logprobs": 2}, {"echo": True, "stop": ["nothing"]}])

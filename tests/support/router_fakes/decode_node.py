@@ -33,6 +33,7 @@ from tests.support.router_fakes.node import Context, FakeNode
 BLOCK_TOKENS = 16
 KV_BYTES_PER_TOKEN = 64
 FAKE_TRANSFER_SECONDS = 0.001
+UNAVAILABLE = 14
 
 Script = Callable[[OpenSequenceGroup, int], Sequence[int]]
 """The target: a sample's whole answer, what was generated before this attempt included."""
@@ -67,6 +68,13 @@ class _FakeSession:
         self.wake.set()
 
 
+_started: dict[str, FakeDecodeNode] = {}  # by address: the last one there
+
+
+def find_decode_node(address: str) -> FakeDecodeNode | None:
+    return _started.get(address)
+
+
 class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
     """Attributes may be changed while it runs; they apply to what comes next."""
 
@@ -80,6 +88,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self.max_local_prefill_tokens = 0  # beyond the last prompt token
         self.held_prefix_length = 0
         self.answers_opens = True
+        self.gives_up_opens = False  # takes each group and gives it up at once
         self.accepted_drafts_per_step: int | None = None  # None: nothing is drafted
         self.opened: list[OpenSequenceGroup] = []  # every Open, in order
         self.retargeted: list[RetargetSequenceGroup] = []
@@ -91,12 +100,21 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         return [group for session in self._sessions for group in session.groups.values()]
 
     @property
+    def most_sent(self) -> int:
+        """Tokens of the sample that has most, of those that run."""
+        return max((num for group in self.groups for num in group.num_sent.values()), default=0)
+
+    @property
     def num_blocks_used(self) -> int:
         return sum(group.num_blocks for group in self.groups)
 
     @property
     def num_sessions(self) -> int:
         return len(self._sessions)
+
+    async def start(self, port: int = 0) -> str:
+        _started[await super().start(port)] = self
+        return self.address
 
     def add_to(self, server: grpc.aio.Server) -> None:
         session_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
@@ -135,12 +153,15 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
                     return True
         return False
 
-    def fail_groups(self, *, code: int, message: str) -> None:
+    def fail_groups(self, *, code: int = UNAVAILABLE) -> None:
         """Gives every group up."""
         for session in self._sessions:
             for group_id in list(session.groups):
-                del session.groups[group_id]
-                session.say(SequenceGroupFailed(sequence_group_id=group_id, code=code, message=message))
+                self._give_up(session, group_id, code)
+
+    def _give_up(self, session: _FakeSession, group_id: bytes, code: int) -> None:
+        session.groups.pop(group_id, None)
+        session.say(SequenceGroupFailed(sequence_group_id=group_id, code=code, message="scripted failure"))
 
     async def break_sessions(self) -> None:
         """Every session ends, as when the network breaks; the node lives on."""
@@ -193,7 +214,9 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             match command:
                 case OpenSequenceGroup():
                     self.opened.append(command)
-                    if self.answers_opens:
+                    if self.gives_up_opens:
+                        self._give_up(session, command.sequence_group_id, UNAVAILABLE)
+                    elif self.answers_opens:
                         self._open(session, command)
                 case RetargetSequenceGroup():
                     self.retargeted.append(command)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import grpc
 
 from outrider.node import ModelInfo, NodeLoad, NodeRole
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, FakeDecodeNode
+from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, find_decode_node
 from tests.support.router_fakes.node import Context, FakeNode
 
 
 class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
-    """Knows the decode nodes that it may push to."""
+    """Pushes to the fake decode nodes of its process."""
 
-    def __init__(
-        self, decode_nodes: Sequence[FakeDecodeNode], *, name: str = "prefill-0", model: ModelInfo | None = None
-    ) -> None:
+    def __init__(self, *, name: str = "prefill-0", model: ModelInfo | None = None) -> None:
         super().__init__(NodeRole.PREFILL, name=name, model=model)
-        self._decode_nodes = tuple(decode_nodes)
         self.prefill_seconds = 0.0
         self.num_cached_tokens = 0
         self.fails_with: grpc.StatusCode | None = None
@@ -70,6 +66,6 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         )
 
     def _push(self, request: prefill_pb2.PrefillRequest) -> None:
-        for node in self._decode_nodes:
-            if node.address == request.kv_address and node.incarnation == request.decode_incarnation:
-                node.complete_transfer(request.transfer_id, len(request.token_ids) - request.held_prefix_length)
+        node = find_decode_node(request.kv_address)
+        if node is not None and node.incarnation == request.decode_incarnation:
+            node.complete_transfer(request.transfer_id, len(request.token_ids) - request.held_prefix_length)
