@@ -10,7 +10,7 @@ import pytest
 
 from outrider.v1 import router_pb2
 from router.clients import TokenFile, host_of_peer
-from tests.router.conftest import PATIENCE_SECONDS, told
+from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
 from tests.router.test_token_file import line, shown
 
 ALICE, BOB = shown("a-secret"), shown("b-secret")
@@ -21,16 +21,6 @@ def clients(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"{line('alice', 'a-secret')}\n{line('bob', 'b-secret', 'rate=3')}\n", encoding="utf-8")
     return TokenFile(path)
-
-
-async def collect(call):
-    return [message async for message in call]
-
-
-async def failure(cluster, call):
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (collect(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
-    return cluster.failure_of(caught.value)
 
 
 def calls(cluster, metadata):
@@ -55,17 +45,15 @@ async def test_no_method_answers_strangers(cluster, clients):
         asked = calls(cluster, metadata)
         assert set(asked) == set(methods.keys())
         for name, call in asked.items():
-            refused = await failure(cluster, call)
-            assert (refused.code, refused.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason), name
+            failure = await refused(call)
+            assert (failure.code, failure.reason) == (grpc.StatusCode.UNAUTHENTICATED, reason), name
     assert not cluster.decode.opened
 
 
 async def test_a_strangers_message_is_not_even_read(cluster, clients):
     await cluster.serve(clients=clients)
     raw = cluster.channel.unary_unary("/outrider.v1.RouterService/Complete")
-    assert (
-        await failure(cluster, raw(b"\xff not a message", timeout=PATIENCE_SECONDS))
-    ).code is grpc.StatusCode.UNAUTHENTICATED
+    assert (await refused(raw(b"\xff not a message", timeout=PATIENCE_SECONDS))).code is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_requests_belong_to_who_made_them(cluster, clients):
@@ -78,16 +66,16 @@ async def test_requests_belong_to_who_made_them(cluster, clients):
     await cluster.eventually(lambda: cluster.decode.opened and cluster.decode.opened[0].request_id == "r")
     abort, resume = router_pb2.AbortRequest(request_id="r"), router_pb2.ResumeRequest(request_id="r")
     assert not (await cluster.stub.Abort(abort, metadata=BOB)).aborted
-    refused = await failure(cluster, cluster.stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
-    assert (refused.code, refused.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
+    failure = await refused(cluster.stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
     # The same name is free for another client, and taken for this one.
     others = cluster.stub.Generate(
         cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=2)),
         metadata=BOB,
         timeout=2 * PATIENCE_SECONDS,
     )
-    assert (await collect(others))[-1].HasField("summary")
-    assert (await failure(cluster, cluster.stub.Generate(request, metadata=ALICE))).reason == "DUPLICATE_REQUEST_ID"
+    assert (await read_on(others))[-1].HasField("summary")
+    assert (await refused(cluster.stub.Generate(request, metadata=ALICE))).reason == "DUPLICATE_REQUEST_ID"
     assert (await cluster.stub.Abort(abort, metadata=ALICE)).aborted
     while not (message := await own.read()).HasField("finished"):
         pass
@@ -102,10 +90,9 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
     await router_pair.first.eventually(lambda: len(router_pair.records) == 1)
     await router_pair.kill_first()
     stub, resume = router_pair.second.stub, router_pb2.ResumeRequest(request_id="r", next_positions={0: start})
-    refused = await failure(router_pair.second, stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
-    assert refused.code is grpc.StatusCode.NOT_FOUND
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        messages = await collect(stub.Resume(resume, metadata=ALICE))
+    failure = await refused(stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
+    assert failure.code is grpc.StatusCode.NOT_FOUND
+    messages = await read_on(stub.Resume(resume, metadata=ALICE))
     assert len(told(messages)) == router_pair.num_tokens
     assert router_pair.first.decode.opened[-1].options.cache_salt == b"alice"
 
@@ -113,7 +100,7 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
 async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
     await cluster.serve(clients=clients)
     for metadata in (ALICE, BOB):
-        await collect(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=PATIENCE_SECONDS))
+        await read_on(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=PATIENCE_SECONDS))
     assert [opened.options.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
     assert [call.options.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
 
@@ -127,7 +114,7 @@ async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(clust
     for _ in range(2):
         assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB)).aborted
     guess = cluster.stub.Abort(router_pb2.AbortRequest(request_id="guess"), metadata=BOB, timeout=PATIENCE_SECONDS)
-    assert (await failure(cluster, guess)).reason == "RATE_LIMIT"
+    assert (await refused(guess)).reason == "RATE_LIMIT"
     assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"), metadata=BOB)).aborted
     call.cancel()
 
@@ -146,7 +133,7 @@ async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch,
     watches = [watch(ALICE), watch(ALICE)]
     for call in watches:
         assert (await call.read()).nodes
-    assert (await failure(cluster, watch(ALICE))).reason == "TOO_MANY_WATCHES"
+    assert (await refused(watch(ALICE))).reason == "TOO_MANY_WATCHES"
     if of_one_name:
         watches.append(watch(BOB))
         assert (await watches[-1].read()).nodes
@@ -176,13 +163,13 @@ def test_the_host_of_a_peer():
 
 async def test_priorities_and_rates_are_limited(cluster, clients):
     await cluster.serve(clients=clients)
-    refused = await failure(
-        cluster, cluster.stub.Generate(cluster.request(priority=1), metadata=ALICE, timeout=PATIENCE_SECONDS)
+    failure = await refused(
+        cluster.stub.Generate(cluster.request(priority=1), metadata=ALICE, timeout=PATIENCE_SECONDS)
     )
-    assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PRIORITY")
+    assert (failure.code, failure.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PRIORITY")
     for _ in range(3):
         await cluster.stub.Tokenize(router_pb2.TokenizeRequest(text="a"), metadata=BOB)
-    refused = await failure(cluster, cluster.stub.Generate(cluster.request(), metadata=BOB, timeout=PATIENCE_SECONDS))
-    assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT")
-    assert refused.retry_seconds > 10
+    failure = await refused(cluster.stub.Generate(cluster.request(), metadata=BOB, timeout=PATIENCE_SECONDS))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT")
+    assert failure.retry_seconds > 10
     await cluster.stub.GetModel(router_pb2.GetModelRequest(), metadata=BOB)

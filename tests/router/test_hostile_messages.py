@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import itertools
 
 import grpc
 import pytest
@@ -11,11 +11,13 @@ import pytest
 from outrider.v1 import router_pb2
 from router import placement, servicer
 from router.validation import MAX_DETOKENIZED
+from tests.router.conftest import PATIENCE_SECONDS, refused
+from tests.router.threaded_router import SERVICE
+from tests.support.loop_thread import Stalls
 
 R = router_pb2
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 MAX_STALL_SECONDS = 0.25
-SERVICE = "/outrider.v1.RouterService/"
 
 
 def varint(number: int) -> bytes:
@@ -36,48 +38,9 @@ TINY_MESSAGES = field(1, b"\x0a\x03\x0a\x01u" * (MEGABYTES // 5))  # of a Chat
 EMPTY_MESSAGES = b"\x0a\x00" * (MEGABYTES // 2)
 
 
-class Raw:
-    """Calls with bytes as they are on the wire."""
-
-    def __init__(self, cluster):
-        self._cluster = cluster
-
-    async def fail(self, method, data):
-        """The status of a call, whether it streams or not."""
-        call = self._cluster.channel.unary_stream(SERVICE + method)(data, timeout=20)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
-        return self._cluster.failure_of(caught.value)
-
-
-@pytest.fixture
-def raw(serving):
-    return Raw(serving)
-
-
-class Stalls:
-    """The longest that the event loop's thread computed before it came back to a task that asked for it every 5 ms.
-
-    Its processor time: a busy machine adds nothing to it.
-    """
-
-    def __init__(self):
-        self.longest_seconds = 0.0
-
-    async def __aenter__(self):
-        self._task = asyncio.create_task(self._watch())
-        await asyncio.sleep(0)
-        return self
-
-    async def __aexit__(self, *_):
-        self._task.cancel()
-
-    async def _watch(self):
-        while True:
-            asked_at = time.thread_time()
-            await asyncio.sleep(0.005)
-            self.longest_seconds = max(self.longest_seconds, time.thread_time() - asked_at)
+async def fail(cluster, method, data):
+    """The status of a call with bytes as they are on the wire, whether it streams or not."""
+    return await refused(cluster.channel.unary_stream(SERVICE + method)(data, timeout=PATIENCE_SECONDS))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +54,8 @@ class Stalls:
         ("Resume", b"\x12\x00" * (MEGABYTES // 2)),
     ],
 )
-async def test_a_message_of_tiny_parts_is_refused_before_it_is_parsed(raw, method, data):
-    failure = await raw.fail(method, data)
+async def test_a_message_of_tiny_parts_is_refused_before_it_is_parsed(serving, method, data):
+    failure = await fail(serving, method, data)
     assert (failure.code, failure.reason) == (INVALID, "REQUEST_TOO_LARGE")
 
 
@@ -107,22 +70,24 @@ async def test_a_message_of_tiny_parts_is_refused_before_it_is_parsed(raw, metho
         ("Resume", b"".join(b"\x12\x02\x08" + bytes([index]) for index in range(65)), "next_positions"),
     ],
 )
-async def test_what_may_be_parsed_never_stalls_the_loop(raw, method, data, where):
-    async with Stalls() as stalls:
-        failure = await raw.fail(method, data)
+async def test_what_may_be_parsed_never_stalls_the_loop(serving, method, data, where):
+    stalls = Stalls()
+    watching = asyncio.create_task(stalls.watch())
+    failure = await fail(serving, method, data)
+    watching.cancel()
     assert (failure.code, failure.field) == (INVALID, where)
-    assert stalls.longest_seconds < 4 * MAX_STALL_SECONDS  # the client is in this process, too
+    assert stalls.longest_stall_seconds < 4 * MAX_STALL_SECONDS  # the client is in this process, too
 
 
-@pytest.mark.parametrize("data", [field(1, b"\xff\xfe"), field(3, b"\xc3("), b"\xff" * 9])
-@pytest.mark.parametrize("method", ["Generate", "Complete"])
-async def test_bytes_that_do_not_parse_are_the_clients_mistake(raw, method, data):
-    assert (await raw.fail(method, data)).code is INVALID
-
-
-@pytest.mark.parametrize("method", ["Tokenize", "Abort", "Resume", "Detokenize", "GetModel", "WatchCluster"])
-async def test_no_method_takes_bytes_that_do_not_parse(raw, method):
-    assert (await raw.fail(method, b"\xff" * 9)).code is INVALID
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [
+        *((method.name, b"\xff" * 9) for method in R.DESCRIPTOR.services_by_name["RouterService"].methods),
+        *itertools.product(("Generate", "Complete"), (field(1, b"\xff\xfe"), field(3, b"\xc3("))),
+    ],
+)
+async def test_bytes_that_do_not_parse_are_the_clients_mistake(serving, method, data):
+    assert (await fail(serving, method, data)).code is INVALID
 
 
 @pytest.mark.parametrize("schema", ["[" * 200_000, "[" * 60_000, '{"a":' * 10_000])
@@ -146,9 +111,7 @@ async def test_names_of_requests_are_checked_wherever_they_come(serving, request
             R.ResumeRequest(request_id=request_id)
         ),
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert serving.failure_of(caught.value).field == "request_id"
+        assert (await refused(call)).field == "request_id"
 
 
 async def test_an_answer_that_is_larger_than_a_message_ends_when_that_is_known(cluster, monkeypatch):
@@ -156,9 +119,7 @@ async def test_an_answer_that_is_larger_than_a_message_ends_when_that_is_known(c
     cluster.decode.step_seconds = 0.005
     await cluster.serve()
     request = cluster.request(sampling=cluster.sampling(max_tokens=400, n=4), output=R.OutputOptions(top_logprobs=20))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await cluster.stub.Complete(request, timeout=20)
-    failure = cluster.failure_of(caught.value)
+    failure = await refused(cluster.stub.Complete(request, timeout=PATIENCE_SECONDS))
     assert (failure.code, failure.reason) == (INVALID, "ANSWER_TOO_LARGE"), "and not to be retried"
     assert cluster.decode.step < 400, "it was not computed to its end"
     await cluster.is_empty()
@@ -190,26 +151,18 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
     assert hashed.count(300) <= 3, "when it came, in the queue, and for the attempt"
 
 
-async def test_readiness_follows_the_nodes(cluster):
-    await cluster.serve()
-    told = []
-    cluster.service.follow_readiness(told.append)
-    assert told == [True]
-    await cluster.decode.stop()
-    await cluster.eventually(lambda: told[-1] is False)
-    await cluster.decode.start(int(cluster.decode.address.rpartition(":")[2]))
-    await cluster.eventually(lambda: told[-1] is True)
-
-
-@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize("kind", ["generate", "text", "chat"])
 async def test_what_is_longer_than_the_window_for_certain_is_not_encoded(serving, kind):
     encoded = []
     serving.service.nodes.served.tokenizer._encode = lambda *args, **_: encoded.append(args)
     text = "x" * 1_000_000
     chat = R.Chat(messages=[R.ChatMessage(role="user", content=text)])
-    request = R.TokenizeRequest(text=text) if kind == "text" else R.TokenizeRequest(chat=chat)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await serving.stub.Tokenize(request, timeout=20)
-    failure = serving.failure_of(caught.value)
-    assert (failure.code, failure.reason) == (INVALID, "PROMPT_TOO_LONG")
+    calls = {
+        "generate": lambda: serving.stub.Generate(serving.request(text=text)),
+        "text": lambda: serving.stub.Tokenize(R.TokenizeRequest(text=text)),
+        "chat": lambda: serving.stub.Tokenize(R.TokenizeRequest(chat=chat)),
+    }
+    failure = await refused(calls[kind]())
+    field = "chat.messages" if kind == "chat" else "text"
+    assert (failure.code, failure.field, failure.reason) == (INVALID, field, "PROMPT_TOO_LONG")
     assert encoded == []

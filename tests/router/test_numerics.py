@@ -25,32 +25,26 @@ def num_mixed(cluster):
     return cluster.registry.get_sample_value("outrider:mixed_numerics_requests_total", {"model_name": EXACT.name})
 
 
-async def test_nodes_of_equal_numerics_are_no_news(cluster, warnings):
-    cluster.decode.model = cluster.prefill.model = EXACT
-    await cluster.serve()
-    await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    assert warnings() == []
-    assert num_mixed(cluster) == 0
-
-
-async def test_answers_that_move_between_numerics_are_counted_and_warned_of_once(cluster, warnings):
-    cluster.decode.model, cluster.prefill.model = EXACT, OTHER
+@pytest.mark.parametrize(
+    ("prefill", "is_local", "num_warnings", "counts"),
+    [(EXACT, False, 0, False), (OTHER, False, 1, True), (OTHER, True, 1, False), (UNKNOWN, False, 0, False)],
+    ids=["equal numerics", "others", "others, and the answer stays on one node", "a node that does not say"],
+)
+async def test_answers_that_move_between_numerics_are_counted_and_warned_of_once(
+    cluster, warnings, prefill, is_local, num_warnings, counts
+):
+    """Their KV is not taken for one node's own."""
+    cluster.decode.model, cluster.prefill.model = EXACT, prefill
+    cluster.decode.max_local_prefill_tokens = 1000 * is_local
     await cluster.serve()
     for _ in range(3):
         answer = await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-        assert list(answer.summary.metrics.nodes) == ["decode-0", "prefill-0"]
-    assert num_mixed(cluster) == 3
-    (warning,) = warnings()
-    assert warning["numerics"] == {"decode-0": "exact (amx)", "prefill-0": "exact (portable)"}
-
-
-async def test_an_answer_that_stays_on_one_node_is_not_counted(cluster, warnings):
-    cluster.decode.model, cluster.prefill.model = EXACT, OTHER
-    cluster.decode.max_local_prefill_tokens = 1000
-    await cluster.serve()
-    await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    assert len(warnings()) == 1
-    assert num_mixed(cluster) == 0
+        assert len(answer.summary.metrics.nodes) == (1 if is_local else 2)
+    assert num_mixed(cluster) == 3 * counts
+    kinds = [warning["numerics"] for warning in warnings()]
+    assert kinds == [{"decode-0": "exact (amx)", "prefill-0": "exact (portable)"}] * num_warnings
+    (salt,) = {opened.options.cache_salt for opened in cluster.decode.opened}
+    assert (len(salt) == 32) is (prefill is OTHER)
 
 
 async def test_a_third_kind_is_warned_of_again_and_the_same_kind_not(cluster, warnings):
@@ -62,25 +56,6 @@ async def test_a_third_kind_is_warned_of_again_and_the_same_kind_not(cluster, wa
     await cluster.serve()
     await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 3)
     assert [len(warning["numerics"]) for warning in warnings()] == [2, 3]
-
-
-async def test_a_node_that_does_not_say_how_it_computes_is_not_held_against_others(cluster, warnings):
-    cluster.decode.model, cluster.prefill.model = EXACT, UNKNOWN
-    await cluster.serve()
-    await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    assert warnings() == []
-    assert num_mixed(cluster) == 0
-
-
-@pytest.mark.parametrize("prefill", [EXACT, OTHER, UNKNOWN], ids=["same", "other", "unknown"])
-async def test_kv_of_other_numerics_is_not_taken_for_ones_own(cluster, prefill):
-    cluster.decode.model, cluster.prefill.model = EXACT, prefill
-    await cluster.serve()
-    for _ in range(2):
-        await cluster.generate(sampling=cluster.sampling(max_tokens=2))
-    first, second = (opened.options.cache_salt for opened in cluster.decode.opened)
-    assert first == second
-    assert (len(first) == 32) is (prefill is OTHER)
 
 
 async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):

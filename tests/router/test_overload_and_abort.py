@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from outrider.v1 import router_pb2
-from tests.router.conftest import PATIENCE_SECONDS, Answer
+from tests.router.conftest import PATIENCE_SECONDS, Answer, read_on, refused
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 LONG = 400
@@ -35,21 +35,9 @@ async def full(cluster):
     return cluster
 
 
-async def test_more_than_max_waiting_is_refused_at_once_with_retry_info(full):
-    await full.serve(max_waiting=1)
-    running = await start_long(full)
-    waiting = asyncio.ensure_future(full.generate(sampling=full.sampling(max_tokens=2)))
-    await wait_for_queue(full, 1)
-    failure = await full.fail(sampling=full.sampling())
-    assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
-    assert failure.retry_seconds > 0
-    running.cancel()
-    assert (await waiting).summary.metrics.queue_seconds > 0
-    await full.is_empty()
-
-
-async def test_more_than_max_waiting_tokens_is_refused_at_once(full):
-    await full.serve(max_waiting_tokens=10)
+@pytest.mark.parametrize("limit", [{"max_waiting": 1}, {"max_waiting_tokens": 10}], ids=["requests", "tokens"])
+async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(full, limit):
+    await full.serve(**limit)
     running = await start_long(full)
     waiting = asyncio.ensure_future(full.generate(text="8 tokens", sampling=full.sampling(max_tokens=2)))
     await wait_for_queue(full, 1)
@@ -57,7 +45,7 @@ async def test_more_than_max_waiting_tokens_is_refused_at_once(full):
     assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
     assert failure.retry_seconds > 0
     running.cancel()
-    await waiting
+    assert (await waiting).summary.metrics.queue_seconds > 0
     await full.is_empty()
 
 
@@ -87,9 +75,7 @@ async def test_clients_that_name_themselves_share_a_full_queue(full):
         flood.append(start("flood"))
         await wait_for_queue(full, number + 1)
     other = start("other")
-    with pytest.raises(grpc.aio.AioRpcError) as displaced:
-        await flood[1]
-    failure = full.failure_of(displaced.value)
+    failure = await refused(flood[1])
     assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
     assert failure.retry_seconds > 0
     running.cancel()
@@ -102,9 +88,8 @@ async def test_watches_are_bounded_and_a_place_is_free_again(cluster, monkeypatc
     await cluster.serve()
     first = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=PATIENCE_SECONDS)
     await first.read()
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=PATIENCE_SECONDS).read()
-    assert cluster.failure_of(refused.value).reason == "TOO_MANY_WATCHES"
+    second = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=PATIENCE_SECONDS)
+    assert (await refused(second)).reason == "TOO_MANY_WATCHES"
     first.cancel()
     await cluster.eventually(lambda: not cluster.service.servicer._watches)
     assert (await cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(), timeout=PATIENCE_SECONDS).read()).nodes
@@ -115,13 +100,14 @@ async def test_higher_priority_goes_first_then_arrival(full):
     running = await start_long(full)
     order = []
 
-    async def one(name, priority, num_before):
-        await full.generate(request_id=name, priority=priority, sampling=full.sampling(max_tokens=2))
+    async def one(name, priority, num_tokens):
+        await full.generate(text="x" * num_tokens, priority=priority, sampling=full.sampling(max_tokens=2))
         order.append(name)
 
     tasks = []
-    for num_before, (name, priority) in enumerate([("first", 0), ("second", 0), ("low", -5), ("high", 9)]):
-        tasks.append(asyncio.ensure_future(one(name, priority, num_before)))
+    entries = [("first", 0, 90), ("second", 0, 10), ("low", -5, 10), ("high", 9, 90)]  # a short prompt passes nobody
+    for num_before, entry in enumerate(entries):
+        tasks.append(asyncio.ensure_future(one(*entry)))
         await wait_for_queue(full, num_before + 1)
     running.cancel()
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -252,15 +238,8 @@ async def test_requests_whose_deadline_passes_in_the_queue_cost_the_nodes_nothin
 
 
 async def test_abort_ends_the_call_with_aborted_samples_and_ok(cluster):
-    cluster.decode.step_seconds = 0.002
-    cluster.decode.script = lambda opened, sample: [97] * (3 if sample == 0 else LONG)
-    await cluster.serve()
-    call = cluster.stub.Generate(
-        cluster.request(request_id="a", sampling=cluster.sampling(max_tokens=3, n=1)),
-    )
-    async for _ in call:
-        pass
     cluster.decode.script = lambda opened, sample: [97, 256] if sample == 0 else [98] * LONG
+    await cluster.serve()
     cluster.decode.step_seconds = 0.1
     task = asyncio.ensure_future(cluster.generate(request_id="a", sampling=cluster.sampling(n=2, max_tokens=LONG)))
     await cluster.eventually(lambda: any(0 not in group.tokens for group in cluster.decode.groups))
@@ -269,12 +248,8 @@ async def test_abort_ends_the_call_with_aborted_samples_and_ok(cluster):
     assert answer.finished[0].reason == router_pb2.FINISH_REASON_STOP
     assert answer.finished[1].reason == router_pb2.FINISH_REASON_ABORTED
     assert answer.summary.usage.num_generated_tokens == len(answer.token_ids(0)) + len(answer.token_ids(1))
-    assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
+    assert not (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted, "it is unknown now"
     await cluster.is_empty()
-
-
-async def test_abort_of_an_unknown_request_is_false(serving):
-    assert not (await serving.stub.Abort(router_pb2.AbortRequest(request_id="nobody"))).aborted
 
 
 # ---------------------------------------------------------------- cancel, deadline and abort, at any time
@@ -305,14 +280,13 @@ async def test_a_client_that_leaves_frees_everything_before_its_answer_would_hav
     await cluster.eventually(lambda: reached() or call.done())  # on a busy machine the deadline may come first
     if how == "abort":
         assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
-        answer = Answer([message async for message in call])
+        answer = Answer(await read_on(call))
         assert {finished.reason for finished in answer.finished.values()} == {router_pb2.FINISH_REASON_ABORTED}
     else:
         if how == "cancel":
             call.cancel()
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)) as caught:
-            async for _ in call:
-                pass
+            await read_on(call)
         if how == "deadline":
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     if blocker is not None:

@@ -156,24 +156,6 @@ async def test_clients_take_turns_however_much_each_asks_for():
     await asyncio.gather(*tasks)
 
 
-async def test_of_one_client_priority_and_arrival_count_as_ever():
-    places = FakePlaces()
-    queue = make_queue(places, max_waiting=100)
-    entries = [waiting(9), waiting(1), waiting(1, priority=-1), waiting(9, priority=1)]
-    order = []
-
-    async def one(index, entry):
-        await queue.wait_for_place(entry)
-        order.append(index)
-
-    tasks = [asyncio.ensure_future(one(index, entry)) for index, entry in enumerate(entries)]
-    await asyncio.sleep(0)
-    for _ in entries:
-        await give_room(queue, places)
-    assert order == [3, 0, 1, 2]
-    await asyncio.gather(*tasks)
-
-
 async def test_a_client_that_was_idle_saves_nothing_up():
     order = FairOrder()
     for _ in range(5):

@@ -26,12 +26,23 @@ class LoopThread:
         self.loop.close()
 
 
-class WatchedLoop(LoopThread):
+class Stalls:
+    """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
+
+    longest_stall_seconds = 0.0  # of processor time, to which a busy machine adds nothing
+
+    async def watch(self):
+        while True:
+            asked_at = time.thread_time()
+            await asyncio.sleep(0.005)
+            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)
+
+
+class WatchedLoop(Stalls, LoopThread):
     """Measures the longest stall of its loop."""
 
     def __init__(self):
         super().__init__()
-        self.longest_stall_seconds = 0.0  # of processor time: see `_watch`
         self.run(self._begin())
 
     def stop(self):
@@ -39,15 +50,8 @@ class WatchedLoop(LoopThread):
         super().stop()
 
     async def _begin(self):
-        self._watching = asyncio.ensure_future(self._watch())
+        self._watching = asyncio.ensure_future(self.watch())
 
     async def _end(self):
         self._watching.cancel()
         await asyncio.wait((self._watching,))
-
-    async def _watch(self):
-        """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
-        while True:
-            asked_at = time.thread_time()
-            await asyncio.sleep(0.005)
-            self.longest_stall_seconds = max(self.longest_stall_seconds, time.thread_time() - asked_at)
