@@ -1,6 +1,6 @@
 """A router process is killed in the middle of a stream, or the store: the client goes on.
 
-tests/router/test_lost_router_processes.py freezes routers, before fake nodes.
+tests/router/test_router_process.py freezes routers, before fake nodes.
 """
 
 from __future__ import annotations

@@ -1,24 +1,35 @@
-"""The router as a process, before fake nodes: alone, and at its end."""
+"""The router as a process, before fake nodes: alone, at its end, and killed or frozen in the middle of a stream.
+
+tests/faults/test_lost_routers.py has the kill with a common store, on real nodes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+import time
 
 import grpc
 import grpc.aio
 import pytest
 
+from outrider.client import AsyncClient
 from outrider.rpc.channels import channel_options, open_channel
 from outrider.service.health import LIVENESS
 from outrider.v1 import router_pb2, router_pb2_grpc
+from tests.router.conftest import refused
 from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode
+from tests.support.store_server import STORE_PATIENCE
 
 PATIENCE_OPTIONS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 NUM_CLIENTS = 16
 ROUTER_SERVICE = "outrider.v1.RouterService"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+SILENCE_SECONDS = 5.0
+"""After which a client gives up a router that answers no ping. A connection that is reset tells it at once."""
+NUM_TOKENS = 200
 
 
 @pytest.fixture
@@ -81,16 +92,6 @@ class Stream:
             if self.num_tokens:
                 self.has_begun.set()
 
-    async def failure(self, cluster):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.task
-        return cluster.failure_of(caught.value)
-
-
-async def read_all(call) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
 
 async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
     nodes[0].step_seconds = 0.2  # of 30 s
@@ -101,13 +102,11 @@ async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
     await asyncio.to_thread(process.wait_for_log, "draining")
     assert len((await stub.Complete(request(1))).completions) == 1, "load balancers have not noticed yet"
 
-    async def ask_until_refused():
+    async def ask_again_and_again():
         while True:
             await stub.Complete(request(1))
 
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await ask_until_refused()
-    assert refused.value.code() is UNAVAILABLE
+    assert (await refused(ask_again_and_again())).code is UNAVAILABLE
     assert not stream.has_summary
     nodes[0].step_seconds = 0.0
     await stream.task
@@ -116,7 +115,7 @@ async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
     assert status == 0
 
 
-async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router, cluster):
+async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router):
     nodes[0].step_seconds = 0.2  # of 80 s
     nodes[0].max_running = 1
     process, stub = await router("server.drain_seconds=0.3")
@@ -128,22 +127,18 @@ async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router, c
         pass
     process.process.send_signal(signal.SIGTERM)
     for stream in (running, *waiting):
-        told = await stream.failure(cluster)
+        told = await refused(stream.task)
         assert (told.code, told.reason) == (UNAVAILABLE, "DRAINING")
         assert told.retry_seconds > 0
     assert running.num_tokens > 0
     status, log = await asyncio.to_thread(process.wait)
     assert status == 0
     assert [line["num_requests"] for line in log if line["event"] == "drain deadline passed"] == [4]
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await read_all(watch)
-    assert cluster.failure_of(ended.value).reason == "DRAINING"
+    assert (await refused(watch)).reason == "DRAINING"
 
 
 @pytest.mark.parametrize("method", ["Generate", "Complete"])
-async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_router_is_gone(
-    nodes, router, cluster, method
-):
+async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_router_is_gone(nodes, router, method):
     nodes[0].step_seconds = 0.2
     nodes[0].max_running = NUM_CLIENTS
     process, stub = await router("server.drain_seconds=0.3")
@@ -151,11 +146,7 @@ async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_rout
 
     async def ask(ends):
         while process.process.poll() is None:
-            try:
-                call = getattr(stub, method)(request(400), timeout=WAIT_SECONDS)
-                await (read_all(call) if method == "Generate" else call)
-            except grpc.aio.AioRpcError as error:
-                ends.append(cluster.failure_of(error))
+            ends.append(await refused(getattr(stub, method)(request(400), timeout=WAIT_SECONDS)))
 
     asking = [asyncio.ensure_future(ask(ends)) for ends in endings]
     watch = stub.WatchCluster(router_pb2.WatchClusterRequest())
@@ -183,9 +174,7 @@ async def test_clients_of_a_frozen_router_are_told(nodes, router, is_full):
         stream = Stream(router_pb2_grpc.RouterServiceStub(channel), max_tokens=400)
         await stream.has_begun.wait()
         process.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(grpc.aio.AioRpcError) as told:
-            await asyncio.wait_for(stream.task, WAIT_SECONDS)
-    assert told.value.code() is UNAVAILABLE
+        assert (await asyncio.wait_for(refused(stream.task), WAIT_SECONDS)).code is UNAVAILABLE
 
 
 async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
@@ -206,9 +195,7 @@ async def test_a_router_alone_says_for_whom_it_waits_and_is_not_serving():
             assert await asyncio.to_thread(check_health, channel) == NOT_SERVING
             assert await asyncio.to_thread(check_health, channel, LIVENESS) == SERVING
         async with open_channel(address) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await router_pb2_grpc.RouterServiceStub(channel).Complete(request(1))
-            assert refused.value.code() is UNAVAILABLE
+            assert (await refused(router_pb2_grpc.RouterServiceStub(channel).Complete(request(1)))).code is UNAVAILABLE
         status, _ = await asyncio.to_thread(process.end)
         assert status == 0
 
@@ -218,11 +205,64 @@ async def test_health_is_serving_between_start_and_sigterm_while_nodes_serve(nod
     with grpc.insecure_channel(process.log()[0]["address"]) as channel:
         assert await asyncio.to_thread(check_health, channel, ROUTER_SERVICE) == SERVING
 
+        async def until(state):
+            async with asyncio.timeout(WAIT_SECONDS):
+                while await asyncio.to_thread(check_health, channel) != state:
+                    await asyncio.sleep(0.02)
+
         await nodes[0].stop()
-        async with asyncio.timeout(WAIT_SECONDS):
-            while await asyncio.to_thread(check_health, channel) == SERVING:
-                await asyncio.sleep(0.02)
+        await until(NOT_SERVING)
         assert await asyncio.to_thread(check_health, channel, ROUTER_SERVICE) == NOT_SERVING
         assert await asyncio.to_thread(check_health, channel, LIVENESS) == SERVING
+        await nodes[0].start(int(nodes[0].address.rpartition(":")[2]))
+        await until(SERVING)
     status, _ = await asyncio.to_thread(process.end)
     assert status == 0
+
+
+# ---------------------------------------------------------------- the Python client goes on at another router
+
+
+async def stream_whole(targets, *, strike=None, **options):
+    """(what each sample is, the longest pause between two Deltas in seconds)."""
+    arrivals = []
+    options = {"seed": 4, "max_tokens": NUM_TOKENS, "stop": ["never said"], **options}
+    async with (
+        asyncio.timeout(WAIT_SECONDS),
+        AsyncClient(targets) as client,
+        client.generate("a prompt", **options) as stream,
+    ):
+        async for _ in stream:
+            arrivals.append(time.monotonic())
+            if len(arrivals) == 20 and strike is not None:
+                strike()
+    samples = range(options.get("n", 1))
+    assert stream.summary.usage.num_generated_tokens == len(samples) * NUM_TOKENS
+    answer = [(stream.text(sample), stream.token_ids(sample), stream.finished[sample]) for sample in samples]
+    return answer, max(later - earlier for earlier, later in itertools.pairwise(arrivals))
+
+
+async def strike_one_of_two(nodes, router, number, *settings, most_seconds, **options):
+    """The process that was struck."""
+    nodes[0].step_seconds = 0.01
+    processes = [(await router(*settings))[0] for _ in range(2)]
+    addresses = [process.log()[0]["address"] for process in processes]
+    undisturbed, _ = await stream_whole(addresses[1], **options)
+    strike = processes[0].process.send_signal
+    answer, gap_seconds = await stream_whole(addresses, strike=lambda: strike(number), **options)
+    print(f"{number.name} {options}: {gap_seconds:.2f} s")
+    assert answer == undisturbed
+    assert gap_seconds < most_seconds
+    return processes[0]
+
+
+async def test_a_frozen_router_of_a_store_costs_the_time_to_notice(nodes, router, store_server):
+    settings = (f"router.store={store_server.url}", STORE_PATIENCE)
+    frozen = await strike_one_of_two(nodes, router, signal.SIGSTOP, *settings, n=2, most_seconds=WAIT_SECONDS)
+    # It comes back, learns that it lost the request, and leaves nothing behind.
+    frozen.process.send_signal(signal.SIGCONT)
+    await asyncio.to_thread(frozen.wait_for_log, "request failed", lambda line: line["reason"] == "RESUMED_ELSEWHERE")
+
+
+async def test_without_a_common_store_one_sample_goes_on_as_well(nodes, router):
+    await strike_one_of_two(nodes, router, signal.SIGKILL, most_seconds=SILENCE_SECONDS)
