@@ -83,11 +83,10 @@ async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, k
         case "drains":
             busy.state = NodeState.DRAINING
         case "both die":
-            port = int(busy.address.rpartition(":")[2])
             await busy.stop()
             await pair.eventually(lambda: free.groups)
             await free.break_sessions()
-            await busy.start(port)
+            await busy.start()
     await pair.eventually(lambda: pair.num_opened > num_opened + 1, what="the move")
     pair.pace(0.001)
     answer = await asyncio.wait_for(task, PATIENCE_SECONDS)

@@ -242,22 +242,6 @@ async def test_what_has_begun_is_displaced_by_nobody():
     await leave(queue, *tasks)
 
 
-async def test_without_nodes_everyone_who_waits_is_told():
-    places = FakePlaces()
-    places.has_nodes = False
-    now = [0.0]
-    queue = make_queue(places, no_node_timeout_seconds=5.0, clock=lambda: now[0])
-    tasks = await queue_up(queue, waiting(), waiting())
-    queue.pump()
-    now[0] = 4.9
-    queue.pump()
-    assert not any(task.done() for task in tasks)
-    now[0] = 5.1
-    queue.pump()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(result, PeerLostError) for result in results)
-
-
 def test_a_node_without_room_is_asked_again_when_a_report_shows_what_was_missing():
     rejected = Rejected(
         sequence_group_id=b"",

@@ -214,7 +214,7 @@ async def test_health_is_serving_between_start_and_sigterm_while_nodes_serve(nod
         await until(NOT_SERVING)
         assert await asyncio.to_thread(check_health, channel, ROUTER_SERVICE) == NOT_SERVING
         assert await asyncio.to_thread(check_health, channel, LIVENESS) == SERVING
-        await nodes[0].start(int(nodes[0].address.rpartition(":")[2]))
+        await nodes[0].start()
         await until(SERVING)
     status, _ = await asyncio.to_thread(process.end)
     assert status == 0

@@ -112,8 +112,8 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    async def start(self, port: int = 0) -> str:
-        _started[await super().start(port)] = self
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        _started[await super().start(address)] = self
         return self.address
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -33,11 +33,12 @@ class FakeNode:
         self._moves = asyncio.Event()
         self._moves.set()
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        """At its last address again, if it had one."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         node_pb2_grpc.add_NodeServiceServicer_to_server(_FakeNodeServicer(self), self._server)
         self.add_to(self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address or address)}"
         await self._server.start()
         return self.address
 
