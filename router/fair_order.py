@@ -22,10 +22,6 @@ class FairOrder:
         self._now = 0.0
         self._ends: dict[str, float] = {}  # by client: the virtual time at which its last request would end
 
-    def __len__(self) -> int:
-        """Clients that are remembered."""
-        return len(self._ends)
-
     def stamp(self, client: str, cost: float) -> float:
         """`cost`: above 0, in any unit."""
         start = max(self._now, self._ends.get(client, 0.0))

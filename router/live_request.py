@@ -48,9 +48,9 @@ class LiveRequest:
         self.is_closed = False
         self.is_kept = True  # False: asked to be resumable anywhere, and the store did not answer
         self._on_change = on_change
-        self._account: AnswerAccount | None = None
-        self._flow: RequestFlow | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._account: AnswerAccount  # set by `start`, as the next two
+        self._flow: RequestFlow
+        self._task: asyncio.Task[None]
         self._expiry: asyncio.TimerHandle | None = None
         self._writer: asyncio.Task[object] | None = None  # of the stream that is attached
         self._given_up: OutriderError | None = None
@@ -72,12 +72,11 @@ class LiveRequest:
 
     def abort(self) -> bool:
         """Whether there was something to stop."""
-        return self._flow is not None and self._flow.abort()
+        return self._flow.abort()
 
     def fail(self, error: OutriderError) -> None:
         """The request ends with this error, unless it has ended."""
-        if self._flow is not None:
-            self._flow.fail(error)
+        self._flow.fail(error)
 
     async def write(
         self,
@@ -128,9 +127,8 @@ class LiveRequest:
             return
         self.is_closed = True
         self._stop_expiry()
-        if self._account is not None:
-            self._account.close()
-        if self._task is not None and not self._task.done():
+        self._account.close()
+        if not self._task.done():
             _log.info("client left", request_id=self.key)
             self._task.cancel()
         if self.answer.has_reader:

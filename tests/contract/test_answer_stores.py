@@ -9,7 +9,8 @@ import pytest
 from valkey.asyncio import Valkey
 
 from outrider.errors import AlreadyRunningError, MismatchError
-from router.store import StoredRequest, TokenSpan, make_store
+from router.store.base import StoredRequest, TokenSpan
+from router.store.factory import make_store
 from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 
 LEASE_SECONDS = 300.0

@@ -14,7 +14,8 @@ from valkey.crc import key_slot
 from outrider.config import load_config
 from outrider.errors import ConfigError, StoreError
 from router.config import RouterConfig
-from router.store import StoredRequest, TokenSpan, make_store
+from router.store.base import StoredRequest, TokenSpan
+from router.store.factory import make_store
 from tests.support.store_server import StoreServer, tls_in_front_of
 
 PATIENCE_SECONDS = 30.0
