@@ -17,7 +17,6 @@ from tests.support.router_fakes.decode_node import letters
 LONG = 400
 FOREVER_SECONDS = 300.0
 """A node that is late for less is not declared dead: what moves meanwhile moves on a suspicion."""
-BATCH_DEPENDENT = "batch-dependent (torch bfloat16)"
 
 
 @pytest.fixture
@@ -120,19 +119,6 @@ async def test_a_draining_nodes_work_moves_once_the_other_node_is_on_time_again(
     free.thaw()
     await pair.eventually(lambda: free.groups, what="the move")
     await finish(pair, task)
-
-
-async def test_a_full_queue_does_not_end_an_answer_that_cannot_leave_its_draining_node(pair):
-    for node in pair.decodes:
-        node.model = fake_model_info(numerics=BATCH_DEPENDENT)
-    await pair.serve(max_waiting=0)
-    task, busy, free = await pair.begin(LONG)
-    free.max_running = 0
-    draining = pair.link_of(busy)
-    busy.state = NodeState.DRAINING
-    await pair.eventually(lambda: draining.state is NodeState.DRAINING)
-    answer = await finish(pair, task)
-    assert answer.summary.metrics.attempts == 1
 
 
 # ---------------------------------------------------------------- the queue, hand-offs

@@ -23,17 +23,6 @@ OTHER = fake_model_info(numerics="exact (amx)")
 # ---------------------------------------------------------------- nodes that lost a request
 
 
-async def test_a_request_leaves_a_node_that_gives_it_up_for_a_busier_one(node_pair):
-    await node_pair.serve()
-    running, _, sick = await node_pair.begin(LONG)
-    sick.gives_up_opens = True
-    for _ in range(3):
-        answer = await node_pair.generate(sampling=node_pair.sampling(max_tokens=4))
-        assert len(answer.token_ids()) == 4
-    await node_pair.finish(running)
-    await node_pair.is_empty()
-
-
 async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_pair, monkeypatch):
     monkeypatch.setattr("router.node_link.NO_ROOM_RETRY_SECONDS", FOREVER_SECONDS)
     sick, full = node_pair.decodes

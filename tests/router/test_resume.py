@@ -126,8 +126,9 @@ async def test_the_window_begins_when_the_client_is_gone_and_its_end_frees_every
     assert (await refusal(slow)).code is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_window_of_nothing_is_over_with_the_stream(slow):
-    answer = await slow.generate(request(slow, seconds=0.0, sampling={"max_tokens": 5}))
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+async def test_the_end_of_the_window_frees_the_name_and_the_memory_of_an_answer_that_was_read(slow, seconds):
+    answer = await slow.generate(request(slow, seconds=seconds, sampling={"max_tokens": 5}))
     assert len(answer.token_ids()) == 5
     await slow.is_empty()
 
@@ -137,11 +138,6 @@ async def test_the_name_is_taken_while_the_answer_is_resumable_and_its_memory_is
     failure = await slow.fail(request(slow))
     assert failure.code is grpc.StatusCode.ALREADY_EXISTS
     assert slow.services.answers.reserved_bytes > 0
-
-
-async def test_the_end_of_the_window_frees_the_name_and_the_memory_of_an_answer_that_was_read(slow):
-    await slow.generate(request(slow, seconds=0.1, sampling={"max_tokens": 5}))
-    await slow.is_empty()
 
 
 async def test_answers_that_were_read_give_way_to_new_ones(cluster):
