@@ -55,7 +55,7 @@ def test_any_bytes_get_a_status_and_stall_nobody(serving, method):
     assert serving.longest_stall_seconds < MAX_STALL_SECONDS
     running = serving.cluster.service.requests
     serving.run(serving.cluster.eventually(running._is_idle.is_set))
-    answer = serving.run(serving.cluster.generate(sampling=serving.cluster.sampling()))
+    answer = serving.run(serving.cluster.generate(max_tokens=8))
     assert len(answer.token_ids()) == 8
 
 

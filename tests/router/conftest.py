@@ -122,6 +122,10 @@ async def refused(call: Any) -> Failure:
 
 
 def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
+    """Fields of the request, and of its sampling parameters."""
+    names = router_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    if sampling := {name: fields.pop(name) for name in tuple(fields) if name in names}:
+        fields["sampling"] = router_pb2.SamplingParams(**{"seed": 0, "max_tokens": 8} | sampling)
     if "token_ids" in fields or "chat" in fields or text is None:
         return router_pb2.GenerateRequest(**fields)
     return router_pb2.GenerateRequest(text=text, **fields)
@@ -182,10 +186,6 @@ class Cluster:
     eventually = staticmethod(eventually)
     failure_of = staticmethod(failure_of)
     request = staticmethod(make_request)
-
-    @staticmethod
-    def sampling(**fields: Any) -> router_pb2.SamplingParams:
-        return router_pb2.SamplingParams(**{"seed": 0, "max_tokens": 8} | fields)
 
     @staticmethod
     def says(text: str | bytes) -> Callable[[Any, int], list[int]]:
@@ -280,8 +280,7 @@ class NodePair(Cluster):
         self, num_tokens: int, **fields: Any
     ) -> tuple[asyncio.Task[Answer], FakeDecodeNode, FakeDecodeNode]:
         """(the task of a long answer, the node that computes it, the other node)."""
-        sampling = self.sampling(max_tokens=num_tokens, **fields.pop("sampling", {}))
-        task = asyncio.ensure_future(self.generate(sampling=sampling, **fields))
+        task = asyncio.ensure_future(self.generate(max_tokens=num_tokens, **fields))
         await self.until_streaming()
         return task, *self.busy_and_free()
 
@@ -320,8 +319,7 @@ class RouterPair:
         return self
 
     def request(self, **fields: Any) -> router_pb2.GenerateRequest:
-        sampling = {"max_tokens": self.num_tokens} | fields.pop("sampling", {})
-        return self.first.resumable(sampling=self.first.sampling(**sampling), **fields)
+        return self.first.resumable(**{"max_tokens": self.num_tokens} | fields)
 
     async def begin(self, num_deltas: int = 5, **fields: Any) -> tuple[Any, router_pb2.Started, list[router_pb2.Delta]]:
         """(the call, Started, the first deltas) on the first router."""

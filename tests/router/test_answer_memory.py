@@ -158,8 +158,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     """gRPC takes some megabytes for a client that does not read; here it takes nothing."""
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
     await cluster.serve(journal_bytes=65_536)
-    sampling = cluster.sampling(max_tokens=400)
-    unread = await cluster.service.requests.open(cluster.request(sampling=sampling), Caller())
+    unread = await cluster.service.requests.open(cluster.request(max_tokens=400), Caller())
 
     async def never_taken(_event):
         await asyncio.Event().wait()
@@ -167,7 +166,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     writing = asyncio.create_task(unread.write(never_taken, lambda event: event))
     await cluster.eventually(lambda: unread.answer.has_ended)
     assert cluster.services.answers.reserved_bytes > 400 * TOKEN
-    assert len((await cluster.generate(sampling=sampling)).token_ids()) == 400
+    assert len((await cluster.generate(max_tokens=400)).token_ids()) == 400
     async with asyncio.timeout(PATIENCE_SECONDS):
         with pytest.raises(CapacityError) as told:
             await writing
@@ -178,11 +177,11 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
 async def test_while_everybody_reads_a_full_journal_refuses(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve(journal_bytes=65_536)
-    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=400)))
+    call = cluster.stub.Generate(cluster.request(max_tokens=400))
     reading = asyncio.ensure_future(end_of(cluster, call))
     await cluster.eventually(lambda: cluster.services.answers.reserved_bytes > 200 * TOKEN)
     cluster.decode.step_seconds = 0.1  # it is not at its end before the other one is refused
-    failure = await cluster.fail(text="p" * 500, sampling=cluster.sampling(max_tokens=2, n=2))
+    failure = await cluster.fail(text="p" * 500, max_tokens=2, n=2)
     assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
     assert failure.retry_seconds > 0
     cluster.decode.step_seconds = 0.0
@@ -192,9 +191,9 @@ async def test_while_everybody_reads_a_full_journal_refuses(cluster):
 
 async def test_an_answer_that_fills_the_journal_alone_is_not_told_to_come_again(cluster):
     await cluster.serve(journal_bytes=65_536)
-    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(n=8, max_tokens=400)))
+    call = cluster.stub.Generate(cluster.request(n=8, max_tokens=400))
     assert await end_of(cluster, call) == (grpc.StatusCode.INVALID_ARGUMENT, "ANSWER_TOO_LARGE")
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    assert (await cluster.generate(max_tokens=8)).token_ids()
     await cluster.is_empty()
 
 

@@ -110,7 +110,7 @@ async def test_an_unknown_model_is_not_found(serving):
     failure = await serving.fail(serving.request(model="other"))
     assert failure.code is grpc.StatusCode.NOT_FOUND
     assert "fake-model" in failure.message
-    assert (await serving.generate(model="fake-model", sampling=serving.sampling())).token_ids()
+    assert (await serving.generate(model="fake-model", max_tokens=8)).token_ids()
     serving.decode.opened.clear()
 
 
@@ -149,14 +149,14 @@ async def test_tokenize_and_detokenize_name_their_fields(serving):
 
 async def test_a_running_request_id_already_exists_and_is_free_again_afterwards(serving):
     serving.decode.step_seconds = 0.1
-    call = serving.stub.Generate(serving.request(request_id="twice", sampling=serving.sampling(max_tokens=300)))
+    call = serving.stub.Generate(serving.request(request_id="twice", max_tokens=300))
     await call.read()
     failure = await serving.fail(serving.request(request_id="twice"))
     assert failure.code is grpc.StatusCode.ALREADY_EXISTS
     call.cancel()
     await serving.is_empty()
     serving.decode.step_seconds = 0.0
-    assert (await serving.generate(request_id="twice", sampling=serving.sampling())).token_ids()
+    assert (await serving.generate(request_id="twice", max_tokens=8)).token_ids()
     serving.decode.opened.clear()
 
 

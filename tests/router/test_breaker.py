@@ -81,13 +81,10 @@ async def test_a_sick_decode_node_draws_no_requests_from_a_healthy_one(node_pair
     sick.gives_up_opens = True
     node_pair.pace(0.01)
     prompt = "the same long prompt " * 20
-    busy = [
-        asyncio.ensure_future(node_pair.generate(text=prompt, sampling=node_pair.sampling(max_tokens=60)))
-        for _ in range(2)
-    ]
+    busy = [asyncio.ensure_future(node_pair.generate(text=prompt, max_tokens=60)) for _ in range(2)]
     await node_pair.eventually(lambda: healthy.groups)
     for _ in range(8):
-        answer = await node_pair.generate(text=prompt, sampling=node_pair.sampling(max_tokens=2))
+        answer = await node_pair.generate(text=prompt, max_tokens=2)
         assert len(answer.token_ids()) == 2
     await asyncio.gather(*busy)
     assert len(sick.opened) <= 4, "the first requests and a trial"
@@ -108,6 +105,6 @@ async def test_a_sick_prefill_node_draws_no_prompts_from_a_healthy_one(node_pair
     sick, healthy = node_pair.prefills
     sick.fails_with = grpc.StatusCode.INTERNAL
     for nth in range(10):
-        await node_pair.generate(text=f"{nth} prompt", sampling=node_pair.sampling(max_tokens=2))
+        await node_pair.generate(text=f"{nth} prompt", max_tokens=2)
     assert len(sick.requests) <= 2
     assert len(healthy.requests) >= 10

@@ -59,7 +59,7 @@ async def test_a_strangers_message_is_not_even_read(cluster, clients):
 async def test_requests_belong_to_who_made_them(cluster, clients):
     cluster.decode.step_seconds = 0.1  # it runs for 40 s
     await cluster.serve(clients=clients)
-    request = cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=400), resume_window={"seconds": 30})
+    request = cluster.request(request_id="r", max_tokens=400, resume_window={"seconds": 30})
     own = cluster.stub.Generate(request, metadata=ALICE, timeout=2 * PATIENCE_SECONDS)
     started = await own.read()
     assert started.request_id == "r"
@@ -70,7 +70,7 @@ async def test_requests_belong_to_who_made_them(cluster, clients):
     assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
     # The same name is free for another client, and taken for this one.
     others = cluster.stub.Generate(
-        cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=2)),
+        cluster.request(request_id="r", max_tokens=2),
         metadata=BOB,
         timeout=2 * PATIENCE_SECONDS,
     )
@@ -108,7 +108,7 @@ async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
 async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(cluster, clients):
     cluster.decode.step_seconds = 0.1  # it runs for 40 s
     await cluster.serve(clients=clients)
-    request = cluster.request(request_id="r", sampling=cluster.sampling(max_tokens=400))
+    request = cluster.request(request_id="r", max_tokens=400)
     call = cluster.stub.Generate(request, metadata=BOB, timeout=2 * PATIENCE_SECONDS)
     await call.read()
     for _ in range(2):

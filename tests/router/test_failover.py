@@ -44,12 +44,12 @@ def with_a_mark(opened, sample):
 
 REQUESTS = {
     "plain": {},
-    "three samples": {"sampling": {"n": 3}},
+    "three samples": {"n": 3},
     "logprobs": {"output": router_pb2.OutputOptions(top_logprobs=2)},
     "echo": {"output": router_pb2.OutputOptions(echo=True)},
     "stop string": {"stop": router_pb2.StopConditions(strings=["zzz", "x!"])},
-    "min_tokens": {"sampling": {"min_tokens": 100}, "stop": router_pb2.StopConditions(strings=["!", "ovc"])},
-    "penalties": {"sampling": {"presence_penalty": 0.5, "logit_bias": {97: 1.0}}},
+    "min_tokens": {"min_tokens": 100, "stop": router_pb2.StopConditions(strings=["!", "ovc"])},
+    "penalties": {"presence_penalty": 0.5, "logit_bias": {97: 1.0}},
 }
 
 
@@ -60,15 +60,14 @@ WAYS = ("dies", "breaks", "freezes", "gives up", "drains", "both die")
     ("kind", "how"), [*(("three samples", how) for how in WAYS), *((kind, "breaks") for kind in REQUESTS)]
 )
 async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, kind, how):
-    fields = dict(REQUESTS[kind])
-    sampling = pair.sampling(**{"max_tokens": 150} | fields.pop("sampling", {}))
+    fields = {"max_tokens": 150} | REQUESTS[kind]
     for node in pair.decodes:
         node.script = with_a_mark
     await pair.serve()
-    undisturbed = await pair.generate(sampling=sampling, **fields)
+    undisturbed = await pair.generate(**fields)
     num_opened = pair.num_opened
     pair.pace(0.02)  # it is not at its end before it has moved
-    task = asyncio.ensure_future(pair.generate(sampling=sampling, **fields))
+    task = asyncio.ensure_future(pair.generate(**fields))
     await pair.until_streaming(num_tokens=10)
     busy, free = pair.busy_and_free()
     match how:
@@ -107,7 +106,7 @@ async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_
     for node in pair.decodes:
         node.script = script
     await pair.serve()
-    task, busy, free = await pair.begin(LONG, sampling={"n": 3})
+    task, busy, free = await pair.begin(LONG, n=3)
     await busy.stop()
     answer = await task
     assert [start.sample for start in free.opened[-1].samples] == [0, 2]
@@ -157,9 +156,7 @@ async def eight_on_one_node(pair):
     pair.pace(0.02)
     pair.decodes[1].max_running = 0
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    tasks = [
-        asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=100, seed=seed))) for seed in range(8)
-    ]
+    tasks = [asyncio.ensure_future(pair.generate(max_tokens=100, seed=seed)) for seed in range(8)]
     await pair.eventually(lambda: len(pair.decodes[0].groups) == 8)
     pair.decodes[1].max_running = 64
     return tasks, len(pair.decodes[1].opened)
@@ -237,7 +234,7 @@ async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair
     for node in pair.prefills:
         node.prefill_seconds = 30.0
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=50)))
+    task = asyncio.ensure_future(pair.generate(max_tokens=50))
     await pair.eventually(lambda: any(node.num_active for node in pair.prefills))
     busy = next(node for node in pair.prefills if node.num_active)
     for node in pair.prefills:
@@ -276,9 +273,7 @@ async def test_tokens_that_depend_on_drafts_come_from_one_attempt_at_a_time(pair
         ][: opened.options.sampling.max_tokens]
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     method = router_pb2.VERIFICATION_METHOD_REJECTION
-    task, busy, free = await pair.begin(
-        LONG, sampling={"temperature": 1.0}, speculation=router_pb2.SpeculationOptions(method=method)
-    )
+    task, busy, free = await pair.begin(LONG, temperature=1.0, speculation=router_pb2.SpeculationOptions(method=method))
     assert busy.opened[-1].options.verification_method is VerificationMethod.REJECTION
     busy.state = NodeState.DRAINING
     (group,) = busy.groups
@@ -296,7 +291,7 @@ async def test_tokens_that_depend_on_drafts_come_from_one_attempt_at_a_time(pair
 
 async def test_an_abort_while_work_moves_leaves_nothing(pair):
     await pair.serve()
-    task = asyncio.ensure_future(pair.generate(request_id="a", sampling=pair.sampling(max_tokens=LONG)))
+    task = asyncio.ensure_future(pair.generate(request_id="a", max_tokens=LONG))
     await pair.until_streaming()
     for node in pair.prefills:
         node.prefill_seconds = 30.0

@@ -90,7 +90,7 @@ async def test_a_hedge_goes_to_the_node_that_computes_alike_though_another_has_l
     reports_running(odd, 9)
     pair.pace(0.01)
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task = asyncio.ensure_future(pair.generate(sampling=pair.sampling(max_tokens=LONG)))
+    task = asyncio.ensure_future(pair.generate(max_tokens=LONG))
     await pair.until_streaming()
     busy = next(node for node in pair.decodes if node.groups)
     (alike,) = (node for node in pair.decodes if node not in (busy, odd))
@@ -135,7 +135,7 @@ async def test_a_request_whose_only_large_enough_node_is_gone_holds_up_nobody(pa
     await pair.eventually(lambda: pair.services.queue.num_waiting == 1)
     await large.stop()
     await pair.eventually(lambda: len(pair.service.nodes.decode_nodes) == 1)
-    answer = await asyncio.wait_for(pair.generate(text="hi", sampling=pair.sampling(max_tokens=2)), PATIENCE_SECONDS)
+    answer = await asyncio.wait_for(pair.generate(text="hi", max_tokens=2), PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 2
     assert (await asyncio.wait_for(refused, PATIENCE_SECONDS)).reason == "NO_NODE"
 
@@ -158,7 +158,7 @@ async def test_a_hand_off_that_fails_unexpectedly_moves_its_request(pair):
     for link in pair.service.nodes.prefill_nodes:
         failing_once(link)
     with structlog.testing.capture_logs() as log:  # drawing the traceback would stall the loop, which makes nodes late
-        answer = await asyncio.wait_for(pair.generate(sampling=pair.sampling(max_tokens=8)), PATIENCE_SECONDS)
+        answer = await asyncio.wait_for(pair.generate(max_tokens=8), PATIENCE_SECONDS)
     assert len(failed) == 1
     assert len(answer.token_ids()) == 8
     assert answer.summary.metrics.attempts >= 2

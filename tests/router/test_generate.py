@@ -16,7 +16,7 @@ STOP, LENGTH = router_pb2.FINISH_REASON_STOP, router_pb2.FINISH_REASON_LENGTH
 
 async def test_an_answer_starts_streams_and_sums_up(cluster):
     await cluster.serve()
-    answer = await cluster.generate(request_id="mine", sampling=cluster.sampling(seed=3))
+    answer = await cluster.generate(request_id="mine", seed=3)
     assert answer.request_id == answer.messages[-1].request_id == "mine"
     assert answer.started.num_prompt_tokens == len(b"a prompt")
     assert (answer.started.seed, answer.started.model) == (3, "fake-model")
@@ -36,7 +36,7 @@ async def test_summary_has_the_figures_of_all_nodes(cluster):
     cluster.decode.tokens_per_step = 3
     cluster.prefill.num_cached_tokens = 4
     await cluster.serve()
-    answer = await cluster.generate(text="0123456789", sampling=cluster.sampling(max_tokens=9))
+    answer = await cluster.generate(text="0123456789", max_tokens=9)
     metrics, usage = answer.summary.metrics, answer.summary.usage
     assert (usage.num_prompt_tokens, usage.num_cached_tokens) == (10, 4)  # 5 in prefill, the last in decode
     assert 0 < metrics.queue_seconds <= metrics.ttft_seconds <= metrics.e2e_seconds
@@ -57,7 +57,7 @@ async def test_a_short_remainder_needs_no_prefill_node(cluster):
     cluster.decode.max_local_prefill_tokens = 32
     cluster.decode.held_prefix_length = 3
     await cluster.serve()
-    answer = await cluster.generate(sampling=cluster.sampling())
+    answer = await cluster.generate(max_tokens=8)
     assert cluster.prefill.requests == []
     assert answer.summary.usage.num_cached_tokens == 3
     assert answer.summary.metrics.kv_transfer.connector == ""
@@ -68,7 +68,7 @@ async def test_a_short_remainder_needs_no_prefill_node(cluster):
 async def test_the_prefill_request_carries_the_grant(cluster):
     cluster.decode.held_prefix_length = 2
     await cluster.serve()
-    await cluster.generate(request_id="r", sampling=cluster.sampling(), priority=5)
+    await cluster.generate(request_id="r", max_tokens=8, priority=5)
     (request,) = cluster.prefill.requests
     (opened,) = cluster.decode.opened
     assert list(request.token_ids) == list(b"a promp")
@@ -88,7 +88,7 @@ async def test_a_stop_string_ends_the_answer_wherever_it_stands_in_a_block(clust
     cluster.decode.tokens_per_step = tokens_per_step
     await cluster.serve()
     stop = router_pb2.StopConditions(strings=["nothing", ".END"], include_match=include_match)
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=100), stop=stop)
+    answer = await cluster.generate(max_tokens=100, stop=stop)
     assert answer.text() == "one 🙂 two" + (".END" if include_match else "")
     assert bytes(answer.token_ids()).decode() == "one 🙂 two.END", "never cut, nothing after it"
     assert (answer.finished[0].reason, answer.finished[0].stop_string) == (STOP, ".END")
@@ -103,7 +103,7 @@ async def test_end_of_text_has_no_text_and_releases_what_was_held(cluster, token
     await cluster.serve()
     output = router_pb2.OutputOptions(skip_special_tokens=False)
     stop = router_pb2.StopConditions(strings=["STOP"])
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=50), stop=stop, output=output)
+    answer = await cluster.generate(max_tokens=50, stop=stop, output=output)
     assert answer.text() == "go ST�"
     assert answer.token_ids() == [*b"go ST\xf0\x9f", 256]
     assert (answer.finished[0].reason, answer.finished[0].stop_token_id) == (STOP, 256)
@@ -136,7 +136,7 @@ async def test_how_an_answer_ends(cluster, script, sampling, stop, output, text,
     cluster.decode.script = lambda *_: [*script, 256]
     await cluster.serve()
     answer = await cluster.generate(
-        sampling=cluster.sampling(**sampling),
+        **sampling,
         stop=router_pb2.StopConditions(**stop),
         output=router_pb2.OutputOptions(**output),
     )
@@ -151,7 +151,7 @@ async def test_how_an_answer_ends(cluster, script, sampling, stop, output, text,
 async def test_samples_are_interleaved_and_each_ends_by_itself(cluster):
     cluster.decode.script = lambda opened, sample: [97 + sample] * (2 + 3 * sample) + [256]
     await cluster.serve()
-    answer = await cluster.generate(sampling=cluster.sampling(n=4, max_tokens=50))
+    answer = await cluster.generate(n=4, max_tokens=50)
     assert [answer.text(sample) for sample in range(4)] == ["aa", "b" * 5, "c" * 8, "d" * 11]
     assert sorted(answer.finished) == [0, 1, 2, 3]
     order = [message.delta.sample for message in answer.messages if message.HasField("delta")]
@@ -166,7 +166,7 @@ async def test_a_stop_string_of_one_sample_stops_only_that_one(cluster):
     cluster.decode.step_seconds = 0.001
     await cluster.serve()
     stop = router_pb2.StopConditions(strings=["X"])
-    answer = await cluster.generate(sampling=cluster.sampling(n=2, max_tokens=30), stop=stop)
+    answer = await cluster.generate(n=2, max_tokens=30, stop=stop)
     assert answer.text(0) == "aa"
     assert answer.text(1) == "bbbb" + "c" * 26
     assert [cancel.samples for cancel in cluster.decode.cancelled][:1] == [(0,)]
@@ -177,12 +177,12 @@ async def test_logprobs_come_with_their_tokens(cluster):
     cluster.decode.tokens_per_step = 3
     await cluster.serve()
     output = router_pb2.OutputOptions(top_logprobs=2, logprobs_mode=router_pb2.LOGPROBS_MODE_SAMPLED)
-    answer = await cluster.generate(sampling=cluster.sampling(), output=output)
+    answer = await cluster.generate(max_tokens=8, output=output)
     for delta in answer.deltas[0]:
         assert [entry.token_id for entry in delta.logprobs] == list(delta.token_ids)
         assert all(len(entry.top) == 2 and entry.HasField("logprob") for entry in delta.logprobs)
     assert cluster.decode.opened[0].options.logprobs.mode.value == "sampled"
-    plain = await cluster.generate(sampling=cluster.sampling())
+    plain = await cluster.generate(max_tokens=8)
     assert not any(delta.logprobs for delta in plain.deltas[0])
 
 
@@ -191,7 +191,7 @@ async def test_echo_puts_the_prompt_into_the_first_delta_of_each_sample(cluster)
     await cluster.serve()
     output = router_pb2.OutputOptions(echo=True)
     stop = router_pb2.StopConditions(strings=["prompt"])
-    answer = await cluster.generate(sampling=cluster.sampling(n=2), output=output, stop=stop)
+    answer = await cluster.generate(n=2, output=output, stop=stop)
     for sample in (0, 1):
         assert answer.text(sample) == "a prompt!p", "stops do not look at the echo"
         assert answer.deltas[sample][0].text.startswith("a prompt")
@@ -203,9 +203,7 @@ async def test_token_ids_only_leaves_text_out_but_stop_strings_apply(cluster):
     cluster.decode.script = cluster.says("abXcd")
     await cluster.serve()
     output = router_pb2.OutputOptions(token_ids_only=True, echo=True)
-    answer = await cluster.generate(
-        sampling=cluster.sampling(), output=output, stop=router_pb2.StopConditions(strings=["X"])
-    )
+    answer = await cluster.generate(max_tokens=8, output=output, stop=router_pb2.StopConditions(strings=["X"]))
     assert (answer.text(), bytes(answer.token_ids())) == ("", b"abX")
     assert answer.finished[0].stop_string == "X"
 
@@ -213,10 +211,10 @@ async def test_token_ids_only_leaves_text_out_but_stop_strings_apply(cluster):
 async def test_chat_and_token_id_prompts(cluster):
     await cluster.serve()
     chat = router_pb2.Chat(messages=[router_pb2.ChatMessage(role="user", content="hi")])
-    answer = await cluster.generate(chat=chat, sampling=cluster.sampling())
+    answer = await cluster.generate(chat=chat, max_tokens=8)
     assert cluster.decode.opened[0].prompt_token_ids == (257, *b"user\nhi", 258, 257, *b"assistant\n")
     assert answer.started.num_prompt_tokens == 20
-    await cluster.generate(token_ids=router_pb2.TokenIds(ids=[1, 2, 256]), sampling=cluster.sampling())
+    await cluster.generate(token_ids=router_pb2.TokenIds(ids=[1, 2, 256]), max_tokens=8)
     assert cluster.decode.opened[1].prompt_token_ids == (1, 2, 256)
 
 
@@ -251,9 +249,7 @@ async def test_defaults_are_the_contracts(cluster):
 )
 async def test_speculation_options_reach_the_decode_node(cluster, speculation, expected):
     await cluster.serve()
-    await cluster.generate(
-        sampling=cluster.sampling(max_tokens=1), speculation=router_pb2.SpeculationOptions(**speculation)
-    )
+    await cluster.generate(max_tokens=1, speculation=router_pb2.SpeculationOptions(**speculation))
     assert cluster.decode.opened[0].options.num_speculative_tokens == expected
 
 
@@ -263,7 +259,7 @@ async def test_complete_is_the_same_answer_at_once(cluster):
     response = await cluster.stub.Complete(
         cluster.request(
             request_id="c",
-            sampling=cluster.sampling(n=2),
+            n=2,
             output=router_pb2.OutputOptions(top_logprobs=0, echo=True),
         ),
         timeout=PATIENCE_SECONDS,
@@ -282,9 +278,7 @@ async def test_complete_is_the_same_answer_at_once(cluster):
 async def test_a_slow_client_gets_fewer_larger_deltas_and_holds_no_node(cluster):
     big = 400
     await cluster.serve()
-    call = cluster.stub.Generate(
-        cluster.request(sampling=cluster.sampling(max_tokens=big), output=router_pb2.OutputOptions(top_logprobs=20))
-    )
+    call = cluster.stub.Generate(cluster.request(max_tokens=big, output=router_pb2.OutputOptions(top_logprobs=20)))
     await call.read()  # Started, then nothing is read for a while
     await cluster.eventually(lambda: cluster.decode.opened and cluster.decode.num_blocks_used == 0)
     messages = []
@@ -302,12 +296,10 @@ async def test_an_answer_goes_on_after_the_tokens_that_the_client_has(cluster):
     cluster.decode.script = cluster.says("hé🙂 STOPPED now")
     await cluster.serve()
     stop = router_pb2.StopConditions(strings=["PED"])
-    whole = await cluster.generate(sampling=cluster.sampling(max_tokens=50), stop=stop)
+    whole = await cluster.generate(max_tokens=50, stop=stop)
     data, seen = whole.token_ids(), []
     for num_brought in range(len(data)):
-        answer = await cluster.generate(
-            sampling=cluster.sampling(max_tokens=50), stop=stop, generated_token_ids=data[:num_brought]
-        )
+        answer = await cluster.generate(max_tokens=50, stop=stop, generated_token_ids=data[:num_brought])
         assert answer.token_ids() == data[num_brought:]
         assert answer.deltas[0][0].start_position == 8 + num_brought
         assert answer.finished[0] == whole.finished[0]
@@ -330,9 +322,7 @@ async def test_an_answer_goes_on_after_the_tokens_that_the_client_has(cluster):
 )
 async def test_tokens_that_end_the_answer_already_cost_no_compute(cluster, brought, fields, reason, match):
     await cluster.serve()
-    answer = await cluster.generate(
-        sampling=cluster.sampling(max_tokens=8), generated_token_ids=list(brought), **fields
-    )
+    answer = await cluster.generate(max_tokens=8, generated_token_ids=list(brought), **fields)
     assert [message.WhichOneof("event") for message in answer.messages] == ["started", "finished", "summary"]
     finished = answer.finished[0]
     assert finished.reason == reason
@@ -344,7 +334,7 @@ async def test_tokens_that_end_the_answer_already_cost_no_compute(cluster, broug
 async def test_min_tokens_counts_the_tokens_that_were_brought(cluster):
     await cluster.serve()
     answer = await cluster.generate(
-        sampling=cluster.sampling(min_tokens=3),
+        min_tokens=3,
         generated_token_ids=[97, 256],  # end of text could not have been drawn there
         output=router_pb2.OutputOptions(echo=True),
     )
@@ -380,7 +370,7 @@ async def test_get_model(cluster):
 async def test_watch_cluster_shows_nodes_and_load(cluster):
     cluster.decode.step_seconds = 0.1  # it runs until it has been seen to
     await cluster.serve()
-    generating = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=200)))
+    generating = asyncio.ensure_future(cluster.generate(max_tokens=200))
     watch = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(interval={"nanos": 1}))
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):

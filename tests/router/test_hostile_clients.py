@@ -26,8 +26,7 @@ def router():
 
 async def honest_streams(cluster):
     """Token ids of each, and whether no node was ever taken for lost."""
-    sampling = [cluster.sampling(seed=seed, max_tokens=NUM_TOKENS) for seed in range(NUM_STREAMS)]
-    answers = await asyncio.gather(*(cluster.generate(cluster.request(sampling=one)) for one in sampling))
+    answers = await asyncio.gather(*(cluster.generate(seed=n, max_tokens=NUM_TOKENS) for n in range(NUM_STREAMS)))
     return [answer.token_ids() for answer in answers], {answer.summary.metrics.attempts for answer in answers}
 
 

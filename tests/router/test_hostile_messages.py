@@ -118,12 +118,12 @@ async def test_an_answer_that_is_larger_than_a_message_ends_when_that_is_known(c
     monkeypatch.setattr(servicer, "DEFAULT_MAX_MESSAGE_BYTES", 65_536)
     cluster.decode.step_seconds = 0.005
     await cluster.serve()
-    request = cluster.request(sampling=cluster.sampling(max_tokens=400, n=4), output=R.OutputOptions(top_logprobs=20))
+    request = cluster.request(max_tokens=400, n=4, output=R.OutputOptions(top_logprobs=20))
     failure = await refused(cluster.stub.Complete(request, timeout=PATIENCE_SECONDS))
     assert (failure.code, failure.reason) == (INVALID, "ANSWER_TOO_LARGE"), "and not to be retried"
     assert cluster.decode.step < 400, "it was not computed to its end"
     await cluster.is_empty()
-    small = cluster.request(sampling=cluster.sampling(max_tokens=4, n=4), output=R.OutputOptions(top_logprobs=20))
+    small = cluster.request(max_tokens=4, n=4, output=R.OutputOptions(top_logprobs=20))
     assert len((await cluster.stub.Complete(small, timeout=20)).completions) == 4
 
 
@@ -137,9 +137,9 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
     cluster.decode.max_running = 1
     cluster.decode.step_seconds = 0.1
     await cluster.serve()
-    running = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=400)))
+    running = cluster.stub.Generate(cluster.request(max_tokens=400))
     await running.read()
-    waiting = asyncio.ensure_future(cluster.generate(text="p" * 300, sampling=cluster.sampling(max_tokens=2)))
+    waiting = asyncio.ensure_future(cluster.generate(text="p" * 300, max_tokens=2))
     await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
     cluster.services.queue.pump()
     num_hashed = hashed.count(300)

@@ -46,8 +46,7 @@ BEHAVIOURS = [pushes_nothing, fails, stalls, boasts]
 
 async def honest_streams(cluster):
     """Token ids of each."""
-    sampling = [cluster.sampling(seed=seed, max_tokens=NUM_TOKENS) for seed in range(NUM_STREAMS)]
-    answers = await asyncio.gather(*(cluster.generate(cluster.request(sampling=one)) for one in sampling))
+    answers = await asyncio.gather(*(cluster.generate(seed=n, max_tokens=NUM_TOKENS) for n in range(NUM_STREAMS)))
     return [answer.token_ids() for answer in answers]
 
 

@@ -29,11 +29,11 @@ async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_
     full.max_running = 0
     sick.gives_up_opens = True
     await node_pair.serve()
-    avoiding = asyncio.ensure_future(node_pair.generate(sampling=node_pair.sampling(max_tokens=4)))
+    avoiding = asyncio.ensure_future(node_pair.generate(max_tokens=4))
     await node_pair.eventually(lambda: node_pair.link_of(sick).breaker.is_open)
     sick.gives_up_opens = False
     await node_pair.eventually(lambda: node_pair.services.queue.num_waiting == 1)
-    later = node_pair.generate(sampling=node_pair.sampling(max_tokens=4))
+    later = node_pair.generate(max_tokens=4)
     assert len((await asyncio.wait_for(later, PATIENCE_SECONDS / 3)).token_ids()) == 4
     assert not avoiding.done()
     full.max_running = 64
@@ -101,7 +101,7 @@ async def test_what_waits_to_leave_a_draining_node_goes_anywhere_once_that_is_lo
 async def test_without_prefill_nodes_decode_nodes_compute_prompts(cluster):
     cluster.nodes = [cluster.decode]
     await cluster.serve()
-    answer = await cluster.generate(sampling=cluster.sampling(max_tokens=20))
+    answer = await cluster.generate(max_tokens=20)
     assert len(answer.token_ids()) == 20
     await cluster.is_empty()
 
@@ -126,7 +126,7 @@ async def test_the_last_attempt_of_a_request_runs_alone_though_its_node_drains(n
     for prefill in node_pair.prefills:
         prefill.prefill_seconds = 2 * PATIENCE_SECONDS
     await node_pair.serve()
-    failing = asyncio.ensure_future(node_pair.fail(sampling=node_pair.sampling(max_tokens=4)))
+    failing = asyncio.ensure_future(node_pair.fail(max_tokens=4))
     for num_losses in range(MAX_LOSSES):
         await node_pair.eventually(lambda: any(node.groups for node in node_pair.decodes))
         busy, _ = node_pair.busy_and_free()
@@ -184,7 +184,7 @@ async def test_a_request_ends_three_processes_at_most_whatever_their_roles(node_
             plague.on_open(node)
         plague.on_local_prompt(node)
     await node_pair.serve()
-    failure = await node_pair.fail(sampling=node_pair.sampling(max_tokens=4))
+    failure = await node_pair.fail(max_tokens=4)
     assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "REQUEST_LOSES_NODES")
     assert "3 nodes were lost without a new token" in failure.message
     assert len(plague.endings) == 3
@@ -232,7 +232,7 @@ async def test_a_request_that_hangs_its_nodes_stops_three_processes_at_most(node
     for node in decodes:
         hang_on_open(node)
     await node_pair.serve()
-    failure = await node_pair.fail(sampling=node_pair.sampling(max_tokens=4))
+    failure = await node_pair.fail(max_tokens=4)
     assert (failure.code.name, failure.reason) == ("UNAVAILABLE", "REQUEST_LOSES_NODES")
     assert len(hung) == 3, hung
     for node in decodes:

@@ -22,11 +22,11 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 def start_stream(cluster, *, num_tokens=400, **fields):
     """A long request; gives a task that ends with its answer."""
-    return asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=num_tokens), **fields))
+    return asyncio.ensure_future(cluster.generate(max_tokens=num_tokens, **fields))
 
 
 async def failure_of_stream(cluster):
-    return await cluster.fail(sampling=cluster.sampling(max_tokens=400))
+    return await cluster.fail(max_tokens=400)
 
 
 async def status_of(cluster, name):
@@ -49,7 +49,7 @@ async def test_without_a_decode_node_a_request_waits_as_long_as_is_configured(cl
     status = await status_of(cluster, "decode-0")
     assert status.state == router_pb2.NODE_STATE_LOST
     assert (status.step, status.num_running, status.kv_blocks_total) == (0, 0, 0)
-    failure = await cluster.fail(sampling=cluster.sampling())
+    failure = await cluster.fail(max_tokens=8)
     assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE"), "a new request is told as well"
 
 
@@ -186,7 +186,7 @@ async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(clu
     for part in ("stranger", "0" * 64, served_by, "f" * 64):
         assert part in refused.refusal
     for _ in range(4):
-        assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+        assert (await cluster.generate(max_tokens=8)).token_ids()
     assert other.opened == []
     assert (await status_of(cluster, "stranger")).state == router_pb2.NODE_STATE_LOST
 
@@ -231,12 +231,12 @@ async def test_the_router_waits_until_nodes_serve(cluster):
     starting = asyncio.ensure_future(cluster.service.start(cluster.address))
     await cluster.eventually(lambda: len(cluster.service.nodes.prefill_nodes) == 1)
     assert not starting.done()
-    failure = await cluster.fail(sampling=cluster.sampling())
+    failure = await cluster.fail(max_tokens=8)
     assert (failure.code, failure.reason) == (UNAVAILABLE, "NO_NODE")
     assert (await status_of(cluster, "decode-0")).state == router_pb2.NODE_STATE_STARTING
     cluster.decode.state = NodeState.SERVING
     await asyncio.wait_for(starting, PATIENCE_SECONDS)
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    assert (await cluster.generate(max_tokens=8)).token_ids()
 
 
 async def test_a_draining_node_gets_no_new_request_and_its_own_moves(node_pair):
@@ -248,7 +248,7 @@ async def test_a_draining_node_gets_no_new_request_and_its_own_moves(node_pair):
     busy.state = NodeState.DRAINING
     await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 1)
     for _ in range(3):
-        await node_pair.generate(sampling=node_pair.sampling(max_tokens=2))
+        await node_pair.generate(max_tokens=2)
     await node_pair.eventually(lambda: len(free.opened) == 4, what="three requests, and the one that moves")
     assert len(busy.opened) == 1
     free.step_seconds = 0.0
@@ -270,7 +270,7 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_changes_are_fo
     assert len(cluster.service.nodes.decode_nodes) == 1
     addresses["decode.test:1"] = [cluster.decode.address, second.address]
     await cluster.eventually(lambda: len(cluster.service.nodes.decode_nodes) == 2)
-    await asyncio.gather(*(cluster.generate(text=f"{i}", sampling=cluster.sampling(max_tokens=20)) for i in range(8)))
+    await asyncio.gather(*(cluster.generate(text=f"{i}", max_tokens=20) for i in range(8)))
     assert cluster.decode.opened
     assert second.opened
     await second.stop()
@@ -288,7 +288,7 @@ async def test_the_requests_of_a_node_that_drains_and_is_gone_from_dns_end_and_i
         {"decode.test:1": [cluster.decode.address], cluster.prefill.address: [cluster.prefill.address]}
     )
     await cluster.serve(resolver=resolver, decode_targets=("decode.test:1",), resolve_interval_seconds=0.1)
-    running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=50)))
+    running = asyncio.ensure_future(cluster.generate(max_tokens=50))
     await cluster.eventually(lambda: cluster.decode.groups)
     cluster.decode.state = NodeState.DRAINING
     resolver.set("decode.test:1", second.address)
@@ -317,7 +317,7 @@ async def test_a_name_that_is_not_known_is_a_node_that_is_not_there_and_the_rout
     assert (status.state, status.target) == (router_pb2.NODE_STATE_STARTING, "decode.test:1")
     resolver.set("decode.test:1", cluster.decode.address)
     await asyncio.wait_for(starting, PATIENCE_SECONDS)
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    assert (await cluster.generate(max_tokens=8)).token_ids()
 
 
 async def test_one_node_under_two_names_is_one_node(cluster):
@@ -331,7 +331,7 @@ async def test_one_node_under_two_names_is_one_node(cluster):
     await cluster.eventually(
         lambda: [link.is_alias for link in links() if link.role is NodeRole.DECODE].count(True) == 1
     )
-    assert (await cluster.generate(sampling=cluster.sampling())).token_ids()
+    assert (await cluster.generate(max_tokens=8)).token_ids()
     assert [status.name for status in cluster.service.nodes.statuses()] == ["prefill-0", "decode-0"]
     assert cluster.decode.num_sessions == 1
 
@@ -340,7 +340,7 @@ async def test_nodes_that_are_equal_take_turns(node_pair):
     await node_pair.serve()
     used = []
     for index in range(8):
-        answer = await node_pair.generate(text=f"prompt {index}", sampling=node_pair.sampling(max_tokens=2))
+        answer = await node_pair.generate(text=f"prompt {index}", max_tokens=2)
         used += answer.summary.metrics.nodes
         await node_pair.is_empty()
     assert sorted(set(used)) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
@@ -351,5 +351,5 @@ async def test_equal_prompts_go_to_the_node_that_holds_their_prefix(node_pair):
     await node_pair.serve()
     prompt = "a long common beginning " * 10
     for index in range(6):
-        await node_pair.generate(text=prompt + str(index), sampling=node_pair.sampling(max_tokens=2))
+        await node_pair.generate(text=prompt + str(index), max_tokens=2)
     assert sorted(len(node.opened) for node in node_pair.decodes) == [0, 6]

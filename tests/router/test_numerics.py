@@ -38,7 +38,7 @@ async def test_answers_that_move_between_numerics_are_counted_and_warned_of_once
     cluster.decode.max_local_prefill_tokens = 1000 * is_local
     await cluster.serve()
     for _ in range(3):
-        answer = await cluster.generate(sampling=cluster.sampling(max_tokens=2))
+        answer = await cluster.generate(max_tokens=2)
         assert len(answer.summary.metrics.nodes) == (1 if is_local else 2)
     assert num_mixed(cluster) == 3 * counts
     kinds = [warning["numerics"] for warning in warnings()]
@@ -66,7 +66,7 @@ async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
     await node_pair.serve()
     for prefill in node_pair.prefills:
         prefill.prefill_seconds = 30.0
-    answer = asyncio.ensure_future(node_pair.generate(sampling=node_pair.sampling(max_tokens=2)))
+    answer = asyncio.ensure_future(node_pair.generate(max_tokens=2))
     await node_pair.eventually(lambda: any(prefill.requests for prefill in node_pair.prefills))
     busy = next(prefill for prefill in node_pair.prefills if prefill.requests)
     free = next(prefill for prefill in node_pair.prefills if prefill is not busy)

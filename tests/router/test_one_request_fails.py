@@ -33,16 +33,13 @@ async def test_a_detokenizer_that_fails_ends_its_own_request_only(cluster):
     cluster.decode.step_seconds = 0.02  # the others run while it fails
     await cluster.serve()
     session = cluster.service.nodes.decode_nodes[0].session
-    others = [
-        asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(seed=seed, max_tokens=LONG)))
-        for seed in range(2)
-    ]
+    others = [asyncio.ensure_future(cluster.generate(seed=seed, max_tokens=LONG)) for seed in range(2)]
     await cluster.eventually(lambda: len(cluster.decode.groups) == len(others))
     tokenizer = cluster.service.nodes.model().tokenizer
     make = tokenizer.detokenizer
     tokenizer.detokenizer = lambda **_: BrokenText(3)
     messages = []
-    call = cluster.stub.Generate(cluster.request(sampling=cluster.sampling(max_tokens=LONG)), timeout=PATIENCE_SECONDS)
+    call = cluster.stub.Generate(cluster.request(max_tokens=LONG), timeout=PATIENCE_SECONDS)
     try:
         messages = [message async for message in call]
     except grpc.aio.AioRpcError as error:

@@ -15,10 +15,9 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 LONG = 400
 
 
-async def start_long(cluster, request_id="", **fields):
+async def start_long(cluster):
     """A request that runs until it is stopped, on a node of slow steps; its Started has been read."""
-    sampling = cluster.sampling(max_tokens=LONG, **fields.pop("sampling", {}))
-    call = cluster.stub.Generate(cluster.request(request_id=request_id, sampling=sampling, **fields))
+    call = cluster.stub.Generate(cluster.request(max_tokens=LONG))
     assert (await call.read()).HasField("started")
     return call
 
@@ -39,9 +38,9 @@ async def full(cluster):
 async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(full, limit):
     await full.serve(**limit)
     running = await start_long(full)
-    waiting = asyncio.ensure_future(full.generate(text="8 tokens", sampling=full.sampling(max_tokens=2)))
+    waiting = asyncio.ensure_future(full.generate(text="8 tokens", max_tokens=2))
     await wait_for_queue(full, 1)
-    failure = await full.fail(text="more", sampling=full.sampling())
+    failure = await full.fail(text="more", max_tokens=8)
     assert (failure.code, failure.reason) == (EXHAUSTED, "QUEUE_FULL")
     assert failure.retry_seconds > 0
     running.cancel()
@@ -52,11 +51,11 @@ async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(
 async def test_without_a_queue_a_full_system_refuses(full):
     await full.serve(max_waiting=0)
     running = await start_long(full)
-    assert (await full.fail(sampling=full.sampling())).code is EXHAUSTED
+    assert (await full.fail(max_tokens=8)).code is EXHAUSTED
     running.cancel()
     await full.is_empty()
     full.decode.step_seconds = 0.0
-    assert (await full.generate(sampling=full.sampling())).token_ids()
+    assert (await full.generate(max_tokens=8)).token_ids()
 
 
 async def test_clients_that_name_themselves_share_a_full_queue(full):
@@ -65,7 +64,7 @@ async def test_clients_that_name_themselves_share_a_full_queue(full):
 
     def start(client_id):
         return full.stub.Complete(
-            full.request(sampling=full.sampling(max_tokens=2)),
+            full.request(max_tokens=2),
             metadata=(("client_id", client_id),),
             timeout=PATIENCE_SECONDS,
         )
@@ -101,7 +100,7 @@ async def test_higher_priority_goes_first_then_arrival(full):
     order = []
 
     async def one(name, priority, num_tokens):
-        await full.generate(text="x" * num_tokens, priority=priority, sampling=full.sampling(max_tokens=2))
+        await full.generate(text="x" * num_tokens, priority=priority, max_tokens=2)
         order.append(name)
 
     tasks = []
@@ -119,7 +118,7 @@ async def test_higher_priority_goes_first_then_arrival(full):
 async def test_a_prompt_that_fits_no_decode_node_is_invalid(cluster):
     cluster.decode.num_blocks = 4
     await cluster.serve()
-    failure = await cluster.fail(text="x" * 100, sampling=cluster.sampling())
+    failure = await cluster.fail(text="x" * 100, max_tokens=8)
     assert (failure.code, failure.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_LARGE")
     await cluster.is_empty()
 
@@ -129,12 +128,10 @@ async def test_a_prefill_node_is_given_no_more_than_its_share(cluster, says):
     cluster.prefill.prefill_seconds = 0.02
     cluster.prefill.max_rows_per_step = 16 * says
     await cluster.serve(prefill_outstanding_tokens=1024 if says else 64)
-    answers = [
-        cluster.generate(text=chr(97 + index) * 30, sampling=cluster.sampling(max_tokens=2)) for index in range(10)
-    ]
+    answers = [cluster.generate(text=chr(97 + index) * 30, max_tokens=2) for index in range(10)]
     await asyncio.gather(*answers)
     assert 29 <= cluster.prefill.most_outstanding_tokens <= 64
-    big = await cluster.generate(text="y" * 200, sampling=cluster.sampling(max_tokens=2))
+    big = await cluster.generate(text="y" * 200, max_tokens=2)
     assert big.token_ids(), "a prompt beyond the share goes alone"
     await cluster.is_empty()
 
@@ -146,13 +143,13 @@ async def test_prompts_that_an_idle_node_can_take_pass_one_that_waits_for_a_full
     node_pair.pace(0.05)
     await node_pair.serve()
     long_prompt = "a prompt that is too large for the small node " * 8
-    running = node_pair.stub.Generate(node_pair.request(text=long_prompt, sampling=node_pair.sampling(max_tokens=140)))
+    running = node_pair.stub.Generate(node_pair.request(text=long_prompt, max_tokens=140))
     await running.read()
-    waiting = asyncio.ensure_future(node_pair.generate(text=long_prompt, sampling=node_pair.sampling(max_tokens=2)))
+    waiting = asyncio.ensure_future(node_pair.generate(text=long_prompt, max_tokens=2))
     await wait_for_queue(node_pair, 1)
     for _ in range(3):
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await node_pair.generate(text="short", sampling=node_pair.sampling(max_tokens=2))
+            await node_pair.generate(text="short", max_tokens=2)
     assert not waiting.done()
     running.cancel()
     await waiting
@@ -189,10 +186,9 @@ class Load:
                 await asyncio.sleep(0.02)
 
     async def _is_answered(self, client):
-        sampling = self._cluster.sampling(max_tokens=NUM_TOKENS)
         try:
             await self._cluster.stub.Complete(
-                self._cluster.request(sampling=sampling), metadata=(("client_id", client),), timeout=50
+                self._cluster.request(max_tokens=NUM_TOKENS), metadata=(("client_id", client),), timeout=50
             )
         except grpc.aio.AioRpcError as error:
             failure = self._cluster.failure_of(error)
@@ -220,11 +216,10 @@ async def test_at_three_times_the_load_the_nodes_do_nine_tenths_of_their_best(bu
 
 async def test_requests_whose_deadline_passes_in_the_queue_cost_the_nodes_nothing(busy):
     busy.decode.step_seconds = 0.1  # what runs outlasts what waits
-    sampling = busy.sampling(max_tokens=400)
-    running = [busy.stub.Generate(busy.request(sampling=sampling)) for _ in range(CAPACITY)]
+    running = [busy.stub.Generate(busy.request(max_tokens=LONG)) for _ in range(CAPACITY)]
     for call in running:
         await call.read()
-    late = [busy.stub.Complete(busy.request(request_id=f"late{n}", sampling=sampling), timeout=0.1) for n in range(4)]
+    late = [busy.stub.Complete(busy.request(max_tokens=LONG), timeout=0.1) for _ in range(4)]
     for error in await asyncio.gather(*late, return_exceptions=True):
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await busy.eventually(lambda: busy.services.queue.num_waiting == 0)
@@ -241,7 +236,7 @@ async def test_abort_ends_the_call_with_aborted_samples_and_ok(cluster):
     cluster.decode.script = lambda opened, sample: [97, 256] if sample == 0 else [98] * LONG
     await cluster.serve()
     cluster.decode.step_seconds = 0.1
-    task = asyncio.ensure_future(cluster.generate(request_id="a", sampling=cluster.sampling(n=2, max_tokens=LONG)))
+    task = asyncio.ensure_future(cluster.generate(request_id="a", n=2, max_tokens=LONG))
     await cluster.eventually(lambda: any(0 not in group.tokens for group in cluster.decode.groups))
     assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="a"))).aborted
     answer = await task
@@ -269,7 +264,7 @@ async def test_a_client_that_leaves_frees_everything_before_its_answer_would_hav
     elif phase == "prefill":
         cluster.prefill.prefill_seconds = 30.0
     timeout = 0.5 if how == "deadline" else None
-    request = cluster.request(request_id="q", sampling=cluster.sampling(n=2, max_tokens=LONG))
+    request = cluster.request(request_id="q", n=2, max_tokens=LONG)
     call = cluster.stub.Generate(request, timeout=timeout)
     reached = {
         "queue": lambda: cluster.services.queue.num_waiting == 1,
@@ -308,7 +303,9 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(clus
         request = cluster.request(
             request_id=f"r{index}",
             text="x" * generator.randint(1, 60),
-            sampling=cluster.sampling(seed=index, n=generator.choice((1, 1, 2)), max_tokens=generator.randint(1, 40)),
+            seed=index,
+            n=generator.choice((1, 1, 2)),
+            max_tokens=generator.randint(1, 40),
             stop=router_pb2.StopConditions(strings=["q"]),
             priority=generator.randint(-1, 1),
         )
@@ -338,5 +335,5 @@ async def test_two_hundred_requests_with_random_aborts_leave_nothing_behind(clus
     assert outcomes["ok"] > 60, outcomes
     assert set(outcomes) <= {"ok", "CANCELLED", "DEADLINE_EXCEEDED"}, outcomes
     await cluster.is_empty()
-    answer = await cluster.generate(sampling=cluster.sampling())
+    answer = await cluster.generate(max_tokens=8)
     assert len(answer.token_ids()) == 8

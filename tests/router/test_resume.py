@@ -17,8 +17,7 @@ NUM_TOKENS = 120
 
 
 def request(cluster, *, seconds=30.0, **fields):
-    sampling = cluster.sampling(**{"max_tokens": NUM_TOKENS} | fields.pop("sampling", {}))
-    return cluster.resumable(seconds=seconds, sampling=sampling, **fields)
+    return cluster.resumable(seconds=seconds, **{"max_tokens": NUM_TOKENS} | fields)
 
 
 async def read_some(call, num_deltas):
@@ -69,7 +68,7 @@ async def test_a_stream_that_was_cut_goes_on_where_it_was(slow, when):
 
 async def test_an_answer_can_be_read_more_than_once_and_from_the_beginning(slow):
     slow.decode.step_seconds = 0.0
-    whole = await read_on(slow.stub.Generate(request(slow, sampling={"n": 2, "max_tokens": 30})))
+    whole = await read_on(slow.stub.Generate(request(slow, n=2, max_tokens=30)))
     start = whole[0].started.num_prompt_tokens
     for _ in range(2):
         again = await resume(slow)
@@ -110,7 +109,7 @@ async def test_a_refused_resume_leaves_the_attached_stream_alone(slow):
 
 async def test_what_is_unknown_or_not_resumable_is_not_found(slow):
     assert (await refusal(slow)).reason == "REQUEST_NOT_FOUND"
-    call = slow.stub.Generate(slow.request(request_id="r", sampling=slow.sampling(max_tokens=NUM_TOKENS)))
+    call = slow.stub.Generate(slow.request(request_id="r", max_tokens=NUM_TOKENS))
     await read_some(call, 1)
     failure = await refusal(slow)
     assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_RESUMABLE")
@@ -119,7 +118,7 @@ async def test_what_is_unknown_or_not_resumable_is_not_found(slow):
 
 
 async def test_the_window_begins_when_the_client_is_gone_and_its_end_frees_everything(slow):
-    call = slow.stub.Generate(request(slow, seconds=0.3, sampling={"max_tokens": 400}))
+    call = slow.stub.Generate(request(slow, seconds=0.3, max_tokens=400))
     await read_some(call, 2)
     call.cancel()
     await slow.is_empty(seconds=10.0)  # half of what the answer would have taken
@@ -128,13 +127,13 @@ async def test_the_window_begins_when_the_client_is_gone_and_its_end_frees_every
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 async def test_the_end_of_the_window_frees_the_name_and_the_memory_of_an_answer_that_was_read(slow, seconds):
-    answer = await slow.generate(request(slow, seconds=seconds, sampling={"max_tokens": 5}))
+    answer = await slow.generate(request(slow, seconds=seconds, max_tokens=5))
     assert len(answer.token_ids()) == 5
     await slow.is_empty()
 
 
 async def test_the_name_is_taken_while_the_answer_is_resumable_and_its_memory_is_held(slow):
-    await slow.generate(request(slow, sampling={"max_tokens": 5}))
+    await slow.generate(request(slow, max_tokens=5))
     failure = await slow.fail(request(slow))
     assert failure.code is grpc.StatusCode.ALREADY_EXISTS
     assert slow.services.answers.reserved_bytes > 0
@@ -143,9 +142,7 @@ async def test_the_name_is_taken_while_the_answer_is_resumable_and_its_memory_is
 async def test_answers_that_were_read_give_way_to_new_ones(cluster):
     await cluster.serve(journal_bytes=65_536)
     for index in range(20):
-        answer = await cluster.generate(
-            cluster.resumable(request_id=f"r{index}", sampling=cluster.sampling(max_tokens=20))
-        )
+        answer = await cluster.generate(cluster.resumable(request_id=f"r{index}", max_tokens=20))
         assert len(answer.token_ids()) == 20
         assert cluster.services.answers.reserved_bytes <= 65_536
 
@@ -155,8 +152,7 @@ async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
 
     async def start_a_hundred():
         for index in range(100):
-            sampling = cluster.sampling(max_tokens=100)
-            call = cluster.stub.Generate(cluster.resumable(request_id=f"r{index}", sampling=sampling))
+            call = cluster.stub.Generate(cluster.resumable(request_id=f"r{index}", max_tokens=100))
             await call.read()
             call.cancel()
 
@@ -181,7 +177,7 @@ async def test_a_resumable_request_that_was_refused_leaves_its_name(cluster):
     cluster.decode.max_running = 1
     cluster.decode.step_seconds = 0.05
     await cluster.serve(max_waiting=0)
-    running = asyncio.ensure_future(cluster.generate(sampling=cluster.sampling(max_tokens=400)))
+    running = asyncio.ensure_future(cluster.generate(max_tokens=400))
     await cluster.eventually(lambda: cluster.decode.groups)
     assert (await cluster.fail(request(cluster))).reason == "QUEUE_FULL"
     assert len(cluster.service.requests) == 1

@@ -60,7 +60,7 @@ def gated(owner, name):
 
 
 def request(cluster, max_tokens, **fields):
-    return cluster.resumable(sampling=cluster.sampling(max_tokens=max_tokens), **fields)
+    return cluster.resumable(max_tokens=max_tokens, **fields)
 
 
 async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **config):
@@ -174,7 +174,7 @@ async def test_tokens_that_could_differ_are_not_put_behind_those_that_a_client_h
         pair.first.decode.model = fake_model_info(numerics=BATCH_DEPENDENT)
     else:
         method = router_pb2.VERIFICATION_METHOD_REJECTION
-        fields = {"sampling": {"temperature": 1.0}, "speculation": router_pb2.SpeculationOptions(method=method)}
+        fields = {"temperature": 1.0, "speculation": router_pb2.SpeculationOptions(method=method)}
     await pair.serve()
     position = await run_ahead_of_the_store(pair, **fields)
     pair.first.decode.script = lambda opened, _sample: [65] * opened.options.sampling.max_tokens
@@ -395,5 +395,5 @@ async def test_a_request_that_the_queue_refuses_leaves_its_name_free(pair, is_de
     gate.open()
     assert (await refused).reason == "QUEUE_FULL"
     assert pair.records.get("r") is None
-    answer = await pair.second.generate(pair.request(sampling={"max_tokens": 5}))
+    answer = await pair.second.generate(pair.request(max_tokens=5))
     assert len(answer.token_ids()) == 5

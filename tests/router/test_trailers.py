@@ -38,7 +38,7 @@ async def test_an_answer_says_its_tokens_ttft_and_acceptance_length(cluster, cal
     cluster.decode.accepted_drafts_per_step = 2
     cluster.decode.tokens_per_step = 3
     await cluster.serve()
-    trailers, messages, _ = await finish(call(sampling=cluster.sampling(max_tokens=9, n=2)))
+    trailers, messages, _ = await finish(call(max_tokens=9, n=2))
     metrics = messages[-1].summary.metrics
     assert trailers[TOKENS] == "18"
     assert float(trailers[TTFT]) == pytest.approx(metrics.ttft_seconds * 1e3, abs=0.06)
@@ -47,7 +47,7 @@ async def test_an_answer_says_its_tokens_ttft_and_acceptance_length(cluster, cal
 
 async def test_what_was_not_measured_is_left_out(cluster, call):
     await cluster.serve()
-    trailers, _, _ = await finish(call(sampling=cluster.sampling()))
+    trailers, _, _ = await finish(call(max_tokens=8))
     assert (trailers[TOKENS], ACCEPTANCE_LENGTH in trailers) == ("8", False)
 
 
@@ -63,7 +63,7 @@ async def test_what_was_not_measured_is_left_out(cluster, call):
 async def test_an_answer_says_if_its_tokens_depend_on_drafts(cluster, call, method, temperature, said):
     await cluster.serve()
     speculation = router_pb2.SpeculationOptions(method=f"VERIFICATION_METHOD_{method}")
-    trailers, _, _ = await finish(call(sampling=cluster.sampling(temperature=temperature), speculation=speculation))
+    trailers, _, _ = await finish(call(temperature=temperature, speculation=speculation))
     assert trailers.get("outrider-verification") == said
     in_force = VerificationMethod[method] if said else VerificationMethod.COUPLED
     assert cluster.decode.opened[-1].options.verification_method is in_force
@@ -71,7 +71,7 @@ async def test_an_answer_says_if_its_tokens_depend_on_drafts(cluster, call, meth
 
 async def test_the_routers_method_is_that_of_requests_that_name_none(cluster, call):
     await cluster.serve(verification_method="typical")
-    trailers, _, _ = await finish(call(sampling=cluster.sampling(temperature=1.0)))
+    trailers, _, _ = await finish(call(temperature=1.0))
     assert trailers["outrider-verification"] == "typical (lossy)"
     model = await cluster.stub.GetModel(router_pb2.GetModelRequest())
     assert model.verification_method == router_pb2.VERIFICATION_METHOD_TYPICAL
@@ -80,7 +80,7 @@ async def test_the_routers_method_is_that_of_requests_that_name_none(cluster, ca
 async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
     cluster.decode.step_seconds = 0.02  # it runs until it is disturbed
     await cluster.serve()
-    running = asyncio.ensure_future(finish(call(request_id="doomed", sampling=cluster.sampling(max_tokens=400))))
+    running = asyncio.ensure_future(finish(call(request_id="doomed", max_tokens=400)))
     await cluster.eventually(lambda: cluster.decode.most_sent > 2)
     assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="doomed"))).aborted
     trailers, messages, error = await running
@@ -92,7 +92,7 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
 async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster, call):
     cluster.decode.step_seconds = 0.02  # it runs until it is disturbed
     await cluster.serve(no_node_timeout_seconds=0.3)
-    running = asyncio.ensure_future(finish(call(sampling=cluster.sampling(max_tokens=400))))
+    running = asyncio.ensure_future(finish(call(max_tokens=400)))
     await cluster.eventually(lambda: cluster.decode.most_sent > 2)
     await cluster.decode.stop()
     trailers, _, error = await running
@@ -103,7 +103,7 @@ async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster
 
 async def test_a_refused_request_has_made_no_token(cluster, call):
     await cluster.serve()
-    trailers, _, error = await finish(call(sampling=cluster.sampling(max_tokens=0)))
+    trailers, _, error = await finish(call(max_tokens=0))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert {key for key in trailers if key.startswith("outrider-")} == {TOKENS}
     assert trailers[TOKENS] == "0"

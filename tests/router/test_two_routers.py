@@ -26,7 +26,7 @@ async def test_an_answer_goes_on_at_another_router_when_its_own_is_gone(pair, ki
     await pair.serve()
     n = 3 if kind == "three samples" else 1
     fields = {"output": router_pb2.OutputOptions(top_logprobs=1)} if kind == "logprobs" else {}
-    _, started, deltas = await pair.begin(num_deltas=30, sampling={"n": n}, **fields)
+    _, started, deltas = await pair.begin(num_deltas=30, n=n, **fields)
     seen = {sample: [t for d in deltas if d.sample == sample for t in d.token_ids] for sample in range(n)}
     await pair.kill_first()
     start = started.num_prompt_tokens
@@ -52,7 +52,7 @@ async def test_a_resume_elsewhere_ends_the_stream_of_the_owner(pair):
 
 async def test_an_abort_reaches_the_owner_from_any_router(pair):
     await pair.serve()
-    task = asyncio.ensure_future(pair.first.generate(pair.request(sampling={"max_tokens": 400})))
+    task = asyncio.ensure_future(pair.first.generate(pair.request(max_tokens=400)))
     await pair.first.eventually(lambda: pair.first.decode.groups)
     assert (await pair.second.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
     answer = await task
@@ -81,7 +81,7 @@ async def test_a_request_that_cannot_go_on_elsewhere_stays_with_its_owner(pair):
 
 async def test_a_finished_answer_can_be_read_at_another_router(pair):
     await pair.serve()
-    answer = await pair.first.generate(pair.request(sampling={"max_tokens": 20}))
+    answer = await pair.first.generate(pair.request(max_tokens=20))
     await pair.first.eventually(lambda: pair.records.get("r").is_finished)
     await pair.kill_first()
     assert told(await pair.resume()) == answer.token_ids()
@@ -102,7 +102,7 @@ async def test_without_the_store_running_answers_go_on_and_new_ones_get_what_is_
         second = pair.first.stub.Generate(other)
         assert told(await read_on(second)) == letters(pair.first.decode.opened[1], 0)
         assert ("outrider-store", "lost") in tuple(await second.trailing_metadata())
-    plain = pair.first.request(sampling=pair.first.sampling(max_tokens=5))
+    plain = pair.first.request(max_tokens=5)
     assert len((await pair.first.generate(plain)).token_ids()) == 5
     assert (await read_on(call))[-1].summary.usage.num_generated_tokens == NUM_TOKENS
 
