@@ -65,16 +65,14 @@ class Router:
         self.services: Services | None = None  # None: no node has served yet
         self.servicer = RouterServicer(self.nodes, self._services_now, clients)
         self.requests = self.servicer.requests
-        self._store = (
-            store
-            if store is not None
-            else make_store(  # connects on first use
+        if store is None:
+            store = make_store(  # connects on first use
                 config.store,
                 owner=identity.incarnation,
                 timeout_seconds=config.store_timeout_seconds,
                 lease_seconds=config.store_lease_seconds,
             )
-        )
+        self._store = store
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)

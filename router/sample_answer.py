@@ -27,7 +27,7 @@ class SampleAnswer:
     def __init__(self, *, sample: int, request: Request, text: AnswerText) -> None:
         sampling = request.options.sampling
         self._sample = sample
-        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # the model's end-of-text ids included
+        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # with the end-of-text ids, unless ignored
         self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
         self._text = text
