@@ -213,9 +213,7 @@ async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cl
 
     async def keep(num_answers):
         for _ in range(num_answers):
-            await cluster.generate(
-                resume_window=duration_pb2.Duration(seconds=300), sampling=cluster.sampling(max_tokens=1)
-            )
+            await cluster.generate(resume_window=duration_pb2.Duration(seconds=300), max_tokens=1)
         cluster.decode.opened.clear()
         cluster.prefill.requests.clear()
         gc.collect()
