@@ -105,7 +105,11 @@ STREAMS = {
 
 
 ANY_PREFILL = messages(
-    prefill_pb2.PrefillRequest, fingerprint="f", transfer_id=bytes(16), decode_incarnation=bytes(16)
+    prefill_pb2.PrefillRequest,
+    fingerprint="f",
+    transfer_id=bytes(16),
+    decode_incarnation=bytes(16),
+    kv_address="h:1",
 ).map(lambda request: request.SerializeToString())
 
 
