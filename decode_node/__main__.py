@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from outrider.service.security import make_security
 from outrider.service.server import run_service
 
 if TYPE_CHECKING:
-    from decode_node.node import DecodeParts, Emit
+    from decode_node.node import Build, DecodeParts, Emit
 
 ROLE = "decode_node"
 
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_build(
     config: DecodeNodeConfig, model_config: ModelConfig, server: ServerConfig, security: PeerSecurity
-) -> Callable[[bytes, str, Emit], DecodeParts]:
+) -> Build:
     """The node's parts, built once the process listens: loading takes a while, answering "starting" does not."""
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:

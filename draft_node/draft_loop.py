@@ -12,6 +12,7 @@ hears nothing.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -97,7 +98,7 @@ class DraftLoop:
         self._changed = threading.Condition()
         self._peers: dict[int, DraftPeer] = {}
         self._gone: list[int] = []
-        self._next_peer_id = 0
+        self._peer_ids = itertools.count()
         self._has_news = False
         self._is_stopping = False
         self._proposed: deque[tuple[float, int]] = deque()
@@ -111,8 +112,7 @@ class DraftLoop:
     def connect(self, hello: DraftHello, notify: Callable[[], None]) -> DraftPeer:
         """A decode node's stream has begun. `notify` is called when there are answers to take, or room again."""
         with self._changed:
-            peer = DraftPeer(self._next_peer_id, hello, notify)
-            self._next_peer_id += 1
+            peer = DraftPeer(next(self._peer_ids), hello, notify)
             self._peers[peer.peer_id] = peer
         return peer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,7 +66,7 @@ class HeldSequences:
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
         self._holdings: dict[int, _Holding] = {}  # by peer
-        self._next_key = 0
+        self._keys = itertools.count()
 
     def __len__(self) -> int:
         return sum(len(holding.sequences) for holding in self._holdings.values())
@@ -93,8 +94,7 @@ class HeldSequences:
         if held is None or not _continues(held.tokens, update):
             if update.start_length or update.start is None:
                 return DraftStatus.UNKNOWN_PREFIX
-            held = HeldSequence(self._next_key, peer, update.sequence_id, update.start, HashedTokens())
-            self._next_key += 1
+            held = HeldSequence(next(self._keys), peer, update.sequence_id, update.start, HashedTokens())
         if not self._make_room(peer, update.length):
             return DraftStatus.NO_ROOM
         held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from decode_node.reservations import WRITE_SECONDS
 from outrider.kv_transfer.base import Region
 from outrider.session import KvFailed
 from tests.decode_node.test_reservations import PROMPT, SECOND, THIRD
@@ -117,6 +118,24 @@ def test_a_frame_that_is_being_written_is_waited_for(node):
     granted = node.granted(group_id)
     assert (granted.transfer_id, granted.held_prefix_length) == (SECOND, 8)
     node.push(group_id, PROMPT, transfer_id=SECOND)
+    node.run()
+    assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
+    node.assert_nothing_is_held()
+
+
+def test_of_blocks_that_may_still_be_written_into_nothing_is_kept(node):
+    group_id = lose_transfer(node, breaks=True)
+    node.retarget(group_id, SECOND, keeps_received=True)
+    node.granted(group_id)
+    sender = node.push(group_id, PROMPT, transfer_id=SECOND, until=20)
+    region = Region(plane="k", start_layer=0, end_layer=1, start_token=20, end_token=21, end_head=1)
+    with node.writing(sender.put, region, memoryview(bytes(4))):
+        node.retarget(group_id, THIRD, keeps_received=True)
+        node.granted(group_id)
+        node.clock.advance(WRITE_SECONDS)
+        granted = node.granted(group_id)
+    assert (granted.transfer_id, granted.held_prefix_length) == (THIRD, 0)
+    node.push(group_id, PROMPT, transfer_id=THIRD)
     node.run()
     assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
     node.assert_nothing_is_held()

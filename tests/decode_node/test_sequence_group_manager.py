@@ -96,14 +96,16 @@ def test_a_transfer_id_that_was_used_is_refused(node):
     node.assert_nothing_is_held()
 
 
-def test_a_session_that_ends_behind_its_own_commands_leaves_nothing(node):
+def test_a_session_that_ends_leaves_nothing_of_what_runs_or_waits_and_takes_nothing_from_another(node):
+    running, other = node.open(), node.open(session=2)
+    node.iterate()
     node.open(prompt=LONG_PROMPT)
     node.open(sampling={"n": 2})
-    other = node.open(session=2)
     node.loop.submit(SessionEnded(1))
     node.run()
     node.assert_nothing_is_held()
-    assert {event.sequence_group_id for event in node.events} == {other}
+    assert {event.sequence_group_id for event in node.events} == {running, other}
+    assert len(node.tokens(running)) < 5
     assert node.tokens(other) == node.model.generate(SHORT_PROMPT, 5)
 
 

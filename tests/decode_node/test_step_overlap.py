@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 
@@ -18,7 +17,7 @@ from outrider.session import (
     SampleTokens,
     SequenceGroupFailed,
 )
-from tests.decode_node.conftest import PATIENCE_SECONDS, SHORT_PROMPT, Node
+from tests.decode_node.conftest import SHORT_PROMPT, Node
 from tests.decode_node.driven_node import SESSION
 
 LONG_PROMPT = tuple(range(10, 40))
@@ -166,39 +165,9 @@ def test_a_drained_node_has_told_everything(node):
     assert not any(drained_before_the_end)
 
 
-def test_the_engine_thread_tells_and_grants_while_the_device_is_busy(node):
-    """With a real thread, and a device that is done when it is told so."""
-    is_waiting, may_finish, has_granted = threading.Event(), threading.Event(), threading.Event()
-    num_told_when_waiting = []
-    emit = node.loop._emit
-
-    def tell(events, stats):
-        emit(events, stats)
-        if any(isinstance(event, Granted) for event in itertools.chain.from_iterable(events.values())):
-            has_granted.set()
-
-    def wait():
-        num_told_when_waiting.append(len(node.find(SampleTokens, first)))
-        is_waiting.set()
-        assert may_finish.wait(PATIENCE_SECONDS)
-
-    node.loop._emit = tell
-    first = node.open(sampling={"max_tokens": 40})
-    node.iterate()  # one token, of which nobody has heard
-    assert not node.find(SampleTokens, first)
-    node.engine.runner.on_wait = wait
-    has_granted.clear()
-    node.engine.runner.on_launch = once(lambda: node.open(prompt=LONG_PROMPT))
-    thread = threading.Thread(target=node.loop.run, daemon=True)
-    thread.start()
-    try:
-        assert is_waiting.wait(PATIENCE_SECONDS)
-        assert node.engine.runner.is_computing
-        assert has_granted.is_set()
-        assert num_told_when_waiting == [1]
-    finally:
-        node.loop.stop()
-        may_finish.set()
-        thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
-    assert len(node.find(SampleTokens, first)) == 2  # the last step, too
+def test_a_node_that_stops_tells_of_its_last_step(node):
+    group = node.open(sampling={"max_tokens": 40})
+    node.engine.runner.on_wait = once(node.loop.stop)
+    node.loop.run()
+    assert len(node.find(SampleTokens, group)) == 1
+    node.assert_nothing_is_held()

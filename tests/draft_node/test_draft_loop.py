@@ -143,7 +143,7 @@ def test_a_proposer_that_fails_costs_its_proposals_and_nothing_else():
 def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
     loop = loop_of(ScriptedProposer([TEXT]))
     flood, other = connect(loop), connect(loop)
-    loop.submit(flood, [update_of(TEXT[:3], since=2, sequence_id=key) for key in range(60_000)])
+    loop.submit(flood, [update_of(TEXT[:3], since=2, sequence_id=key) for key in range(6000)])
     loop.submit(other, [update_of(TEXT[:10])])
     loop.step()
     assert [answer.acked_length for answer in other.take_answers()] == [10]
@@ -153,7 +153,7 @@ def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
         loop.step()
         while answers := flood.take_answers():
             answered.update(answer.sequence_id for answer in answers)
-    assert len(answered) == 60_000
+    assert len(answered) == 6000
 
 
 def test_a_decode_node_that_fills_the_node_makes_room_for_another():
