@@ -36,8 +36,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """`draft_loop` raises PeerLostError unless the node serves."""
         self._draft_loop = draft_loop
         self._info = info
-        self._open: dict[asyncio.Task[object], asyncio.Event] = {}  # wakes its writer
+        self._open: dict[DraftPeer, asyncio.Event] = {}  # wakes its writer
         self._is_closing = False
+        self._all_gone = asyncio.Event()
 
     async def Draft(  # noqa: N802 named by the proto
         self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate], context: DraftContext
@@ -58,9 +59,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 event_loop.call_soon_threadsafe(wake_both)
 
             peer = loop.connect(hello, notify)
-            stream = asyncio.current_task()
-            assert stream is not None
-            self._open[stream] = wake
+            self._open[peer] = wake
             _log.info("decode node connected", node=hello.name)
             reader = asyncio.create_task(_read_updates(loop, peer, room, first, request_iterator))
             writer = asyncio.create_task(self._write_answers(peer, wake, context))
@@ -74,7 +73,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 reader.cancel()
                 writer.cancel()  # it may be blocked by a peer that does not read
                 loop.disconnect(peer)
-                del self._open[stream]
+                del self._open[peer]
+                if self._is_closing and not self._open:
+                    self._all_gone.set()  # before gRPC has ended the call: a peer that does not read delays that
                 _log.info("decode node gone", node=hello.name)
                 await asyncio.gather(reader, writer, return_exceptions=True)
 
@@ -84,8 +85,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         for wake in self._open.values():
             wake.set()
         if self._open:
-            async with asyncio.timeout(deadline_seconds):
-                await asyncio.wait(self._open)
+            await asyncio.wait_for(self._all_gone.wait(), deadline_seconds)
 
     async def _read_hello(
         self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate]
