@@ -158,16 +158,16 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
         call, _ = await connect(channel)
         await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2, 3, 1, 2])]))
         await within(call.read())
+        labels = {"model_name": "ngram"}
+        # Counted after the answer is pushed.
+        await until(lambda: registry.get_sample_value("vllm:generation_tokens_total", labels) >= 2)
+        assert registry.get_sample_value("vllm:num_requests_running", labels) == 1
         stub = node_pb2_grpc.NodeServiceStub(channel)
         watch = stub.Watch(node_pb2.WatchNodeRequest())
         report = await within(watch.read())
         watch.cancel()
         assert report.load.num_running == 1
         assert report.step == 1
-        labels = {"model_name": "ngram"}
-        # Counted after the answer is pushed.
-        await until(lambda: registry.get_sample_value("vllm:num_requests_running", labels) == 1)
-        assert registry.get_sample_value("vllm:generation_tokens_total", labels) >= 2
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.GetTokenizer(node_pb2.GetTokenizerRequest()).read()
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
