@@ -15,6 +15,7 @@ from decode_node.drafting.client import DraftClient, NoDrafts
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.node import NodeInfo, NodeRole, NodeState
+from outrider.rpc.channels import server_options
 from outrider.speculation.draft_stream import DraftHello
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -40,7 +41,7 @@ def tokens(drafts, num_tokens: int = 2) -> dict[int, tuple[int, ...]]:
 
 @contextlib.asynccontextmanager
 async def serving(servicer_or_service, port: int = 0) -> AsyncIterator[int]:
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(options=server_options())
     is_node = isinstance(servicer_or_service, DraftNode)
     if is_node:
         servicer_or_service.add_to(server)
