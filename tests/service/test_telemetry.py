@@ -188,7 +188,14 @@ def test_counts_are_summed_as_they_are_added():
         SpeculationCounts(num_wanting_steps=1, num_hit_steps=1),
         SpeculationCounts(num_spec_steps=2, num_draft_tokens=4, acceptance_histogram=(2,), num_wanting_steps=2),
     ]
-    assert SpeculationCounts.total(parts) == parts[0] + parts[1] + parts[2]
+    assert SpeculationCounts.total([*parts, parts[0]]) == SpeculationCounts(
+        num_spec_steps=4,
+        num_draft_tokens=10,
+        num_accepted_draft_tokens=4,
+        acceptance_histogram=(2, 0, 2),
+        num_wanting_steps=3,
+        num_hit_steps=1,
+    )
     assert SpeculationCounts.total([]) == SpeculationCounts()
 
 
