@@ -124,8 +124,11 @@ class Cluster:
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to one child. Raises: NotFoundError when it does not run."""
         with self._changed:
-            if not self._child(name).send_signal(number):
+            child = self._child(name)
+            if not child.send_signal(number):
                 raise NotFoundError(f"{name} is not running")
+            if number == signal.SIGKILL:
+                child.state = ChildState.STOPPING  # it serves no more, though its death is noticed a moment later
 
     def stop(self) -> dict[str, int]:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
