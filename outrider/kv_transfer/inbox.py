@@ -195,14 +195,12 @@ class TransferInbox:
         """A sender introduces itself. One at a time for each transfer."""
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
-        if self.was_committed(transfer_id):
-            return AttachState.ATTACHED  # to ask again for the commit's answer
         transfer = self._find(transfer_id)
-        if transfer is None:
-            return AttachState.UNKNOWN
+        if transfer is None:  # looked up first: it may be committed and closed meanwhile
+            return AttachState.ATTACHED if self.was_committed(transfer_id) else AttachState.UNKNOWN
         with transfer.changed:
             if transfer.state is TransferState.COMMITTED:
-                return AttachState.ATTACHED
+                return AttachState.ATTACHED  # to ask again for the commit's answer
             if transfer.state is not TransferState.OPEN:
                 return AttachState.UNKNOWN
             if transfer.is_attached:

@@ -47,6 +47,28 @@ def test_a_commit_is_idempotent_even_after_close_and_nothing_is_written_after_it
     assert len(peers.completed) == 1
 
 
+def test_who_asks_again_while_the_commit_is_made_is_not_unknown(peers, inbox, transfer):
+    spec, _ = transfer
+    frames = peers.frames(spec)
+    accept_all(inbox, frames)
+    lock = inbox._lock
+
+    class AfterTheFirstLook:
+        """The other stream's commit, and the owner's close, fall between two looks at the inbox."""
+
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_error):
+            inbox._lock = lock
+            lock.release()
+            assert inbox.commit(spec.transfer_id, peers.manifest(frames)).state is CommitState.COMMITTED
+            inbox.close(spec.transfer_id)
+
+    inbox._lock = AfterTheFirstLook()
+    assert inbox.attach(spec.transfer_id, spec.incarnation, connector="test") is AttachState.ATTACHED
+
+
 def test_a_manifest_of_other_frames_than_those_that_arrived_is_not_complete(peers, inbox, transfer):
     spec, _ = transfer
     frames = peers.frames(spec)
