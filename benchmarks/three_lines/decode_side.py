@@ -168,7 +168,7 @@ class LineNode:
                 case SampleTokens():
                     self._texts[event.sequence_group_id] += event.token_ids
                     self.passed.num_tokens += len(event.token_ids)
-                    self.passed.counts += event.speculation
+                    self.passed.counts = SpeculationCounts.total([self.passed.counts, event.speculation])
                 case SampleDone():
                     self._num_done += 1
                 case Rejected() | SequenceGroupFailed():
