@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_rank, reverse=hasattr(config, "workerinput"))  # stable: the order within a folder stays
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
     if not config.getoption("--full"):
-        left_out = _left_out_of_matrices(items) | {item for item in items if item.get_closest_marker("full")}
+        left_out = {item for item in items if item.get_closest_marker("full")}
+        left_out |= _left_out_of_matrices([item for item in items if item not in left_out])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
