@@ -188,10 +188,13 @@ class Node(DrivenNode):
         self.ingest.writing.clear()
         thread = threading.Thread(target=put, args=frame, kwargs=options)
         thread.start()
-        assert self.ingest.writing.wait(PATIENCE_SECONDS)
-        yield
-        self.ingest.gate.set()
-        thread.join(PATIENCE_SECONDS)
+        try:
+            assert self.ingest.writing.wait(PATIENCE_SECONDS)
+            yield
+        finally:
+            self.ingest.gate.set()
+            thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
 
 
 @pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])
