@@ -196,10 +196,10 @@ async def test_nobody_moves_while_every_node_is_late(pair):
         node.freeze()
     await pair.eventually(lambda: all(link.is_late for link in pair.service.nodes.decode_nodes))
     await asyncio.sleep(3 * HEDGE_RETRY_SECONDS)
+    assert pair.num_opened == num_opened
     for node in pair.decodes:
         node.thaw()
     assert len((await task).token_ids()) == LONG
-    assert pair.num_opened == num_opened
 
 
 async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
