@@ -93,6 +93,14 @@ def test_memory_is_counted_small_and_bounded():
     assert served.progress is Progress.CATCHING_UP
 
 
+@pytest.mark.parametrize(("text", "expected"), [([4, 5, 6, 4, 5], 6), ([6, 4, 6, 4], 6)], ids=["others", "shorter"])
+def test_a_sequence_whose_tokens_were_replaced_is_learnt_anew(text, expected):
+    proposer = NgramProposer()
+    proposer.propose([request_of([1, 2, 3, 1, 2], 1)])
+    (proposal,) = proposer.propose([request_of(text, 1)])
+    assert proposal.tree.token_ids == (expected,)
+
+
 @pytest.mark.parametrize("prompt_length", [0, 7, 90])
 def test_a_text_may_begin_before_or_behind_the_end_of_its_prompt(prompt_length):
     text = [1, 2, 3, 4, 5, 6, 1, 2]
