@@ -19,13 +19,15 @@ class ModelSpec:
     vocab_size: int  # rows of the output layer, padding included
     max_model_len: int  # tokens of prompt and answer
     dtype: str  # "float32", "bfloat16", "float16"
+    features: PlaneSpec | None = None  # kept of each token for a drafter head; see outrider.engine.features
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
         """The planes that one token's KV consists of, in the order in which they are pushed."""
-        return tuple(
+        keys_and_values = (
             PlaneSpec(name, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype) for name in ("k", "v")
         )
+        return (*keys_and_values, *(() if self.features is None else (self.features,)))
 
     @property
     def bytes_per_token(self) -> int:

@@ -11,6 +11,16 @@ from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 
 
+class Features(Protocol):
+    """The target's features of one sequence (see outrider.engine.features), which a head is fed with."""
+
+    def __len__(self) -> int:
+        """Tokens whose features are there, from the first on: at most all but the newest committed one."""
+
+    def read(self, start: int, end: int) -> Any:
+        """Those of tokens [start, end): a torch.Tensor [end - start, width] of the head's dtype, on its device."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:
     """One sequence that wants draft tokens. Never changed by a proposer.
@@ -25,6 +35,7 @@ class ProposalRequest:
     max_alternatives: int = 0  # paths beside the main one that a look-ahead may follow; 0: no look-ahead
     looks_ahead: bool = False  # the update is answered; branches ahead of the next one are wanted
     owner: int = 0  # the decode node; owners share the look-ahead equally
+    features: Features | None = None  # for a head; None where no target computes any
 
 
 class Progress(enum.Enum):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import Features
 from outrider.speculation.token_distribution import TokenDistribution
 
 
@@ -22,6 +23,8 @@ class PathRows:
     assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: and n - 1 runners-up
     wants_distribution: bool = False  # of the next token
+    features: Features | None = None  # of a head: of the committed tokens
+    states: tuple[object, ...] = ()  # of a head: its own hidden states, in place of features, for the last rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Decided:
 
     token_ids: tuple[int, ...]  # the winner of the race at the next position, then the winners without those before
     distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
+    state: object = None  # a head's own hidden state after the path
+    following: tuple[tuple[int, ...], ...] = ()  # of a parallel head: the same for the positions after it
 
 
 class DraftForward(Protocol):

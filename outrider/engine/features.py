@@ -1,0 +1,93 @@
+"""Features: what a drafter head is fed with, one vector for each token, made of the target's hidden states.
+
+At each position the target gives its residual stream after some layers ("taps"); the reduction makes one vector of
+them. It is kept in one more plane of the paged KV cache: the feature of token t lies in the slot of token t, so all in
+a block depends on the tokens of that block and before it.
+
+Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840) concatenates three taps and projects them; Medusa, MLPSpeculator, MTP
+and EAGLE take the last hidden state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from outrider.engine.kv_cache.planes import PlaneSpec
+
+FEATURE_PLANE_PREFIX = "feature-"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureReduction:
+    """How a head's feature is made of the target's hidden states. Belongs to the head, runs beside the target.
+
+    taps [num_rows, num_taps * hidden_size] → tap norms or norm, where there are any → projection → [num_rows, width].
+    """
+
+    taps: tuple[int, ...]  # numbers of layers after which the residual stream is read: 0 … num_layers, in head's order
+    hidden_size: int  # of the target
+    takes_final_norm: bool = False  # the tap after the last layer is read behind the target's final norm
+    epsilon: float = 1e-6  # of the norms
+    tap_norms: Tensor | None = None  # [num_taps, hidden_size]: each tap is RMS-normalised by itself
+    norm: Tensor | None = None  # [num_taps * hidden_size]: all of them are, as one vector
+    projection: Tensor | None = None  # [width, num_taps * hidden_size]; None: a single tap as it is
+    bias: Tensor | None = None  # [width]
+
+    @property
+    def width(self) -> int:
+        """Of a feature."""
+        return len(self.taps) * self.hidden_size if self.projection is None else self.projection.shape[0]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal: nodes whose reductions have the same one can use each other's features."""
+        digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
+        for name in ("tap_norms", "norm", "projection", "bias"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def plane(self, dtype: str) -> PlaneSpec:
+        """Where features are kept: one layer, one head. Its name says which reduction made them."""
+        name = FEATURE_PLANE_PREFIX + self.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
+        return PlaneSpec(name, num_layers=1, num_heads=1, head_dim=self.width, dtype=dtype)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
+        """The same with tensors there. The fingerprint stays that of the checkpoint's values."""
+        moved = FeatureReduction(
+            taps=self.taps,
+            hidden_size=self.hidden_size,
+            takes_final_norm=self.takes_final_norm,
+            epsilon=self.epsilon,
+            **{
+                name: None if tensor is None else tensor.to(device, dtype)
+                for name in ("tap_norms", "norm", "projection", "bias")
+                for tensor in (getattr(self, name),)
+            },
+        )
+        moved.__dict__["fingerprint"] = self.fingerprint
+        return moved
+
+    def __call__(self, taps: Tensor) -> Tensor:
+        """[num_rows, num_taps * hidden_size] → [num_rows, width], by torch."""
+        if self.tap_norms is not None:
+            split = taps.view(len(taps), len(self.taps), self.hidden_size)
+            taps = _rms_norm(split, self.tap_norms, self.epsilon).flatten(1)
+        if self.norm is not None:
+            taps = _rms_norm(taps, self.norm, self.epsilon)
+        if self.projection is None:
+            return taps
+        return torch.nn.functional.linear(taps, self.projection, self.bias)
+
+
+def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    values = rows.float()
+    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon)
+    return (weight.float() * values).to(rows.dtype)

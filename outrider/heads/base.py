@@ -1,0 +1,64 @@
+"""The interface between a head and its proposer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outrider.engine.features import FeatureReduction
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""attend(layer, query, key, value, scaling): writes the rows' keys and values to the head's paged cache and attends
+causally over it. query [num_rows, num_heads, head_dim], key and value [num_rows, num_kv_heads, head_dim], rotated
+→ [num_rows, num_heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """What a proposer needs to know of a head."""
+
+    form: str  # "eagle3"
+    name: str  # of its folder
+    fingerprint: str  # SHA-256 in hexadecimal of its configuration and weights
+    num_layers: int  # that keep keys and values; 0: the head keeps none
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    width: int  # of its own hidden state, which takes the place of a feature that is not there yet
+    vocab_size: int  # of the target
+    max_model_len: int  # tokens
+    dtype: str
+    max_depth: int | None = None  # tokens that it can draft after the last true feature; None: any number
+    num_parallel: int = 1  # tokens decided in one forward; more than 1: after true features only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadRows:
+    """One forward's rows, of all sequences end to end.
+
+    The row of position p pairs token p + 1 with the feature of token p; the first token of a text has none.
+    """
+
+    token_ids: Tensor  # [num_rows] int64
+    features: Tensor  # [num_rows, width]: the target's, or the head's own hidden state of the row before
+    depths: Tensor  # [num_rows] int64: 0 where the feature is true, else how many rows after the last true one
+    positions: Tensor  # [num_rows] int64: of the feature
+
+
+class HeadModel(ABC):
+    """A loaded head. One owner thread."""
+
+    spec: HeadSpec
+    reduction: FeatureReduction
+    target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: they are the same
+
+    @abstractmethod
+    def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
+        """Own hidden states after each row: [num_rows, width]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
+        """[n, width], [n] int64 → [n, draft_vocab_size] float32: of the token after the one that each row was fed."""

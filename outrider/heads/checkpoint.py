@@ -1,0 +1,123 @@
+"""The files of a head, and those of its target as far as a head needs them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from outrider.errors import ConfigError, ModelError
+from outrider.model_hub.vocabulary import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with config.json and safetensors, which are mapped: what is not read takes no memory."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    _files: dict[str, Any] = field(repr=False)  # by tensor name: the open file that has it
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Raises: ModelError for a folder without them, or with damaged ones."""
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} has no config.json")
+        files: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt")
+                files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+            except (OSError, ValueError, RuntimeError) as error:
+                raise ModelError(f"{path} cannot be read: {error}") from error
+        return cls(folder, read_json(folder / "config.json"), files)
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor of this name. Raises: ModelError when there is none, or of another shape."""
+        if name not in self._files:
+            raise ModelError(f"{self.folder} has no tensor {name}")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.folder}: {name} is {tuple(tensor.shape)}, not {shape}")
+        return tensor
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 in hexadecimal of the configuration and the weight files."""
+        digest = hashlib.sha256()
+        for path in (self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a head drafts for: its checkpoint, of which only what a head shares is read."""
+
+    checkpoint: Checkpoint
+
+    @classmethod
+    def open(cls, folder: Path) -> Target:
+        """Raises: ModelError."""
+        return cls(Checkpoint.open(folder))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the text model, where the checkpoint has several."""
+        return self.checkpoint.config.get("text_config") or self.checkpoint.config
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config["hidden_size"])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config["vocab_size"])
+
+    def embedding(self) -> Tensor:
+        """[vocab_size, hidden_size]. Raises: ModelError for a checkpoint that keeps it under no known name."""
+        return self._first("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
+
+    def output_layer(self) -> Tensor:
+        """[vocab_size, hidden_size]; the embedding where they are tied."""
+        if "lm_head.weight" in self.checkpoint.tensor_names:
+            return self.checkpoint.tensor("lm_head.weight")
+        return self.embedding()
+
+    def final_norm(self) -> Tensor:
+        """[hidden_size]."""
+        return self._first("model.norm.weight", "norm.weight")
+
+    def _first(self, *names: str) -> Tensor:
+        for name in names:
+            if name in self.checkpoint.tensor_names:
+                return self.checkpoint.tensor(name)
+        raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
+
+
+def refuse(folder: Path, name: str, value: object, allowed: str) -> ConfigError:
+    """The error for a field of a head's configuration that is not supported."""
+    return ConfigError(f"head {folder}: {name} is {value!r}; supported: {allowed}")
+
+
+def check_fits(folder: Path, **pairs: tuple[int, int]) -> None:
+    """Compares (of the head, of the target) by name. Raises: ConfigError that names all that differ."""
+    wrong = [
+        f"{name} {head} of the head, {target} of the target" for name, (head, target) in pairs.items() if head != target
+    ]
+    if wrong:
+        raise ConfigError(f"head {folder} was made for another target: {'; '.join(wrong)}")

@@ -1,0 +1,36 @@
+"""READ FIRST: how a head gets from its folder to its proposer, and its reduction to the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from outrider.engine.features import FeatureReduction
+from outrider.errors import ConfigError
+from outrider.heads.base import HeadModel
+from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.heads.form import HeadForm
+from outrider.heads.forms import FORMS
+
+
+def open_head(folder: Path, target: Target, device: torch.device, dtype: torch.dtype) -> HeadModel:
+    """The head of this folder, for that target. Raises: ConfigError for one that does not fit or is not supported."""
+    checkpoint = Checkpoint.open(folder)
+    return form_of(checkpoint).open(checkpoint, target, device, dtype)
+
+
+def read_reduction(folder: Path, target: Target) -> FeatureReduction:
+    """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
+    checkpoint = Checkpoint.open(folder)
+    return form_of(checkpoint).reduction(checkpoint, target)
+
+
+def form_of(checkpoint: Checkpoint) -> HeadForm:
+    """Raises: ConfigError for a configuration of no known form."""
+    for form in FORMS:
+        if form.is_form_of(checkpoint.config):
+            return form
+    kind = checkpoint.config.get("speculators_model_type") or checkpoint.config.get("architectures")
+    names = ", ".join(form.name for form in FORMS)
+    raise ConfigError(f"head {checkpoint.folder} is of no known form ({kind}); known are {names}")
