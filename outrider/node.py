@@ -27,6 +27,27 @@ class NodeState(enum.Enum):
     LOST = 4
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureFormat:
+    """Features of a target's tokens, as they are sent to a drafter head; fields as in `FeatureFormat` of node.proto."""
+
+    fingerprint: str  # of the reduction (see outrider.engine.features)
+    width: int
+    dtype: str
+    taps: tuple[int, ...] = ()
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.width * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        taps = ", ".join(map(str, self.taps))
+        return f"{self.fingerprint[:16]} ({self.width} numbers of {self.dtype}, taps {taps})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """The served model; fields as in `ModelInfo` of node.proto."""
@@ -42,6 +63,7 @@ class ModelInfo:
     proposer: str = ""
     num_speculative_tokens: int = 0
     numerics: str = ""
+    features: FeatureFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ class ProtocolVersions:
         return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
 
 
-SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=3)
-"""What this build speaks. 3: a request's options are one message; the Open of version 2 is not understood."""
+SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=4)
+"""What this build speaks. 4: features go along with what is committed, to draft nodes that say that they need them."""
 
 
 def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.node import FeatureFormat
 
 FEATURE_PLANE_PREFIX = "feature-"
 
@@ -58,6 +59,10 @@ class FeatureReduction:
         """Where features are kept: one layer, one head. Its name says which reduction made them."""
         name = FEATURE_PLANE_PREFIX + self.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
         return PlaneSpec(name, num_layers=1, num_heads=1, head_dim=self.width, dtype=dtype)
+
+    def format(self, dtype: str) -> FeatureFormat:
+        """As nodes tell each other."""
+        return FeatureFormat(fingerprint=self.fingerprint, width=self.width, dtype=dtype, taps=self.taps)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
         """The same with tensors there. The fingerprint stays that of the checkpoint's values."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.errors import MismatchError
-from outrider.node import NodeInfo
+from outrider.node import FeatureFormat, NodeInfo
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions, negotiate
 from outrider.request import RequestOptions, VerificationMethod
 from outrider.speculation.draft_tree import DraftTree
@@ -36,6 +36,9 @@ NUM_EXTRA_TOKENS = 8
 MAX_SIBLINGS = 8
 """Tokens beside the likeliest path of a branch, where the decode node takes trees."""
 
+MAX_FEATURE_BYTES_PER_MESSAGE = 1 << 20
+"""In all updates of a message: a millisecond of a fast network, for which other sequences' news wait."""
+
 
 def most_tokens_offered(num_wanted: int, *, takes_trees: bool = False) -> int:
     """The longest branch that may answer `num_wanted`: some more, for re-basing."""
@@ -53,6 +56,7 @@ class DraftHello:
     vocabulary_fingerprint: str
     max_model_len: int
     protocol_versions: ProtocolVersions = SUPPORTED_VERSIONS
+    features: FeatureFormat | None = None  # of its tokens; None: it computes none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,8 @@ class SequenceUpdate(NamedTuple):
     prefix_hash: int = 0
     num_wanted: int = 0
     closed: bool = False
+    feature_start: int = 0  # those of the tokens before were acknowledged
+    features: bytes = b""  # of tokens from there on, in the hello's format; they end before the newest token
 
 
 class DraftStatus(enum.Enum):
@@ -107,10 +113,11 @@ class SequenceProposals(NamedTuple):
     status: DraftStatus
     acked_length: int = 0
     branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
+    acked_features: int = 0  # of the first tokens: features that are held
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:
-    """Raises: MismatchError that names both sides, when versions do not overlap or vocabularies differ."""
+    """Raises: MismatchError that names both sides, when versions do not overlap, or vocabularies or features differ."""
     negotiate(
         hello.protocol_versions,
         info.protocol_versions,
@@ -124,4 +131,11 @@ def check_fits(hello: DraftHello, info: NodeInfo) -> None:
             f"draft node {info.name} has vocabulary {draft_vocabulary[:16]}: a draft model needs the tokenizer of the "
             "target model (the same string for every id)",
             reason="VOCABULARY_MISMATCH",
+        )
+    needed = None if info.model is None else info.model.features
+    if needed is not None and needed != hello.features:
+        raise MismatchError(
+            f"draft node {info.name} has a head for features {needed}, decode node {hello.name} computes "
+            f"{hello.features or 'none'}: prefill and decode nodes need model.head with the same reduction",
+            reason="FEATURE_MISMATCH",
         )

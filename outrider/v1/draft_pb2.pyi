@@ -36,7 +36,7 @@ class DraftUpdate(_message.Message):
     def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., step_microseconds: _Optional[int] = ...) -> None: ...
 
 class DraftHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len", "oldest_protocol_version")
+    __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len", "oldest_protocol_version", "features")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class DraftHello(_message.Message):
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: bytes
     name: str
@@ -51,10 +52,11 @@ class DraftHello(_message.Message):
     vocabulary_fingerprint: str
     max_model_len: int
     oldest_protocol_version: int
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
+    features: _node_pb2.FeatureFormat
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., features: _Optional[_Union[_node_pb2.FeatureFormat, _Mapping]] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed")
+    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed", "feature_start", "features")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     START_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +65,8 @@ class SequenceUpdate(_message.Message):
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     NUM_WANTED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_START_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     start: SequenceStart
     start_length: int
@@ -71,7 +75,9 @@ class SequenceUpdate(_message.Message):
     prefix_hash: int
     num_wanted: int
     closed: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ...) -> None: ...
+    feature_start: int
+    features: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ..., feature_start: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("sample", "options", "prompt_length", "takes_trees")
@@ -94,16 +100,18 @@ class DraftProposals(_message.Message):
     def __init__(self, hello: _Optional[_Union[_node_pb2.NodeInfo, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceProposals, _Mapping]]] = ...) -> None: ...
 
 class SequenceProposals(_message.Message):
-    __slots__ = ("sequence_id", "acked_length", "branches", "status")
+    __slots__ = ("sequence_id", "acked_length", "acked_features", "branches", "status")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ACKED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FEATURES_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     acked_length: int
+    acked_features: int
     branches: _containers.RepeatedCompositeFieldContainer[Branch]
     status: DraftStatus
-    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., acked_length: _Optional[int] = ..., acked_features: _Optional[int] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., status: _Optional[_Union[DraftStatus, str]] = ...) -> None: ...
 
 class Branch(_message.Message):
     __slots__ = ("length", "prefix_hash", "token_ids", "probability", "distributions", "parents")

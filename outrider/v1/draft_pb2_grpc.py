@@ -46,7 +46,8 @@ class DraftServiceServicer(object):
 
     def Draft(self, request_iterator, context):
         """First message on each side is its hello. FAILED_PRECONDITION names both
-        sides when protocol versions do not overlap or the vocabulary differs.
+        sides when protocol versions do not overlap, or the vocabulary or the
+        features that a head needs differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,7 +32,7 @@ class NodeInfo(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., role: _Optional[_Union[_router_pb2.NodeRole, str]] = ..., state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., version: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics")
+    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class ModelInfo(_message.Message):
     PROPOSER_FIELD_NUMBER: _ClassVar[int]
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     vocab_size: int
@@ -55,7 +56,20 @@ class ModelInfo(_message.Message):
     proposer: str
     num_speculative_tokens: int
     numerics: str
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
+    features: FeatureFormat
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ...) -> None: ...
+
+class FeatureFormat(_message.Message):
+    __slots__ = ("fingerprint", "width", "dtype", "taps")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TAPS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: str
+    width: int
+    dtype: str
+    taps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, fingerprint: _Optional[str] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., taps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
     __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt")

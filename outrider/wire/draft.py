@@ -17,7 +17,7 @@ from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenD
 from outrider.v1 import draft_pb2
 from outrider.wire.enums import EnumTable
 from outrider.wire.fields import Fields
-from outrider.wire.node import versions_from_proto, versions_to_proto
+from outrider.wire.node import FEATURES, versions_from_proto, versions_to_proto
 from outrider.wire.request import OPTIONS
 
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
@@ -33,6 +33,7 @@ _HELLO = Fields(
     DraftHello,
     draft_pb2.DraftHello,
     elsewhere=("protocol_versions", "protocol_version", "oldest_protocol_version"),
+    features=FEATURES,
 )
 _START = Fields(SequenceStart, draft_pb2.SequenceStart, options=OPTIONS)
 
@@ -60,6 +61,8 @@ def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) 
             length=update.length,
             prefix_hash=update.prefix_hash,
             num_wanted=update.num_wanted,
+            feature_start=update.feature_start,
+            features=update.features,
         )
         if update.start is not None:
             added.start.CopyFrom(_START.to_proto(update.start))
@@ -76,6 +79,8 @@ def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
         prefix_hash=proto.prefix_hash,
         num_wanted=proto.num_wanted,
         closed=proto.closed,
+        feature_start=proto.feature_start,
+        features=proto.features,
     )
 
 
@@ -83,6 +88,7 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
     return draft_pb2.SequenceProposals(
         sequence_id=proposals.sequence_id,
         acked_length=proposals.acked_length,
+        acked_features=proposals.acked_features,
         branches=[
             draft_pb2.Branch(
                 length=branch.length,
@@ -111,6 +117,7 @@ def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposal
         DRAFT_STATUSES.from_proto(proto.status),
         proto.acked_length,
         tuple(map(_tree_from, proto.branches[: MAX_BRANCHES_PER_SEQUENCE + 1])),
+        proto.acked_features,
     )
 
 

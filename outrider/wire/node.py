@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport
+from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeLoad, NodeReport
 from outrider.protocol_versions import ProtocolVersions
 from outrider.v1 import draft_pb2, node_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
 from outrider.wire.fields import Fields
+
+FEATURES = Fields(FeatureFormat, node_pb2.FeatureFormat)
 
 _INFO = Fields(
     NodeInfo,
@@ -14,7 +16,7 @@ _INFO = Fields(
     elsewhere=("protocol_versions", "protocol_version", "oldest_protocol_version"),
     role=NODE_ROLES,
     state=NODE_STATES,
-    model=Fields(ModelInfo, node_pb2.ModelInfo),
+    model=Fields(ModelInfo, node_pb2.ModelInfo, features=FEATURES),
 )
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.node import FeatureFormat
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 
 
 def hello_of(
-    *, name: str = "decode", vocab_size: int = 100, vocabulary_fingerprint: str = "", max_model_len: int = 4096
+    *,
+    name: str = "decode",
+    vocab_size: int = 100,
+    vocabulary_fingerprint: str = "",
+    max_model_len: int = 4096,
+    features: FeatureFormat | None = None,
 ) -> DraftHello:
     return DraftHello(
         incarnation=bytes(16),
@@ -19,6 +25,7 @@ def hello_of(
         vocab_size=vocab_size,
         vocabulary_fingerprint=vocabulary_fingerprint,
         max_model_len=max_model_len,
+        features=features,
     )
 
 

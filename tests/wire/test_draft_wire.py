@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from outrider.node import FeatureFormat
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
@@ -41,8 +42,9 @@ START = SequenceStart(
         ),
         SequenceUpdate(sequence_id=1, start_length=3, token_ids=(4,), length=4, prefix_hash=0),
         SequenceUpdate(sequence_id=1, closed=True),
+        SequenceUpdate(sequence_id=1, start_length=9, length=9, feature_start=4, features=bytes(range(32))),
     ],
-    ids=["first", "later", "closed"],
+    ids=["first", "later", "closed", "features"],
 )
 def test_an_update_survives_the_wire(update):
     data = updates_to_proto([update], step_seconds=0.5).SerializeToString()
@@ -64,7 +66,7 @@ def test_an_update_survives_the_wire(update):
                 DraftTree(8, 0, (3,), distributions=(TokenDistribution((3, 2**32 - 1), (0.75, 0.25)),)),
             ),
         ),
-        SequenceProposals(sequence_id=1, status=DraftStatus.CATCHING_UP, acked_length=9),
+        SequenceProposals(sequence_id=1, status=DraftStatus.CATCHING_UP, acked_length=9, acked_features=7),
         SequenceProposals(sequence_id=1, status=DraftStatus.UNKNOWN_PREFIX),
     ],
     ids=["branches", "catching_up", "unknown_prefix"],
@@ -74,13 +76,17 @@ def test_proposals_survive_the_wire(proposals):
     assert proposals_from_proto(draft_pb2.SequenceProposals.FromString(data)) == proposals
 
 
-def test_a_hello_survives_the_wire():
+@pytest.mark.parametrize(
+    "features", [None, FeatureFormat(fingerprint="cd", width=576, dtype="bfloat16", taps=(2, 15, 28))]
+)
+def test_a_hello_survives_the_wire(features):
     hello = DraftHello(
         incarnation=bytes(range(16)),
         name="decode@1.2.3.4:5",
         vocab_size=49152,
         vocabulary_fingerprint="ab",
         max_model_len=8192,
+        features=features,
     )
     assert hello_from_proto(draft_pb2.DraftHello.FromString(hello_to_proto(hello).SerializeToString())) == hello
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from outrider.node import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

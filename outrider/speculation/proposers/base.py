@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 
@@ -88,6 +89,7 @@ class ProposerInfo:
     vocabulary_fingerprint: str = ""  # of the ids it proposes; empty: works on any vocabulary
     num_extra_tokens: int = NUM_EXTRA_TOKENS  # offered beyond what is wanted: the rest serves the next step
     can_look_ahead: bool = False  # drafting while the target verifies gains something
+    features: FeatureFormat | None = None  # of the target, that a head needs; None: no features are needed
     memory_bytes: int = 0  # the most that it holds of its sequences, besides a model's weights
     description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty without a model
 

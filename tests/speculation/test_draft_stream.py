@@ -1,0 +1,68 @@
+"""Which decode nodes and draft nodes fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.errors import MismatchError
+from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeRole, NodeState
+from outrider.speculation.draft_stream import check_fits
+from tests.support.draft_messages import hello_of
+
+FEATURES = FeatureFormat(fingerprint="ab" * 32, width=576, dtype="float32", taps=(2, 15, 28))
+
+
+def draft_node(features: FeatureFormat | None, vocabulary_fingerprint="") -> NodeInfo:
+    model = ModelInfo(
+        name="head",
+        vocab_size=0,
+        max_model_len=0,
+        eos_token_ids=(),
+        dtype="",
+        fingerprint="",
+        vocabulary_fingerprint=vocabulary_fingerprint,
+        features=features,
+    )
+    return NodeInfo(
+        incarnation=bytes(16),
+        name="draft@1",
+        role=NodeRole.DRAFT,
+        state=NodeState.SERVING,
+        version="",
+        model=model,
+    )
+
+
+@pytest.mark.parametrize("computed", [None, FEATURES])
+def test_a_draft_node_that_needs_no_features_fits_whatever_is_computed(computed):
+    check_fits(hello_of(features=computed), draft_node(None))
+
+
+def test_a_head_fits_where_its_features_are_computed():
+    check_fits(hello_of(features=FEATURES), draft_node(FEATURES))
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        None,
+        replace(FEATURES, fingerprint="cd" * 32),
+        replace(FEATURES, width=960),
+        replace(FEATURES, dtype="bfloat16"),
+        replace(FEATURES, taps=(2, 15, 27)),
+    ],
+    ids=["none", "fingerprint", "width", "dtype", "taps"],
+)
+def test_a_head_of_other_features_is_refused_and_both_sides_are_named(computed):
+    with pytest.raises(MismatchError) as caught:
+        check_fits(hello_of(name="decode@2", features=computed), draft_node(FEATURES))
+    assert caught.value.reason == "FEATURE_MISMATCH"
+    for named in ("draft@1", "decode@2", str(FEATURES), str(computed or "none")):
+        assert named in caught.value.message
+
+
+def test_another_vocabulary_is_refused():
+    with pytest.raises(MismatchError, match="vocabulary"):
+        check_fits(hello_of(vocabulary_fingerprint="a"), draft_node(None, "b"))
