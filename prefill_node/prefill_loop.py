@@ -2,8 +2,9 @@
 
 A job computes the part of a prompt that is not in the prefix cache, in chunks that share forward
 passes with other jobs. It offers KV to its push one group of layers at a time, while the forward
-pass computes later layers. The push gathers and sends the KV meanwhile, and commits when all of it
-has been sent. There are no logits: the decode node samples every token.
+pass computes later layers; a drafter head's features follow at the end of the pass. The push gathers
+and sends the KV meanwhile, and commits when all of it has been sent. There are no logits: the decode
+node samples every token.
 """
 
 from __future__ import annotations
@@ -249,6 +250,7 @@ class PrefillLoop:
             task.num_cached_tokens = sequence.num_cached_tokens
             push = task.push or self._start_push(task)
             push.offer(range(self._layers.num_layers), 0, sequence.num_computed)
+            push.offer_features(0, sequence.num_computed)
             self.prompt_tokens.set_outstanding(sequence.key, sequence.num_uncomputed)
             if sequence.num_uncomputed == 0:
                 self._end_compute(task)
@@ -341,7 +343,10 @@ class PrefillLoop:
         for item in plan.scheduled:
             sequence, task = item.sequence, self._tasks[item.sequence.key]
             assert sequence.kv is not None
-            sequence.kv.advance(sequence.num_computed + item.num_rows)
+            assert task.push is not None
+            end = sequence.num_computed + item.num_rows
+            task.push.offer_features(sequence.num_computed, end)
+            sequence.kv.advance(end)
             if not task.num_read_tokens:  # the prefix cache holds what this node has computed itself
                 sequence.kv.publish(sequence.token_ids)
             task.num_computed_tokens += item.num_rows

@@ -31,6 +31,7 @@ log = get_logger("prefill_node")
 class _Available:
     """KV of these layers and tokens is in the cache and will not change."""
 
+    planes: tuple[PlaneSpec, ...]  # that have these layers
     layers: range
     start_token: int
     end_token: int
@@ -63,6 +64,8 @@ class KvPush:
         self._kv_cache = kv_cache
         self._address = address
         self._spec = spec
+        self._layered = tuple(plane for plane in spec.planes if not plane.is_feature)
+        self._features = tuple(plane for plane in spec.planes if plane.is_feature)
         self._blocks = ReservedBlocks(kv_cache, block_ids)
         self._read_from = read_from
         self._on_read = on_read
@@ -80,10 +83,21 @@ class KvPush:
         self._thread.start()
 
     def offer(self, layers: range, start_token: int, end_token: int) -> None:
-        """KV of these is in the cache, or a GPU has been asked for it. What the transfer does not want is left out."""
+        """Keys and values of these are in the cache, or a GPU has been asked for them.
+
+        What the transfer does not want is left out.
+        """
+        self._offer(self._layered, layers, start_token, end_token)
+
+    def offer_features(self, start_token: int, end_token: int) -> None:
+        """As `offer`, of what a forward writes at its end."""
+        if self._features:
+            self._offer(self._features, range(1), start_token, end_token)
+
+    def _offer(self, planes: tuple[PlaneSpec, ...], layers: range, start_token: int, end_token: int) -> None:
         start_token = max(start_token, self._spec.start_token)
         if start_token < end_token:
-            self._items.put(_Available(layers, start_token, end_token, self._kv_cache.fence()))
+            self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
         """Everything has been offered: commit."""
@@ -125,7 +139,10 @@ class KvPush:
 
     def _has_read_held(self, sender: Sender, start_token: int) -> bool:
         """False: not all of it came, and whatever did counts for nothing."""
-        regions = self._cut(sender, range(self._spec.planes[0].num_layers), start_token, self._spec.start_token)
+        regions = itertools.chain.from_iterable(
+            self._cut(sender, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
+            for plane in self._spec.planes
+        )
         try:
             sender.read(regions, self._blocks)
         except Exception as error:  # noqa: BLE001 everything is computed instead
@@ -166,32 +183,37 @@ class KvPush:
             yield item
 
     def _send(self, sender: Sender, item: _Available) -> None:
-        for region in self._cut(sender, item.layers, item.start_token, item.end_token):
+        for region in self._cut(sender, item.planes, item.layers, item.start_token, item.end_token):
             payload = self._blocks.read(region, item.written)
             if self._first_frame_at is None:
                 self._first_frame_at = time.monotonic()
             fault_point("prefill.frame")
             sender.put(region, payload)
 
-    def _cut(self, sender: Sender, layers: range, start_token: int, end_token: int) -> Iterator[Region]:
-        """All planes of these, as frames."""
-        for plane, heads in itertools.product(self._spec.planes, self._kv_cache.head_ranges):
-            yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=sender.max_frame_bytes)
+    def _cut(
+        self, sender: Sender, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
+    ) -> Iterator[Region]:
+        """These planes of the layers and tokens, as frames."""
+        largest = sender.max_frame_bytes
+        for plane in planes:
+            for heads in self._kv_cache.head_ranges(plane.name):
+                yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=largest)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Which layers of a chunk are pushed together: as many as fill a frame."""
+    """Which layers of a chunk are pushed together: as many as fill a frame. Features, of one layer, follow them."""
 
     num_layers: int
     group_size: int
 
     @classmethod
     def of(cls, planes: Sequence[PlaneSpec], *, num_tokens: int, frame_bytes: int) -> LayerGroups:
-        """Groups for chunks of `num_tokens` tokens. All planes have the same layers."""
-        num_layers = planes[0].num_layers
-        assert all(plane.num_layers == num_layers for plane in planes)
-        largest = max(plane.bytes_per_token_per_layer for plane in planes)
+        """Groups for chunks of `num_tokens` tokens. All planes but features have the same layers."""
+        layered = [plane for plane in planes if not plane.is_feature]
+        num_layers = layered[0].num_layers
+        assert all(plane.num_layers == num_layers for plane in layered)
+        largest = max(plane.bytes_per_token_per_layer for plane in layered)
         return cls(num_layers, min(max(frame_bytes // (largest * num_tokens), 1), num_layers))
 
     def ending_at(self, layer: int) -> range | None:

@@ -17,10 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.planes import FEATURE_PLANE_PREFIX, PlaneSpec
 from outrider.node import FeatureFormat
-
-FEATURE_PLANE_PREFIX = "feature-"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

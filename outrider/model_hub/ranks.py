@@ -93,12 +93,16 @@ def open_ranks(
 
 
 def _num_blocks(shard: Shard, kv_cache: KVCacheConfig, frees: Sequence[int]) -> int:
-    """In the cache of each rank: settings are of the whole model's. Ranks on a CPU share its memory."""
-    device = shard.model.device.type
+    """In the cache of each rank: settings are of the whole model's. Ranks on a CPU share its memory.
+
+    On GPUs rank 0, which has its heads and all features, needs most.
+    """
+    device, own = shard.model.device.type, shard.model.spec
+    whole = whole_spec(own, len(frees))
     return PagedKVCache.num_blocks_for(
-        whole_spec(shard.model.spec, len(frees)),
+        whole,
         kv_cache,
-        free_bytes=min(frees) * (1 if device == "cpu" else len(frees)),
+        free_bytes=min(frees) if device == "cpu" else min(frees) * whole.bytes_per_token // own.bytes_per_token,
         default_fraction=DEFAULT_FRACTIONS[device],
     )
 

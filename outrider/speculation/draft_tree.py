@@ -33,6 +33,7 @@ class DraftTree:
     probability: float = 1.0  # the proposer's estimate that the text begins with those first tokens
     distributions: tuple[TokenDistribution, ...] = ()  # what each token was drawn from; empty: each was certain
     parents: tuple[int, ...] = ()  # of each token the index of its parent, or ROOT; empty: a chain
+    grade: int = 0  # the proposer's own measure of the draft, one of few: acceptance counts for each grade by itself
 
     def __len__(self) -> int:
         """Tokens proposed."""
@@ -71,6 +72,7 @@ class DraftTree:
             self.source,
             self.probability,
             self.distributions[:num_tokens],
+            grade=self.grade,
         )
 
     def depth_first(self) -> DraftTree:
@@ -123,6 +125,7 @@ class DraftTree:
             self.token_ids[num_since:],
             self.source,
             distributions=self.distributions[num_since:],
+            grade=self.grade,
         )
 
     def _below(self, path: Sequence[int]) -> DraftTree | None:

@@ -25,6 +25,7 @@ class Prediction:
 
     token_id: int
     share: float  # (0, 1]
+    context_size: int  # of `CONTEXT_SIZES`: what it followed
 
 
 class SuffixIndex:
@@ -79,21 +80,17 @@ class SuffixIndex:
 
         At most so many; empty when nothing is known.
         """
-        known = self._known(text, salt)
-        if not isinstance(known, dict):
-            return [] if known is None else [Prediction(known % ONCE_MORE, 1.0)]
-        num_all = sum(known.values())
-        best = nlargest(most, reversed(known), key=known.__getitem__)
-        return [Prediction(token_id, known[token_id] / num_all) for token_id in best]
-
-    def _known(self, text: Sequence[int], salt: bytes) -> int | _Followers | None:
-        """What followed the longest known ending of `text`."""
         for size in CONTEXT_SIZES:
-            if size <= len(text):
-                known = self._followers.get(_key(salt, text, len(text), size))
-                if known is not None:
-                    return known
-        return None
+            if size > len(text):
+                continue
+            known = self._followers.get(_key(salt, text, len(text), size))
+            if isinstance(known, dict):
+                num_all = sum(known.values())
+                best = nlargest(most, reversed(known), key=known.__getitem__)
+                return [Prediction(token_id, known[token_id] / num_all, size) for token_id in best]
+            if known is not None:
+                return [Prediction(known % ONCE_MORE, 1.0, size)]
+        return []
 
     def _contexts(self, text: Sequence[int], start: int, end: int, salt: bytes) -> Iterator[tuple[int, int]]:
         """(key of a context, the token that followed it) for each token of `text[start:end]` and each size."""

@@ -163,8 +163,7 @@ class Node(DrivenNode):
         sender = InMemoryConnector({"decode:1": self.ingest.inbox}).connect("decode:1", spec)
         source = ScriptedEngine.create(num_blocks=64).kv_cache
         for slot, token_id in enumerate(prompt):
-            for layer in range(source.num_layers):
-                source.write_token(layer, slot, token_id=token_id, position=slot)
+            source.write_whole_token(slot, token_id=token_id, position=slot)
         for plane in spec.planes:
             layers = range(plane.num_layers)
             payload = source.read(plane.name, layers, range(spec.start_token, until or spec.end_token))

@@ -43,7 +43,7 @@ class ScriptedForward:
         self.model = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER)
         self.pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
         self.calls: list[tuple[float, int]] = []  # when each forward began, and its rows
-        self._cache = ScriptedKVCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_layers=1)
+        self._cache = ScriptedKVCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_layers=1, features=None)
         self._clock = clock
         self._forward_seconds = forward_seconds
 

@@ -12,7 +12,11 @@ SPEC = TransferSpec(
     incarnation=b"i" * 16,
     start_token=2,
     end_token=12,
-    planes=(PlaneSpec("k", 3, 4, 1, "float32"), PlaneSpec("v", 2, 4, 1, "float32")),
+    planes=(
+        PlaneSpec("k", 3, 4, 1, "float32"),
+        PlaneSpec("v", 2, 4, 1, "float32"),
+        PlaneSpec("feature-0", 1, 1, 8, "float32"),
+    ),
 )
 CUTS = ([(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(1, 3)])
 """Of heads, by different senders."""
@@ -25,7 +29,7 @@ def ranges(start, end):
 @st.composite
 def regions(draw, cut):
     plane = draw(st.sampled_from(SPEC.planes))
-    heads = range(*draw(st.sampled_from(cut)))
+    heads = range(1) if plane.is_feature else range(*draw(st.sampled_from(cut)))  # features are in one place
     return Region.of(plane.name, draw(ranges(0, plane.num_layers)), draw(ranges(2, 12)), heads)
 
 
@@ -53,7 +57,7 @@ def test_gaps_are_exactly_the_cells_that_did_not_arrive(wanted):
         for plane in SPEC.planes
         for layer in range(plane.num_layers)
         for token in range(2, 12)
-        for head in range(4)
+        for head in range(plane.num_heads)
     }
     assert coverage.complete_until() == min((token for _, _, token, _ in everything - arrived), default=12)
     missing = coverage.missing()

@@ -18,7 +18,7 @@ from outrider.request import RequestOptions, SamplingParams
 from prefill_node.jobs import PrefillJob, Stop
 from prefill_node.prefill_loop import PrefillLoop
 from tests.support.fake_engine import ScriptedEngine
-from tests.support.fake_kv_cache import ScriptedKVCache
+from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
 from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.waiting import PATIENCE_SECONDS
 
@@ -74,8 +74,7 @@ class DecodeSide:
             planes=self.cache.planes,
         )
         for slot, token_id in zip(slots_of(blocks, held, BLOCK_SIZE).tolist(), token_ids, strict=False):
-            for layer in range(self.cache.num_layers):
-                self.cache.write_token(layer, slot, token_id=token_id, position=list(token_ids).index(token_id))
+            self.cache.write_whole_token(slot, token_id=token_id, position=list(token_ids).index(token_id))
         self.inbox.open(spec, BlockSink(self, blocks))
         return spec.transfer_id, blocks
 
@@ -120,8 +119,18 @@ def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_
 class Rig:
     """A prefill loop on a scripted engine, in its thread, and the decode sides that it pushes to."""
 
-    def __init__(self, *, num_blocks=64, max_running=8, max_rows_per_step=8, frame_bytes=4096, connector=None, **turns):
-        self.engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    def __init__(
+        self,
+        *,
+        num_blocks=64,
+        max_running=8,
+        max_rows_per_step=8,
+        frame_bytes=4096,
+        connector=None,
+        features=FEATURES,
+        **turns,
+    ):
+        self.engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
         self.decode = DecodeSide(ADDRESS)
         self.other_decode = DecodeSide(OTHER_ADDRESS)
         self.ended = {}

@@ -10,8 +10,11 @@ from outrider.errors import AbortedError, PeerLostError
 from outrider.prefill import PrefillFigures
 from prefill_node.jobs import CancelJob, Stop
 from prefill_node.push import LayerGroups, cut_frames
+from tests.support.fake_kv_cache import FEATURES
 from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.waiting import wait_for
+
+OTHER_FEATURES = PlaneSpec("feature-other", 1, 1, 1, "float32")
 
 
 def prompt(length, *, first=100):
@@ -24,7 +27,7 @@ def test_a_prompt_arrives_whole_on_the_decode_node(rig):
     assert rig.decode.cache.context(blocks, 37) == tokens
     assert (result.num_cached_tokens, result.num_computed_tokens) == (0, 37)
     assert result.connector == "in_memory"
-    assert result.kv_bytes == 37 * 2 * 2 * 4  # tokens × planes × layers × float32
+    assert result.kv_bytes == 37 * (2 * 2 + 1) * 4  # tokens × (planes × layers + features) × float32
     assert result.compute_seconds > 0
     assert result.transfer_seconds > 0
     assert 0 <= result.exposed_seconds <= result.transfer_seconds
@@ -98,7 +101,7 @@ def test_of_what_is_computed_or_cached_only_what_is_not_held_is_pushed(rig, held
         rig.decode.regions.clear()
         result, _ = rig.prefill(prompt(30), held=held)
         assert (result.num_cached_tokens, result.num_computed_tokens) == (num_cached, 30 - num_cached)
-        assert result.kv_bytes == (30 - held) * 16
+        assert result.kv_bytes == (30 - held) * 20
         assert min(start for _, _, start, _ in rig.decode.regions) == held
 
 
@@ -259,8 +262,31 @@ def test_pushes_that_connect_hold_their_place_until_they_have_also_when_they_are
     rig.wait_until_idle()
 
 
+def test_features_follow_the_layers_of_their_chunk(rig):
+    """The end of the forward writes them, after its last layer."""
+    rig.prefill(prompt(20))
+    planes = [(plane, start) for plane, _, start, _ in rig.decode.regions]
+    for start in (0, 8, 16):
+        assert max(planes.index((plane, start)) for plane in ("k", "v")) < planes.index((FEATURES.name, start))
+
+
+@pytest.mark.parametrize(
+    ("features", "problem"),
+    [(None, f"misses KV of {FEATURES.name} layers 0-0 tokens 0-19"), (OTHER_FEATURES, "refused a frame")],
+    ids=["none", "of another head"],
+)
+def test_without_the_features_that_the_decode_node_expects_nothing_is_committed(make_rig, features, problem):
+    rig = make_rig(features=features).start()
+    result, _ = rig.prefill(prompt(20))
+    assert isinstance(result, AbortedError)
+    assert problem in result.message
+    assert not rig.decode.completed
+    rig.wait_until_idle()
+
+
 def test_layers_are_grouped_until_they_fill_a_frame():
-    planes = (PlaneSpec("k", 30, 3, 64, "float32"), PlaneSpec("v", 30, 3, 64, "float32"))
+    features = PlaneSpec("feature-0", 1, 1, 4096, "float32")
+    planes = (PlaneSpec("k", 30, 3, 64, "float32"), PlaneSpec("v", 30, 3, 64, "float32"), features)
     groups = LayerGroups.of(planes, num_tokens=256, frame_bytes=2 << 20)
     ends = [groups.ending_at(layer) for layer in range(30)]
     assert [group for group in ends if group is not None] == [range(10), range(10, 20), range(20, 30)]

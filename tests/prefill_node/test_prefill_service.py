@@ -129,7 +129,7 @@ async def test_prefill_answers_with_its_metrics_once_the_transfer_is_committed(s
     tokens = list(range(100, 130))
     request = serving.request(tokens, held=4)
     response = await serving.stub.Prefill(request, timeout=PATIENCE_SECONDS)
-    assert serving.rig.decode.completed[request.transfer_id].payload_bytes == response.kv_bytes == 26 * 16
+    assert serving.rig.decode.completed[request.transfer_id].payload_bytes == response.kv_bytes == 26 * 20
     assert (response.num_cached_tokens, response.num_computed_tokens) == (0, 30)
     assert response.connector == "in_memory"
     assert response.compute_microseconds > 0

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.pending import Pending
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
 from outrider.request import LogprobsRequest, SamplingParams
-from tests.support.fake_kv_cache import ScriptedKVCache
+from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
 
 _MASK = (1 << 64) - 1
 
@@ -91,6 +92,10 @@ class ScriptedModelRunner:
                     cache.write_token(layer, slot, token_id=token_id, position=position)
             if on_layer_done is not None:
                 on_layer_done(layer)
+        for row in rows:
+            for place, token_id in enumerate(row.token_ids):
+                position = row.start_position + _depth(row, place)
+                cache.write_feature(self._slot(row, row.start_position + place), token_id=token_id, position=position)
         self.num_forwards += 1
         self.num_rows.append(sum(len(row.token_ids) for row in rows))
         logits: list[list[float]] = []
@@ -194,10 +199,11 @@ class ScriptedEngine:
         block_size: int = 4,
         max_running: int = 64,
         max_rows_per_step: int = 512,
+        features: PlaneSpec | None = FEATURES,
     ) -> ScriptedEngine:
         """A whole engine of the given size."""
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"scripted")
-        kv_cache = ScriptedKVCache(num_blocks=num_blocks, block_size=block_size)
+        kv_cache = ScriptedKVCache(num_blocks=num_blocks, block_size=block_size, features=features)
         return cls(
             pool=pool,
             scheduler=Scheduler(pool, max_running=max_running, max_rows_per_step=max_rows_per_step),

@@ -11,17 +11,27 @@ from outrider.errors import InternalError
 _UNWRITTEN = -1
 
 
-class ScriptedKVCache:
-    """A paged cache whose k is the token id and whose v is its position, in every layer. See PagedKVCache."""
+FEATURES = PlaneSpec("feature-scripted", 1, 1, 1, "float32")
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_layers: int = 2) -> None:
+
+class ScriptedKVCache:
+    """A paged cache whose k is the token id and whose v is its position, in every layer. See PagedKVCache.
+
+    A feature is their sum.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_layers: int = 2, features: PlaneSpec | None = FEATURES
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_layers = num_layers
-        self.planes = tuple(PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
+        self._features = features
+        keys_and_values = (PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
+        self.planes = (*keys_and_values, *(() if features is None else (features,)))
         # Each [num_layers, num_slots] int32: four bytes a token and layer, as the planes say.
         self._slots = {
-            plane.name: np.full((num_layers, num_blocks * block_size), _UNWRITTEN, dtype=np.int32)
+            plane.name: np.full((plane.num_layers, num_blocks * block_size), _UNWRITTEN, dtype=np.int32)
             for plane in self.planes
         }
 
@@ -29,14 +39,13 @@ class ScriptedKVCache:
         if not pairs:
             return
         for stored in self._slots.values():
-            blocks = stored.reshape(self.num_layers, self.num_blocks, self.block_size)
+            blocks = stored.reshape(len(stored), self.num_blocks, self.block_size)
             blocks[:, [destination for _, destination in pairs]] = blocks[:, [source for source, _ in pairs]]
 
     def fence(self) -> None:
         """Everything is written at once."""
 
-    @property
-    def head_ranges(self) -> tuple[range, ...]:
+    def head_ranges(self, plane: str) -> tuple[range, ...]:
         return (range(1),)
 
     def read(
@@ -59,13 +68,25 @@ class ScriptedKVCache:
         """Writes what `read` gave. Raises InternalError when it does not fit."""
         where = np.asarray(slots)
         values = np.frombuffer(payload, dtype=np.int32)
-        if plane not in self._slots or values.size != len(layers) * where.size or layers.stop > self.num_layers:
+        stored = self._slots.get(plane)
+        if stored is None or values.size != len(layers) * where.size or layers.stop > len(stored):
             raise InternalError(f"{values.size} values do not fit plane {plane!r}, {layers}, {where.size} slots")
-        self._slots[plane][layers.start : layers.stop, where] = values.reshape(len(layers), where.size)
+        stored[layers.start : layers.stop, where] = values.reshape(len(layers), where.size)
 
     def write_token(self, layer: int, slot: int, *, token_id: int, position: int) -> None:
         self._slots["k"][layer, slot] = token_id
         self._slots["v"][layer, slot] = position
+
+    def write_feature(self, slot: int, *, token_id: int, position: int) -> None:
+        """What the end of a forward does, after all layers."""
+        if self._features is not None:
+            self._slots[self._features.name][0, slot] = token_id + position
+
+    def write_whole_token(self, slot: int, *, token_id: int, position: int) -> None:
+        """In all layers of all planes."""
+        for layer in range(self.num_layers):
+            self.write_token(layer, slot, token_id=token_id, position=position)
+        self.write_feature(slot, token_id=token_id, position=position)
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
@@ -76,7 +97,7 @@ class ScriptedKVCache:
     def context(self, block_ids: Sequence[int], num_tokens: int, path: Sequence[int] = ()) -> list[int]:
         """The first `num_tokens` tokens of a block table, then those of other slots.
 
-        Raises InternalError where a slot holds something else than the KV of its position.
+        Raises InternalError where a slot holds something else than the KV, or the feature, of its position.
         """
         in_table = np.arange(num_tokens)
         blocks = np.asarray(block_ids, dtype=np.int64)[in_table // self.block_size]
@@ -89,5 +110,9 @@ class ScriptedKVCache:
         if wrong.size:
             position = int(wrong[0])
             raise InternalError(f"slot {slots[position]} does not hold the KV of position {position}")
+        if self._features is not None:
+            wrong = np.flatnonzero(self._slots[self._features.name][0, slots] != token_ids[0] + positions)
+            if wrong.size:
+                raise InternalError(f"slot {slots[wrong[0]]} does not hold the feature of position {wrong[0]}")
         tokens: list[int] = token_ids[0].tolist()
         return tokens

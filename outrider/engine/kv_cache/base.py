@@ -25,9 +25,8 @@ class KVCache(Protocol):
     @property
     def block_size(self) -> int: ...
 
-    @property
-    def head_ranges(self) -> tuple[range, ...]:
-        """The ranges of heads that are held together, in order; frames are cut at them."""
+    def head_ranges(self, plane: str) -> tuple[range, ...]:
+        """The ranges of a plane's heads that are held together, in order; frames are cut at them."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 

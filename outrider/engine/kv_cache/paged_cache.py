@@ -158,10 +158,9 @@ class PagedKVCache:
         """Marks the work that is queued by now, for `read` and `write`; None on a CPU, which has done it."""
         return None if self._copies is None else self._copies.fence()
 
-    @property
-    def head_ranges(self) -> tuple[range, ...]:
+    def head_ranges(self, plane: str) -> tuple[range, ...]:
         """The ranges of heads in which `read` is cheapest: here all are in one place."""
-        return (range(self.planes[0].num_heads),)
+        return (range(self._tensors[plane].shape[3]),)
 
     def read(
         self, plane: str, layers: range, slots: Tensor, after: Fence | None = None, *, heads: range | None = None

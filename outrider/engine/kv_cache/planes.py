@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from outrider.node import DTYPE_BYTES
 
+FEATURE_PLANE_PREFIX = "feature-"
+
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
@@ -16,6 +18,13 @@ class PlaneSpec:
     num_heads: int
     head_dim: int
     dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def is_feature(self) -> bool:
+        """Whether it keeps a drafter head's features (see `outrider.engine.features`), which the end of a forward
+        writes; the others' layers are written one after another.
+        """
+        return self.name.startswith(FEATURE_PLANE_PREFIX)
 
     @property
     def bytes_per_head(self) -> int:

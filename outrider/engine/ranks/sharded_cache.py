@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.engine.kv_cache.copy_stream import Fence
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.ranks.commands import CopyBlocks, Mark, MoveSlots, ReadKv, WriteKv
 from outrider.engine.ranks.group import RankGroup
 from outrider.engine.ranks.heads import HeadShare, shares_of, split_heads
@@ -25,7 +26,7 @@ class RankFence:
 
 
 class ShardedKVCache:
-    """A `KVCache`. Each rank has blocks of the same numbers, with its own heads in them.
+    """A `KVCache`. Each rank has blocks of the same numbers, with its own heads in them; rank 0 has all features.
 
     All ranks copy blocks and move slots, in the order of steps. Reads and writes of another rank's heads wait until it
     is as far as rank 0 was: a rank may lag by the end of a step and by copies.
@@ -38,8 +39,16 @@ class ShardedKVCache:
         self.num_blocks = local.num_blocks
         self.block_size = local.block_size
         self.device = local.device
-        self.planes = tuple(replace(plane, num_heads=plane.num_heads * ranks.size) for plane in local.planes)
-        self.head_ranges = split_heads(self.planes[0].num_heads, ranks.size)
+        self.planes = tuple(
+            plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
+            for plane in local.planes
+        )
+        self._planes = {plane.name: plane for plane in self.planes}
+
+    def head_ranges(self, plane: str) -> tuple[range, ...]:
+        """Those of each rank, in order; of features rank 0 alone has any."""
+        spec = self._plane(plane)
+        return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
@@ -58,10 +67,10 @@ class ShardedKVCache:
         self, plane: str, layers: range, slots: Tensor, after: RankFence | None = None, *, heads: range | None = None
     ) -> np.ndarray:
         """As PagedKVCache.read, of the whole model's heads. Raises RankLostError as well."""
-        heads = self._checked(heads)
+        heads = self._checked(plane, heads)
         fence = after or self.fence()
         parts = []
-        for share in shares_of(heads, self.head_ranges):
+        for share in shares_of(heads, self.head_ranges(plane)):
             part = self._read_share(share, plane, layers, slots, fence)
             parts.append(part.reshape(len(layers), slots.numel(), -1))
         return parts[0].reshape(-1) if len(parts) == 1 else np.concatenate(parts, axis=2).reshape(-1)
@@ -84,17 +93,17 @@ class ShardedKVCache:
         heads: range | None = None,
     ) -> None:
         """Writes what `read` gave; each rank its own heads. Raises: InternalError, RankLostError."""
-        heads = self._checked(heads)
+        heads = self._checked(plane, heads)
         view = memoryview(payload).cast("B")
         num_cells = len(layers) * slots.numel()
-        head_bytes = self.planes[0].bytes_per_head
+        head_bytes = self._plane(plane).bytes_per_head
         if view.nbytes != num_cells * len(heads) * head_bytes:
             raise InternalError(f"{view.nbytes} bytes for {num_cells} cells of plane {plane}, {len(heads)} heads")
         if not num_cells:
             return
         cells = np.frombuffer(view, dtype=np.uint8).reshape(num_cells, -1)
         fence = after or self.fence()
-        for share in shares_of(heads, self.head_ranges):
+        for share in shares_of(heads, self.head_ranges(plane)):
             part = cells[:, share.place.start * head_bytes : share.place.stop * head_bytes].tobytes()
             if share.rank == 0:
                 self.local.write(plane, layers, slots, part, fence.local, heads=share.local)
@@ -104,8 +113,13 @@ class ShardedKVCache:
                 )
                 self._ranks.ask(share.rank, request)
 
-    def _checked(self, heads: range | None) -> range:
-        num_heads = self.planes[0].num_heads
+    def _plane(self, name: str) -> PlaneSpec:
+        if name not in self._planes:
+            raise InternalError(f"no plane {name!r} in the KV cache, only {', '.join(self._planes)}")
+        return self._planes[name]
+
+    def _checked(self, plane: str, heads: range | None) -> range:
+        num_heads = self._plane(plane).num_heads
         if heads is None:
             return range(num_heads)
         if heads.step != 1 or not 0 <= heads.start < heads.stop <= num_heads:

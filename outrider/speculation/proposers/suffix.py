@@ -148,15 +148,17 @@ class SuffixProposer:
         waiting: list[tuple[float, int, int, list[int]]] = []  # -confidence, order, parent, ending with the token
         order = count()
 
-        def expand(parent: int, ending: list[int], confidence: float) -> None:
-            for each in self._followers(text, ending, max_children):
+        def expand(parent: int, ending: list[int], confidence: float) -> int:
+            """Returns how many tokens the longest known ending has; 0: none is known."""
+            found = self._followers(text, ending, max_children)
+            for each in found:
                 if confidence * each.share >= self._min_confidence:
                     ended = [*ending, each.token_id][-longest:]
                     heappush(waiting, (-confidence * each.share, next(order), parent, ended))
+            return found[0].context_size if found else 0
 
         depths = [0]  # of the root, then of each token
-        if num_wanted > 0:
-            expand(ROOT, list(text.token_ids[-longest:]), 1.0)
+        grade = expand(ROOT, list(text.token_ids[-longest:]), 1.0) if num_wanted > 0 else 0
         while waiting and len(token_ids) < num_wanted + MAX_SIBLINGS:
             negated, _, parent, ending = heappop(waiting)
             token_ids.append(ending[-1])
@@ -165,7 +167,12 @@ class SuffixProposer:
             if depths[-1] < num_wanted:
                 expand(len(token_ids) - 1, ending, -negated)
         is_chain = parents == list(range(ROOT, len(parents) - 1))
-        return DraftTree(len(text.token_ids), token_ids=tuple(token_ids), parents=() if is_chain else tuple(parents))
+        return DraftTree(
+            len(text.token_ids),
+            token_ids=tuple(token_ids),
+            parents=() if is_chain else tuple(parents),
+            grade=grade,
+        )
 
     def _followers(self, text: _Text, ending: Sequence[int], most: int) -> list[Prediction]:
         """From the text or from past outputs, whichever is more confident of its first."""

@@ -57,7 +57,7 @@ class KVMachine(RuleBasedStateMachine):
         for position, token_id in enumerate(token_ids, start=start):
             block_id = kv.block_ids[position // BLOCK]
             assert not self.pool.is_shared(block_id)
-            self.cache.write_token(0, block_id * BLOCK + position % BLOCK, token_id=token_id, position=position)
+            self.cache.write_whole_token(block_id * BLOCK + position % BLOCK, token_id=token_id, position=position)
         kept = max(start, end - num_rejected)
         kv.truncate(kept)
         sequence.token_ids += token_ids[: kept - start]

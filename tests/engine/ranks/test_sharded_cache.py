@@ -22,6 +22,7 @@ from outrider.errors import InternalError
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 2, 4, 3, 4, 6
 PATIENCE_SECONDS = 30.0
+FEATURES = PlaneSpec("feature-0", 1, 1, 5, "float32")
 SLOTS = torch.tensor([5, 0, 23, 17])
 
 
@@ -61,7 +62,10 @@ class Ranks:
 
     def __init__(self, size):
         planes = tuple(PlaneSpec(name, NUM_LAYERS, NUM_HEADS // size, HEAD_DIM, "float32") for name in ("k", "v"))
-        self.caches = [PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) for _ in range(size)]
+        self.caches = [
+            PagedKVCache((*planes, *extra), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+            for extra in ((FEATURES,), *[()] * (size - 1))
+        ]
         self.runners = [GatedRunner(cache) for cache in self.caches[1:]]
         self.members, self.threads = [], []
         for rank in range(1, size):
@@ -100,8 +104,8 @@ def ranks(request):
 
 def whole_cache():
     planes = tuple(PlaneSpec(name, NUM_LAYERS, NUM_HEADS, HEAD_DIM, "float32") for name in ("k", "v"))
-    cache = PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for tensor in (*cache.keys, *cache.values):
+    cache = PagedKVCache((*planes, FEATURES), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    for tensor in (*cache.keys, *cache.values, *cache.layers(FEATURES.name)):
         tensor.normal_()
     return cache
 
@@ -123,8 +127,12 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
                     ranks.cache.read(plane, range(1, 2), SLOTS, heads=part),
                     whole.read(plane, range(1, 2), SLOTS, heads=part),
                 )
+    assert ranks.cache.head_ranges(FEATURES.name) == (range(1),), "rank 0 has them whole"
+    payload = whole.read(FEATURES.name, range(1), SLOTS)
+    ranks.cache.write(FEATURES.name, range(1), SLOTS, payload.data)
+    assert np.array_equal(ranks.cache.read(FEATURES.name, range(1), SLOTS, heads=range(1)), payload)
     other = PagedKVCache(whole.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for held in ranks.cache.head_ranges:  # as frames go to a node with one rank
+    for held in ranks.cache.head_ranges("k"):  # as frames go to a node with one rank
         payload = ranks.cache.read("k", range(NUM_LAYERS), SLOTS, heads=held)
         other.write("k", range(NUM_LAYERS), SLOTS, payload.data, heads=held)
     everything = ranks.cache.read("k", range(NUM_LAYERS), SLOTS)
@@ -134,17 +142,16 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
 def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):
     whole = whole_cache()
     everywhere = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-    for plane in ("k", "v"):
-        payload = whole.read(plane, range(NUM_LAYERS), everywhere)
-        ranks.cache.write(plane, range(NUM_LAYERS), everywhere, payload.data)
+    for plane in whole.planes:
+        payload = whole.read(plane.name, range(plane.num_layers), everywhere)
+        ranks.cache.write(plane.name, range(plane.num_layers), everywhere, payload.data)
     for cache in (whole, ranks.cache):
         cache.copy_blocks([(0, 3), (2, 5)])
         cache.move_slots([(3, 4), (4, 6)])
         cache.copy_blocks([])
-    for plane in ("k", "v"):
-        assert np.array_equal(
-            ranks.cache.read(plane, range(NUM_LAYERS), everywhere), whole.read(plane, range(NUM_LAYERS), everywhere)
-        )
+    for plane in whole.planes:
+        name, layers = plane.name, range(plane.num_layers)
+        assert np.array_equal(ranks.cache.read(name, layers, everywhere), whole.read(name, layers, everywhere))
 
 
 @pytest.mark.parametrize(
@@ -155,6 +162,7 @@ def test_blocks_are_copied_and_slots_moved_on_every_rank(ranks):
         ({"slots": torch.tensor([NUM_BLOCKS * BLOCK_SIZE])}, "slots"),
         ({"heads": range(5)}, "heads"),
         ({"heads": range(2, 2)}, "heads"),
+        ({"plane": FEATURES.name, "heads": range(2)}, "heads"),
         ({"payload": bytes(47)}, "bytes"),
     ],
 )
