@@ -88,6 +88,11 @@ class Target:
     def vocab_size(self) -> int:
         return int(self.config["vocab_size"])
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens."""
+        return int(self.config["max_position_embeddings"])
+
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]. Raises: ModelError for a checkpoint that keeps it under no known name."""
         return self._first("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from outrider.heads.form import HeadForm
+from outrider.heads.forms import medusa, mlp_speculator
 
-FORMS: tuple[HeadForm, ...] = ()
+FORMS: tuple[HeadForm, ...] = (medusa.FORM, mlp_speculator.FORM)

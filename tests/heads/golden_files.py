@@ -1,0 +1,95 @@
+"""Golden files: a small head, what it needs of its target, and the logits that its owners' code gives for a text.
+
+One safetensors file each: tensors `head/NAME`, `target/NAME` and `expected/NAME`, both config.json in its metadata.
+Expected are `token_ids` [n + 1 + k], of which n + 1 are committed and k drafted, `taps` [n, num_taps * hidden_size] of
+the committed tokens but the newest, and `logits` [k + 1, draft_vocab_size] after each row from the newest token's on.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from outrider.heads.base import HeadRows
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+class Golden(NamedTuple):
+    head: Path
+    target: Path
+    token_ids: torch.Tensor
+    taps: torch.Tensor
+    logits: torch.Tensor
+
+
+def write(name, *, head, head_config, target, target_config, expected):
+    FOLDER.mkdir(exist_ok=True)
+    parts = {"head": head, "target": target, "expected": expected}
+    tensors = {f"{part}/{key}": value.contiguous() for part, many in parts.items() for key, value in many.items()}
+    metadata = {"head": json.dumps(head_config), "target": json.dumps(target_config)}
+    save_file(tensors, FOLDER / f"{name}.safetensors", metadata)
+
+
+def unpack(name, folder: Path) -> Golden:
+    """As checkpoints: `folder`/head and `folder`/target."""
+    with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    for part in ("head", "target"):
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(metadata[part])
+        own = {key.removeprefix(f"{part}/"): value for key, value in tensors.items() if key.startswith(f"{part}/")}
+        save_file(own, folder / part / "model.safetensors")
+    expected = [tensors[f"expected/{key}"] for key in ("token_ids", "taps", "logits")]
+    return Golden(folder / "head", folder / "target", *expected)
+
+
+class DenseAttention:
+    """Causal attention of one sequence over all rows so far, in float32."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def __call__(self, layer, query, key, value, scaling):
+        before = self.kept.get(layer)
+        if before is not None:
+            key, value = torch.cat([before[0], key]), torch.cat([before[1], value])
+        self.kept[layer] = key, value
+        group = query.shape[1] // key.shape[1]
+        keys, values = (each.repeat_interleave(group, dim=1).float() for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scaling
+        places = torch.arange(len(key))
+        scores = scores.masked_fill(places > places[-len(query) :, None], float("-inf"))
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
+
+
+def logits_of(head, token_ids, taps):
+    """As `logits` of a golden file: true rows in one forward, then one for each drafted token."""
+    features, attend = head.reduction(taps), DenseAttention()
+    num_true = len(features)
+    positions = torch.arange(len(token_ids))
+    rows = HeadRows(
+        token_ids=token_ids[1 : num_true + 1],
+        features=features,
+        depths=torch.zeros(num_true, dtype=torch.int64),
+        positions=positions[:num_true],
+    )
+    state = head.forward(rows, attend)[-1:]
+    found = [head.logits(state, torch.zeros(1, dtype=torch.int64))]
+    for depth, place in enumerate(range(num_true, len(token_ids) - 1), start=1):
+        depths = torch.tensor([depth])
+        row = HeadRows(
+            token_ids=token_ids[place + 1 : place + 2],
+            features=state,
+            depths=depths,
+            positions=positions[place : place + 1],
+        )
+        state = head.forward(row, attend)
+        found.append(head.logits(state, depths))
+    return torch.cat(found)
