@@ -27,6 +27,7 @@ from reference import MemoryReader
 from outrider.bench.machine import describe_machine
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
@@ -40,10 +41,12 @@ CONTEXT = 300
 VARIANTS = {
     "native": {},
     "mapped": {},  # the same, with weights mapped from the cache as nodes have them
+    "features": {},  # mapped, and three taps reduced to a feature of each row
     "int8": {"weights": "int8"},
     "float32": {"dtype": "float32"},
     "torch": {"kernels": "torch"},
 }
+TAPS = FeatureReduction(taps=(2, 15, 27), hidden_size=576, projection=torch.eye(3 * 576)[::3])  # of the default model
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (100, 300, 1000, 2000, 4000, 8000)
 TREES = {
@@ -79,11 +82,12 @@ class Variant:
 
     def __init__(self, name: str, *, num_seqs: int, most: int) -> None:
         self.name = name
-        load = open_model if name == "mapped" else load_model
-        self.loaded: LoadedModel = load(ModelConfig(**VARIANTS[name]))
+        load = open_model if name in {"mapped", "features"} else load_model
+        features = TAPS if name == "features" else None
+        self.loaded: LoadedModel = load(ModelConfig(**VARIANTS[name])).with_features(features)
         blocks = -(-most // BLOCK_SIZE)
         cache = PagedKVCache(self.loaded.spec.planes, num_blocks=num_seqs * blocks, block_size=BLOCK_SIZE)
-        self.runner = ModelRunner(self.loaded, cache, make_attention_backend())
+        self.runner = ModelRunner(self.loaded, cache, make_attention_backend(), features=features)
         self.block_ids = [list(range(seq * blocks, (seq + 1) * blocks)) for seq in range(num_seqs)]
         self.token_ids = torch.randint(0, self.loaded.spec.vocab_size, (most,)).tolist()
         for seq in range(num_seqs):

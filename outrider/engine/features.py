@@ -53,10 +53,14 @@ class FeatureReduction:
                 digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
         return digest.hexdigest()
 
+    @property
+    def plane_name(self) -> str:
+        """Says which reduction made what the plane keeps."""
+        return FEATURE_PLANE_PREFIX + self.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
+
     def plane(self, dtype: str) -> PlaneSpec:
-        """Where features are kept: one layer, one head. Its name says which reduction made them."""
-        name = FEATURE_PLANE_PREFIX + self.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
-        return PlaneSpec(name, num_layers=1, num_heads=1, head_dim=self.width, dtype=dtype)
+        """Where features are kept: one layer, one head."""
+        return PlaneSpec(self.plane_name, num_layers=1, num_heads=1, head_dim=self.width, dtype=dtype)
 
     def format(self, dtype: str) -> FeatureFormat:
         """As nodes tell each other."""

@@ -14,6 +14,8 @@ from outrider.engine.attention.native import NativeAttention
 from outrider.engine.attention.transformers_hook import STEP_ARGUMENT
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.feature_writer import FeatureWriter
+from outrider.engine.features import FeatureReduction
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -58,18 +60,23 @@ class ModelRunner:
         attention: AttentionBackend,
         *,
         graphs: GraphShapes | None = None,
+        features: FeatureReduction | None = None,
     ) -> None:
-        """`graphs`: steps that `warm_up` captures, on a GPU with our own attention. None: none."""
+        """`graphs`: steps that `warm_up` captures, on a GPU with our own attention. None: none.
+
+        `features`: made of every row for a drafter head. The cache has their plane.
+        """
         self._spec = model.spec
         self._kv_cache = kv_cache
-        self._native = NativeStep(model.native, kv_cache) if isinstance(model.native, NativeDecoder) else None
+        self._native = NativeStep(model.native, kv_cache, features) if isinstance(model.native, NativeDecoder) else None
         if isinstance(model.native, NativeLayers):
             attention = NativeAttention(model.native.kernels)
         self._attention = attention
         self._device = kv_cache.device
         self._modules: _ModuleForward | None = None
         if model.model is not None:
-            self._modules = _ModuleForward(model.model, model.spec, kv_cache, attention)
+            writer = None if features is None else FeatureWriter(model.model, features, kv_cache, model.native)
+            self._modules = _ModuleForward(model.model, model.spec, kv_cache, attention, writer)
         self.phases: ForwardPhases = NoPhases() if self._native is None else self._native.phases
         self._graphs: StepGraphs | None = None
         self.padded_rows: tuple[int, ...] = ()
@@ -97,6 +104,8 @@ class ModelRunner:
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
+
+        Features are in the cache when it returns, and not before the last layer has been reported.
 
         `on_layer_done(layer)` is called once the rows' keys and values of that layer are
         in the cache, layers rising, from this thread, so that KV is pushed while later layers
@@ -139,20 +148,28 @@ def open_runner(
     num_logits: int = MOST_ROWS,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
+    features: FeatureReduction | None = None,
 ) -> tuple[PagedKVCache, ModelRunner]:
     """A warmed-up runner, and its cache in the memory that the largest step, of `num_rows`, leaves free.
 
     `num_logits`: rows of that step with logits, at most. `main_memory_bytes`: of that memory, for other things.
+    `features`: of every row; the model's specification has their plane.
 
     Raises what PagedKVCache.sized_for does.
     """
     reserved_bytes = rehearse(
-        model, attention, num_rows=num_rows, num_logits=num_logits, block_size=kv_cache.block_size, graphs=graphs
+        model,
+        attention,
+        num_rows=num_rows,
+        num_logits=num_logits,
+        block_size=kv_cache.block_size,
+        graphs=graphs,
+        features=features,
     )
     if model.device.type == "cpu":
         reserved_bytes += main_memory_bytes
     cache = PagedKVCache.sized_for(model.spec, kv_cache, device=model.device, reserved_bytes=reserved_bytes)
-    runner = ModelRunner(model, cache, attention, graphs=graphs)
+    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
     runner.warm_up()
     return cache, runner
 
@@ -165,6 +182,7 @@ def rehearse(
     block_size: int,
     num_logits: int = MOST_ROWS,
     graphs: GraphShapes | None = None,
+    features: FeatureReduction | None = None,
 ) -> int:
     """Runs the largest step on a GPU and captures all graphs, over a cache of its own; returns the bytes they took.
 
@@ -190,7 +208,7 @@ def rehearse(
         blocks = range(sequence * window_blocks, (sequence + 1) * window_blocks)
         rows.append(SequenceRows([0] * size, 0, blocks, num_logits=min(size, max(num_logits, 0))))
         num_logits -= rows[-1].num_logits
-    runner = ModelRunner(model, cache, attention, graphs=graphs)
+    runner = ModelRunner(model, cache, attention, graphs=graphs, features=features)
     runner.forward(build_input_batch(rows, block_size))
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
@@ -220,9 +238,15 @@ class _ModuleForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, spec: ModelSpec, kv_cache: PagedKVCache, attention: AttentionBackend
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        kv_cache: PagedKVCache,
+        attention: AttentionBackend,
+        features: FeatureWriter | None = None,
     ) -> None:
         self._model = model
+        self._features = features
         self._vocab_size = spec.vocab_size
         self._kv_cache = kv_cache
         self._attention = attention
@@ -230,6 +254,12 @@ class _ModuleForward:
     @torch.inference_mode()
     def __call__(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As ModelRunner.forward."""
+        if self._features is None:
+            return self._forward(batch, on_layer_done)
+        with self._features.writing(batch.on(self._kv_cache.device).slot_mapping):
+            return self._forward(batch, on_layer_done)
+
+    def _forward(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device
         step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.model_runner import ModelRunner, open_runner
 from outrider.engine.ranks.channel import RankLostError
@@ -44,6 +45,7 @@ def open_compute(
     max_rows_per_step: int | None = None,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
+    features: FeatureReduction | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> Compute:
@@ -52,6 +54,7 @@ def open_compute(
     `max_rows_per_step`: None where all rows are of prompts: as many as suit the device.
     `graphs`: steps that are captured, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
     `main_memory_bytes`: what else the node may take of that memory, where the cache is in it.
+    `features`: made of every row for a drafter head, and kept in a plane of the cache.
     `on_rank_lost`: called from a thread of its own; no step can be computed any more. Raises what `open_model` and
     PagedKVCache.sized_for do, and RankLostError.
     """
@@ -59,12 +62,25 @@ def open_compute(
     if config.tensor_parallel_size > 1:
         from outrider.model_hub.ranks import open_ranks  # imports torch.distributed
 
-        parts = open_ranks(config, kv_cache, max_rows_per_step=num_rows, on_rank_lost=on_rank_lost, progress=progress)
+        parts = open_ranks(
+            config,
+            kv_cache,
+            max_rows_per_step=num_rows,
+            features=features,
+            on_rank_lost=on_rank_lost,
+            progress=progress,
+        )
         return Compute(*parts, num_rows)
-    model = open_model(config, progress=progress)
+    model = open_model(config, progress=progress).with_features(features)
     attention = make_attention_backend(attention_of(config, model.device), model.device, model.spec.dtype)
     graphs = graphs if config.cuda_graphs else None
     cache, runner = open_runner(
-        model, attention, kv_cache, num_rows=num_rows, graphs=graphs, main_memory_bytes=main_memory_bytes
+        model,
+        attention,
+        kv_cache,
+        num_rows=num_rows,
+        graphs=graphs,
+        main_memory_bytes=main_memory_bytes,
+        features=features,
     )
     return Compute(model, cache, runner, nullcontext(), num_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.paths import KernelChoice
+from outrider.engine.features import FeatureReduction
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics, torch_numerics
 from outrider.model_hub.config import ModelConfig
@@ -49,6 +50,12 @@ class LoadedModel:
     known_token_ids: Tensor  # [vocab_size] bool, on the CPU: ids that the tokenizer has
     directory: Path
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
+
+    def with_features(self, features: FeatureReduction | None) -> LoadedModel:
+        """The same, whose cache has a plane for features of this reduction."""
+        if features is None:
+            return self
+        return replace(self, spec=replace(self.spec, features=features.plane(self.spec.dtype)))
 
     @property
     def num_threads(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import DEFAULT_FRACTIONS, PagedKVCache
 from outrider.engine.ranks.channel import Channel, RankLostError
@@ -39,12 +40,14 @@ def open_ranks(
     kv_cache: KVCacheConfig,
     *,
     max_rows_per_step: int,
+    features: FeatureReduction | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
     """Rank 0's part of what `open_compute` gives, for two ranks or more. One group at a time in a process.
 
+    Rank 0 alone makes `features`: each rank has whole hidden states. The others keep no plane of them.
     The other ranks end with the thread that calls it (see `outrider.parent_death`).
     """
     check_tensor_parallel(config, read_config(locate_model(config, progress=progress).directory))
@@ -75,12 +78,13 @@ def open_ranks(
         _receive(members, Ready)
         release.callback(_leave)
         shard = open_shard(start, progress=progress)
+        shard = replace(shard, model=shard.model.with_features(features))
         frees = [shard.free_bytes, *(loaded.free_bytes for loaded in _receive(members, Loaded))]
         num_blocks = _num_blocks(shard, kv_cache, frees)
         for member in members:
             member.commands.send(Allocate(num_blocks))
         cache = ShardedKVCache(shard.make_cache(num_blocks), ranks)
-        runner = LeadingRunner(shard.model, cache, shard.attention, ranks)
+        runner = LeadingRunner(shard.model, cache, shard.attention, ranks, features)
         runner.warm_up()
     except Exception as error:
         try:

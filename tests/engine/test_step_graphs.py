@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import ModelRunner
@@ -188,16 +189,20 @@ def test_a_model_with_our_attention_can_be_captured(model):
     from tests.support.interpreted_triton import interpreted_attention
 
     loaded = load_model(ModelConfig(id=str(model.directory), kernels="torch"))
-    runners = []
+    runners, features = [], []
+    reduction = FeatureReduction(taps=(2, 1), hidden_size=64, projection=torch.eye(128)[::2])
     for _ in range(2):
-        cache = PagedKVCache(loaded.spec.planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
-        runners.append(ModelRunner(loaded, cache, interpreted_attention()))
+        planes = loaded.with_features(reduction).spec.planes
+        cache = PagedKVCache(planes, num_blocks=SCRATCH, block_size=BLOCK_SIZE, num_scratch_blocks=1)
+        runners.append(ModelRunner(loaded, cache, interpreted_attention(), features=reduction))
+        features.append(cache.layers(reduction.plane_name)[0][:SCRATCH])
     captured = runners[1]
     captured._graphs = graphs_of(captured._modules, shapes=GraphShapes(4, has_trees=True))
     for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7)):
         batch = [batch_of((tokens, start, *parents), ([6], 3 * (start > 0))) for _ in runners]
         logits = [runner.forward(each).clone() for runner, each in zip(runners, batch, strict=True)]
         torch.testing.assert_close(*logits)
+        torch.testing.assert_close(*features)
 
 
 class Stream(str):

@@ -16,6 +16,8 @@ from torch import Tensor
 from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import BatchStruct, DecoderStruct, LayerStruct, Workspace
+from outrider.engine.cpu_kernels.reduction import NativeReduction
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 
@@ -67,7 +69,10 @@ def _layer(weights: DecoderWeights, index: int) -> LayerStruct:
 class NativeStep:
     """Forwards of one runner: its workspace, and where its cache lies. Not thread-safe."""
 
-    def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache) -> None:
+    def __init__(
+        self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureReduction | None = None
+    ) -> None:
+        """`features`: made of each row, and kept in their plane of the cache."""
         self._decoder = decoder  # keeps what its structure points to
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
@@ -77,6 +82,13 @@ class NativeStep:
         pointers = ctypes.c_void_p * struct.num_layers
         self._keys = pointers(*(keys.data_ptr() for keys in kv_cache.keys))
         self._values = pointers(*(values.data_ptr() for values in kv_cache.values))
+        self._features = self._reduction = None
+        if features is not None:
+            plane = kv_cache.layers(features.plane_name)[0]
+            self._reduction = NativeReduction(
+                decoder.kernels, features, plane.dtype
+            )  # keeps what the structure points to
+            self._features = self._reduction.struct(plane)
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """As ModelRunner.forward: [num_logits, vocab_size] float32."""
@@ -100,7 +112,15 @@ class NativeStep:
 
     def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(
-            self._team.handle, self._workspace.handle, self._struct, batch, self._keys, self._values, first, last
+            self._team.handle,
+            self._workspace.handle,
+            self._struct,
+            batch,
+            self._keys,
+            self._values,
+            self._features,
+            first,
+            last,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 7
+API_VERSION = 8
 
 
 class ElementType(IntEnum):
@@ -104,6 +104,19 @@ class DecoderStruct(ctypes.Structure):
     )
 
 
+class FeaturesStruct(ctypes.Structure):
+    _fields_ = (
+        ("num_taps", c_int64),
+        ("taps", POINTER(c_int64)),
+        ("takes_final_norm", c_int32),
+        ("epsilon", c_float),
+        ("tap_norms", c_void_p),
+        ("norm", c_void_p),
+        ("projection", MatrixStruct),
+        ("plane", c_void_p),
+    )
+
+
 class _Status(c_int32):
     """0, or the errno of what went wrong."""
 
@@ -158,6 +171,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             POINTER(BatchStruct),
             POINTER(c_void_p),
             POINTER(c_void_p),
+            POINTER(FeaturesStruct),
             c_int64,
             c_int64,
         ),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from outrider.engine.attention.base import AttentionBackend
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.model_runner import ModelRunner, RunnableModel
 from outrider.engine.ranks.commands import Step
@@ -18,9 +19,14 @@ class LeadingRunner(ModelRunner):
     """A ModelRunner of rank 0's shard. Steps are not captured as graphs."""
 
     def __init__(
-        self, model: RunnableModel, kv_cache: ShardedKVCache, attention: AttentionBackend, ranks: RankGroup
+        self,
+        model: RunnableModel,
+        kv_cache: ShardedKVCache,
+        attention: AttentionBackend,
+        ranks: RankGroup,
+        features: FeatureReduction | None = None,
     ) -> None:
-        super().__init__(model, kv_cache.local, attention)
+        super().__init__(model, kv_cache.local, attention, features=features)
         self._ranks = ranks
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.model_hub.support import describe_decoder
@@ -92,11 +93,12 @@ class Sequence:
 class Engine:
     """Runs rows of some sequences over one cache, and keeps the book of blocks."""
 
-    def __init__(self, decoder, spec, kernels, prompts, seed=0):
+    def __init__(self, decoder, spec, kernels, prompts, seed=0, features=None):
         self.random = random.Random(seed)
-        self.cache = PagedKVCache(spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        planes = spec.planes if features is None else (*spec.planes, features.plane(spec.dtype))
+        self.cache = PagedKVCache(planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         decoder.kernels = kernels
-        self.step = NativeStep(decoder, self.cache)
+        self.step = NativeStep(decoder, self.cache, features)
         self.sequences = [Sequence(prompt) for prompt in prompts]
         self.references = [0] * NUM_BLOCKS
         self.spoil(range(NUM_BLOCKS))
@@ -238,6 +240,26 @@ def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, 
     assert torch.equal(bits(written), bits(expected))
     with_logits, without = (engine.run([(0, 1, [])])[0] for engine in engines)
     assert differing_rows(without, with_logits) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_have_the_same_bits_alone_and_in_company(library, teams, decoders, kind):
+    decoder, spec = decoders(library, "qwen3", kind)
+    weight = torch.randn(51, 3 * SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
+    reduction = FeatureReduction(taps=(0, 2, 1), hidden_size=SHAPE["hidden_size"], norm=weight[0], projection=weight)
+    alone, together = (
+        Engine(decoder, spec, teams(library, num_threads), PROMPTS, features=reduction) for num_threads in (1, 3)
+    )
+    for _ in PROMPTS[2]:
+        logits = alone.run([(2, 1, [])])[0]
+    in_company = together.run([(0, 90, []), (2, 69, []), (1, 7, [])])[1]
+    in_company = torch.cat([in_company, together.run([(0, 1, []), (2, 1, [4, 5])])[1]])
+    assert differing_rows(in_company[-1:], logits) == []
+    planes = [engine.cache.layers(reduction.plane_name)[0] for engine in (alone, together)]
+    tables = [engine.sequences[2].block_ids for engine in (alone, together)]
+    found, expected = (plane[table].flatten(0, 2)[:70] for plane, table in zip(planes, tables, strict=True))
+    assert found.any(dim=1).all()
+    assert differing_rows(found, expected) == []
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])

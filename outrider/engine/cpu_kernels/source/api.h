@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 7;
+constexpr int32_t OUTRIDER_API_VERSION = 8;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -148,13 +148,27 @@ struct OutriderDecoder {
   const OutriderLayer* layers;
 };
 
+// What is kept of each row for a drafter head (../../features.py): the residual stream after some layers ("taps"), in the
+// decoder's type, normalised where there are norms, and multiplied by a matrix.
+struct OutriderFeatures {
+  int64_t num_taps;
+  const int64_t* taps;        // [num_taps]: numbers of layers, 0 … num_layers
+  int32_t takes_final_norm;   // a tap after the last layer is read behind the decoder's final norm
+  float epsilon;              // of the norms below
+  const float* tap_norms;     // [num_taps, hidden] or null: of each tap by itself
+  const float* norm;          // [num_taps * hidden] or null: of all of them, as one vector
+  OutriderMatrix projection;  // of the decoder's type; without `packed`: taps are kept as they are
+  void* plane;                // [num_slots, width] of the decoder's type
+};
+
 // Layers [first, last) for the rows of `batch`; first 0 starts from the tokens' embeddings,
 // otherwise from what the last call left in the workspace. key_caches and value_caches are
-// those of all layers, each [num_blocks, block_size, num_kv_heads, head_dim].
+// those of all layers, each [num_blocks, block_size, num_kv_heads, head_dim]. With `features`, those of the rows
+// are at their slots of its plane after the last layer; null: none are made.
 OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const OutriderBatch* batch,
-                                             void* const* key_caches, void* const* value_caches, int64_t first,
-                                             int64_t last);
+                                             void* const* key_caches, void* const* value_caches,
+                                             const OutriderFeatures* features, int64_t first, int64_t last);
 
 // Logits [num_logits, vocab_size] of the given rows [num_logits] after the last layer; for none of
 // them nothing is done.

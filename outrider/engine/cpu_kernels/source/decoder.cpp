@@ -5,6 +5,7 @@
 // The residual stream is kept in float32. Everything that is multiplied by weights, and keys
 // and values, is rounded to the model's type.
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -19,6 +20,7 @@ namespace outrider {
 namespace {
 
 constexpr int kPhasesOfLayer = 9;
+constexpr int kPhasesOfFeatures = 2;
 constexpr int64_t kRowsOfUnit = 8;  // of phases that go row by row
 
 int64_t row_units(int64_t num_rows) { return (num_rows + kRowsOfUnit - 1) / kRowsOfUnit; }
@@ -34,17 +36,23 @@ template <class Type, class Weight>
 class DecoderStep final : public Job {
  public:
   DecoderStep(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const OutriderBatch& batch,
-              void* const* key_caches, void* const* value_caches, int64_t first, int64_t last)
+              void* const* key_caches, void* const* value_caches, const OutriderFeatures* features, int64_t first,
+              int64_t last)
       : workspace_(workspace), decoder_(decoder), layers_(decoder.layers + first, decoder.layers + last),
         batch_(batch), key_caches_(key_caches + first, key_caches + last),
         value_caches_(value_caches + first, value_caches + last), first_(first), num_rows_(batch.num_rows),
-        phases_(1 + layers_.size() * kPhasesOfLayer) {
+        phases_(1 + layers_.size() * kPhasesOfLayer + kPhasesOfFeatures) {
     heads_ = decoder.num_heads + 2 * decoder.num_kv_heads;
     residual_ = workspace.residual.of<float>(num_rows_ * decoder.hidden_size);
     normalised_ = workspace.activations.of<Row>(num_rows_ * decoder.hidden_size);
     projected_ = workspace.projected.of<Type>(num_rows_ * heads_ * decoder.head_dim);
     attended_ = workspace.attended.of<Row>(num_rows_ * decoder.num_heads * decoder.head_dim);
     gated_ = workspace.gated.of<Row>(num_rows_ * decoder.intermediate_size);
+    if (features != nullptr) {
+      features_ = *features;
+      taps_.assign(features->taps, features->taps + features->num_taps);
+      tapped_ = workspace.taps.of<Tap>(num_rows_ * features->num_taps * decoder.hidden_size);
+    }
     plan_attention(team.size());
   }
 
@@ -56,10 +64,17 @@ class DecoderStep final : public Job {
       });
     for (size_t index = 0; index < layers_.size(); index++)
       run_layer(index, &phases_[1 + index * kPhasesOfLayer], member);
+    if (!taps_.empty() && is_last(layers_.size() - 1)) {
+      reduce_taps(phases_[phases_.size() - 2], phases_[phases_.size() - 1]);
+      if (member == 0) workspace_.times.note(OUTRIDER_LINEAR);
+    }
   }
 
  private:
   using Row = Activation<Weight>;
+  using Tap = Activation<Type>;
+
+  bool is_last(size_t index) const { return first_ + static_cast<int64_t>(index) + 1 == decoder_.num_layers; }
 
   void plan_attention(int num_members) {
     int64_t partials = 0;
@@ -97,11 +112,56 @@ class DecoderStep final : public Job {
     for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
   }
 
-  // A phase: the rows of the residual stream, normalised.
-  void normalise(Phase& phase, const float* weight) {
+  // Keeps a row of the residual stream, rounded, where a tap is after so many layers.
+  void tap(int64_t row, int64_t num_layers) {
+    const int64_t width = decoder_.hidden_size, num_taps = taps_.size();
+    const float* from = residual_ + row * width;
+    const Type* type = nullptr;
+    for (int64_t i = 0; i < num_taps; i++) {
+      if (taps_[i] != num_layers) continue;
+      Tap* to = tapped_ + (row * num_taps + i) * width;
+      if (num_layers == decoder_.num_layers && features_.takes_final_norm) {
+        rms_norm_row<Type>(from, width, decoder_.final_norm, decoder_.epsilon, to);
+      } else {
+        for (int64_t d = 0; d < width; d += kWidth) store_activation(to + d, rounded_to(load(from + d), type));
+      }
+    }
+  }
+
+  // Two phases: the rows' taps become features, at their slots.
+  void reduce_taps(Phase& rows, Phase& product) {
+    const int64_t hidden = decoder_.hidden_size, num_taps = taps_.size(), width = num_taps * hidden;
+    Type* plane = static_cast<Type*>(features_.plane);
+    const bool is_projected = features_.projection.packed != nullptr;
+    rows.share(row_units(num_rows_), [&](int64_t unit) {
+      for_rows(unit, num_rows_, [&](int64_t row) {
+        tap(row, decoder_.num_layers);
+        Tap* taps = tapped_ + row * width;
+        if (features_.tap_norms != nullptr)
+          for (int64_t at = 0; at < width; at += hidden)
+            rms_norm_row<Type>(taps + at, hidden, features_.tap_norms + at, features_.epsilon, taps + at);
+        if (features_.norm != nullptr) rms_norm_row<Type>(taps, width, features_.norm, features_.epsilon, taps);
+        if (is_projected) return;
+        for (int64_t d = 0; d < width; d += kWidth)
+          store_rounded(plane + batch_.slots[row] * width + d, load_wide(taps + d));
+      });
+    });
+    if (!is_projected) return;
+    const Matrix<Type> projection(features_.projection);
+    const StoreTo<Type> store{plane, projection.out_features};
+    product.share(num_units(projection), [&](int64_t unit) {
+      multiply_unit<Type>(unit, tapped_, width, num_rows_, projection, [&](const TileRow& tile) {
+        store(TileRow{batch_.slots[tile.row], tile.column, tile.num, tile.values});
+      });
+    });
+  }
+
+  // A phase: the rows of the residual stream, normalised; after so many layers, of which there may be taps.
+  void normalise(Phase& phase, const float* weight, int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     phase.share(row_units(num_rows_), [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) {
+        tap(row, num_layers);
         rms_norm_row<Type>(residual_ + row * width, width, weight, decoder_.epsilon, normalised_ + row * width);
       });
     });
@@ -122,7 +182,7 @@ class DecoderStep final : public Job {
     const auto note = [&](OutriderPhase kind) {
       if (member == 0) workspace_.times.note(kind);  // the caller, who is never late
     };
-    normalise(phases[0], layer.input_norm);
+    normalise(phases[0], layer.input_norm, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
     multiply(phases[1], normalised_, layer.qkv, StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
     note(OUTRIDER_LINEAR);
@@ -130,7 +190,8 @@ class DecoderStep final : public Job {
       for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });
     });
     note(OUTRIDER_ROPE);
-    if (batch_.num_logits == 0 && first_ + static_cast<int64_t>(index) + 1 == decoder_.num_layers) return;
+    const bool is_tapped = std::find(taps_.begin(), taps_.end(), decoder_.num_layers) != taps_.end();
+    if (batch_.num_logits == 0 && is_last(index) && !is_tapped) return;
     attend(phases[3], phases[4], index, member);
     note(OUTRIDER_ATTENTION);
     multiply(phases[5], attended_, layer.output, AddTo<float>{residual_, width});
@@ -192,6 +253,8 @@ class DecoderStep final : public Job {
   const std::vector<void*> key_caches_;
   const std::vector<void*> value_caches_;
 
+  OutriderFeatures features_{};
+  std::vector<int64_t> taps_;
   const int64_t first_;  // layer
   const int64_t num_rows_;
   std::vector<Phase> phases_;
@@ -204,6 +267,7 @@ class DecoderStep final : public Job {
   Type* projected_ = nullptr;  // [rows, heads_, head_dim]
   Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
   Row* gated_ = nullptr;       // [rows, intermediate]
+  Tap* tapped_ = nullptr;      // [rows, taps, hidden]
   float* partials_ = nullptr;
 };
 
@@ -245,14 +309,14 @@ using namespace outrider;
 
 int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
                                 const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
-                                int64_t first, int64_t last) {
+                                const OutriderFeatures* features, int64_t first, int64_t last) {
   return call([&] {
     with_types(*decoder, decoder->layers[0].qkv, [&](auto* type, auto* weight) {
       using Type = std::remove_pointer_t<decltype(type)>;
       using Weight = std::remove_pointer_t<decltype(weight)>;
       Team& threads = *reinterpret_cast<Team*>(team);
       threads.run(std::make_shared<DecoderStep<Type, Weight>>(threads, *workspace, *decoder, *batch, key_caches,
-                                                              value_caches, first, last));
+                                                              value_caches, features, first, last));
     });
   });
 }

@@ -1,0 +1,81 @@
+"""Features of a model made of torch modules, which transformers runs: hooks read its residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.engine.cpu_kernels.modules import NativeLayers
+from outrider.engine.cpu_kernels.reduction import NativeReduction
+from outrider.engine.features import FeatureReduction
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class FeatureWriter:
+    """Writes features of a model's forwards to their plane. All that it does may be captured in a CUDA graph."""
+
+    def __init__(
+        self, model: PreTrainedModel, features: FeatureReduction, kv_cache: PagedKVCache, native: object
+    ) -> None:
+        """`native`: NativeLayers in whose way rows are reduced too, or anything else: torch reduces.
+
+        Raises: ModelError where the model's layers cannot be found.
+        """
+        plane = kv_cache.layers(features.plane_name)[0]  # [num_blocks, block_size, 1, width]
+        self._plane = plane.flatten(0, 2)  # [num_slots, width]
+        self._decoder = model.get_decoder()
+        self._layers = _layers_of(self._decoder, model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._features = features.to(plane.device, plane.dtype)
+        self._native_layers = native if isinstance(native, NativeLayers) else None
+        if self._native_layers is not None:
+            self._native = NativeReduction(self._native_layers.kernels, features, plane.dtype)
+
+    @contextmanager
+    def writing(self, slots: Tensor) -> Iterator[None]:
+        """Within it, one forward of rows at `slots` [num_rows] int64; their features are written at the end.
+
+        Nothing is written when the forward raises.
+        """
+        taps: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for tap in set(self._features.taps):
+                hooks.callback(self._hook(tap, taps).remove)
+            yield
+        rows = torch.cat([taps[tap][0] for tap in self._features.taps], dim=-1)  # [num_rows, num_taps * hidden_size]
+        self._plane.index_copy_(0, slots, self._reduced(rows))
+
+    def _hook(self, tap: int, taps: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
+        """Puts the residual stream after `tap` layers, [1, num_rows, hidden_size], into `taps`."""
+        if tap < len(self._layers):
+
+            def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                taps[tap] = args[0] if args else kwargs["hidden_states"]
+
+            return self._layers[tap].register_forward_pre_hook(before, with_kwargs=True)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            taps[tap] = output if isinstance(output, Tensor) else output[0]
+
+        last = self._decoder if self._features.takes_final_norm else self._layers[-1]
+        return last.register_forward_hook(after)
+
+    def _reduced(self, taps: Tensor) -> Tensor:
+        if self._native_layers is None:
+            return self._features(taps)
+        return self._native.reduce(taps, self._native_layers.workspace)
+
+
+def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    """Of a transformers decoder, first to last. Raises: ModelError."""
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ModelError(f"{type(decoder).__name__} has no list of its {num_layers} layers: features cannot be read")

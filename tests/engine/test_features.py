@@ -1,0 +1,264 @@
+"""Features that a runner computes beside logits: the same as torch makes of transformers' own hidden states."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.features import FeatureReduction
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner, open_runner
+from outrider.engine.step_graphs import Buckets, GraphShapes, StepGraphs
+from outrider.model_hub.compute import open_compute
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
+
+HIDDEN, NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS = 64, 3, 4, 96
+PROMPT = [random.Random(3).randrange(299) for _ in range(61)]
+OTHER = [random.Random(4).randrange(299) for _ in range(30)]
+
+
+def values(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+REDUCTIONS = {
+    "projected": FeatureReduction(taps=(1, 0, 2), hidden_size=HIDDEN, projection=values(48, 3 * HIDDEN, seed=1)),
+    "after the last layer": FeatureReduction(taps=(NUM_LAYERS,), hidden_size=HIDDEN),
+    "behind the final norm": FeatureReduction(taps=(NUM_LAYERS,), hidden_size=HIDDEN, takes_final_norm=True),
+    "normalised": FeatureReduction(
+        taps=(0, NUM_LAYERS),
+        hidden_size=HIDDEN,
+        takes_final_norm=True,
+        epsilon=1e-3,
+        tap_norms=values(2, HIDDEN, seed=2),
+        norm=values(2 * HIDDEN, seed=3),
+        projection=values(50, 2 * HIDDEN, seed=4),
+        bias=values(50, seed=5),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=itertools.product(ARCHITECTURES, ("auto", "torch")), ids="-".join)
+def loaded(request, tmp_path_factory):
+    architecture, kernels = request.param
+    torch.set_num_threads(1)
+    path = make_tiny_model(tmp_path_factory.mktemp(architecture), architecture=architecture, seed=5)
+    return load_model(ModelConfig(id=str(path), kernels=kernels))
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory):
+    """A model whose rows have the same bits in any batch."""
+    model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path_factory.mktemp("model"))), dtype="bfloat16"))
+    if not isinstance(model.native, NativeDecoder):
+        pytest.skip("no native kernels were built")
+    return model
+
+
+class Node:
+    """A runner, and tables of blocks in no order."""
+
+    def __init__(self, model, reduction):
+        self.model = model.with_features(reduction)
+        self.reduction = reduction
+        self.cache = PagedKVCache(
+            self.model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_scratch_blocks=1
+        )
+        self.runner = ModelRunner(self.model, self.cache, make_attention_backend(), features=reduction)
+        self._free = list(range(NUM_BLOCKS))
+        random.Random(0).shuffle(self._free)
+
+    def blocks(self, num_tokens):
+        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+
+    def forward(self, *rows, **options):
+        return self.runner.forward(build_input_batch(rows, BLOCK_SIZE), **options)
+
+    def prefill(self, token_ids, chunk, *, num_logits=0, **options):
+        """Features [num_tokens, width] and the logits of the last chunk."""
+        table = self.blocks(len(token_ids))
+        for start in range(0, len(token_ids), chunk):
+            part = token_ids[start : start + chunk]
+            logits = self.forward(SequenceRows(part, start, table, min(num_logits, len(part))), **options)
+        return self.features(table, range(len(token_ids))), logits
+
+    def features(self, table, places):
+        slots = torch.tensor([table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in places])
+        taken = self.cache.read(self.reduction.plane_name, range(1), slots)
+        return torch.from_numpy(taken).view(self.cache.keys[0].dtype).view(len(places), -1)
+
+
+@functools.cache
+def own_model(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+
+
+@functools.cache
+def own_hidden_states(directory, token_ids):
+    """By tap, [num_tokens, HIDDEN] each; behind the final norm as one more."""
+    own, last = own_model(directory), []
+    with torch.inference_mode(), own.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0])):
+        hidden = own(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False).hidden_states
+    return [states[0] for states in (*hidden[:-1], *last, hidden[-1])]
+
+
+def expected_features(model, reduction, token_ids):
+    """[num_tokens, width] of transformers' own forward, in float32."""
+    hidden = own_hidden_states(model.directory, tuple(token_ids))
+    taps = [tap + (tap == NUM_LAYERS and reduction.takes_final_norm) for tap in reduction.taps]
+    return reduction(torch.cat([hidden[tap] for tap in taps], dim=-1))
+
+
+def assert_close(features, expected, tolerance=1e-4):
+    assert features.shape == expected.shape
+    assert float((features.float() - expected).abs().max()) < tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_row_of_a_prompt_has_the_feature_of_transformers_hidden_states(loaded, name):
+    reduction = REDUCTIONS[name]
+    expected = expected_features(loaded, reduction, PROMPT)
+    node = Node(loaded, reduction)
+    for num_logits, chunk in ((0, len(PROMPT)), (1, 7), (64, 20)):
+        features, _ = node.prefill(PROMPT, chunk, num_logits=num_logits)
+        assert_close(features, expected)
+
+
+def test_decode_rows_beside_others_and_trees_have_features_at_their_slots(loaded):
+    reduction = REDUCTIONS["projected"]
+    node = Node(loaded, reduction)
+    table, other = node.blocks(len(PROMPT)), node.blocks(len(OTHER))
+    node.forward(SequenceRows(PROMPT[:40], 0, table, 0))
+    node.forward(SequenceRows(PROMPT[40:41], 40, table, 1), SequenceRows(OTHER, 0, other, 1))
+    assert_close(node.features(other, range(len(OTHER))), expected_features(loaded, reduction, OTHER))
+    drafts, parents = [7, PROMPT[42], 8, PROMPT[43]], (-1, -1, 1, 1)
+    node.forward(SequenceRows([PROMPT[41], *drafts], 41, table, 5, parents))
+    expected = expected_features(loaded, reduction, PROMPT)
+    assert_close(node.features(table, [*range(42), 43, 45]), expected[:44])
+    wrong = expected_features(loaded, reduction, [*PROMPT[:42], 7])
+    assert_close(node.features(table, [42]), wrong[42:])
+    slot = [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(46)]
+    node.cache.move_slots([(slot[43], slot[42]), (slot[45], slot[43])])
+    assert_close(node.features(table, range(44)), expected[:44])
+
+
+def test_a_model_without_a_head_computes_the_same_and_keeps_nothing(loaded):
+    node = Node(loaded, REDUCTIONS["normalised"])
+    plain = Node(loaded, None)
+    assert [plane.name for plane in plain.cache.planes] == ["k", "v"]
+    table, own = node.blocks(len(PROMPT)), plain.blocks(len(PROMPT))
+    for start, end in ((0, 40), (40, 61)):
+        rows = PROMPT[start:end], start
+        logits = [each.forward(SequenceRows(*rows, blocks, 5)) for each, blocks in ((node, table), (plain, own))]
+        assert torch.equal(*logits)
+    for plane in ("k", "v"):
+        assert all(map(torch.equal, node.cache.layers(plane), plain.cache.layers(plane)))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_feature_has_the_same_bits_in_any_batch(bfloat16, name):
+    reduction = REDUCTIONS[name]
+    node = Node(bfloat16, reduction)
+    alone, _ = node.prefill(PROMPT, 1, num_logits=1)
+    assert_close(alone, expected_features(bfloat16, reduction, PROMPT), tolerance=0.05)
+    layers = []
+    for chunk, options in ((len(PROMPT), {}), (17, {}), (61, {"on_layer_done": layers.append})):
+        features, _ = node.prefill(PROMPT, chunk, num_logits=0, **options)
+        assert torch.equal(features, alone)
+    assert layers == [0, 1, 2]
+    table, other = node.blocks(len(PROMPT)), node.blocks(len(OTHER))
+    node.forward(SequenceRows(OTHER[:-1], 0, other, 1), SequenceRows(PROMPT[:-1], 0, table, 1))
+    node.forward(SequenceRows(OTHER[-1:], len(OTHER) - 1, other, 1), SequenceRows(PROMPT[-1:], 60, table, 1))
+    assert torch.equal(node.features(table, range(len(PROMPT))), alone)
+
+
+def test_layers_replaced_by_native_ones_reduce_natively(tmp_path):
+    path = make_tiny_model(tmp_path / "model", architecture="gemma")
+    model = load_model(ModelConfig(id=str(path), dtype="bfloat16"))
+    if model.native is None:
+        pytest.skip("no native kernels were built")
+    for reduction in REDUCTIONS.values():
+        node = Node(model, reduction)
+        alone, _ = node.prefill(PROMPT, 1)
+        assert torch.equal(node.prefill(PROMPT, 30)[0], alone)
+
+
+def test_a_forward_that_fails_writes_no_features_and_leaves_no_hooks(loaded):
+    if isinstance(loaded.native, NativeDecoder):
+        pytest.skip("no hooks")
+    node = Node(loaded, REDUCTIONS["projected"])
+
+    def fail(layer):
+        if layer == 1:
+            raise OSError
+
+    with pytest.raises(OSError):
+        node.prefill(PROMPT[:4], 4, on_layer_done=fail)
+    assert not any(bool(layer.any()) for layer in node.cache.layers(node.reduction.plane_name))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in loaded.model.model.modules())
+    assert node.prefill(PROMPT, 20)[0].any()
+
+
+def test_captured_steps_write_features_too(loaded):
+    """Those of embeddings: a captured attention needs a GPU."""
+    if isinstance(loaded.native, NativeDecoder):
+        pytest.skip("is not captured")
+    reduction = FeatureReduction(taps=(0,), hidden_size=HIDDEN, projection=values(48, HIDDEN, seed=1))
+    node = Node(loaded, reduction)
+    replayed = []
+
+    def capture(run):
+        run()
+        return SimpleNamespace(replay=lambda: (replayed.append(1), run()))
+
+    node.runner._graphs = graphs = StepGraphs(
+        node.runner._modules,
+        Buckets(GraphShapes(8), max_model_len=512, block_size=BLOCK_SIZE),
+        device=node.cache.device,
+        scratch_block=node.cache.scratch_blocks[0],
+        block_size=BLOCK_SIZE,
+        capture=capture,
+    )
+    graphs.capture_all()
+    slots = node.cache.layers(reduction.plane_name)[0].flatten(0, 2)
+    assert not slots[: NUM_BLOCKS * BLOCK_SIZE].any()
+    features, _ = node.prefill(PROMPT, 5, num_logits=5)
+    assert len(replayed) == 13
+    assert_close(features, expected_features(loaded, reduction, PROMPT))
+
+
+def test_a_runner_that_is_opened_has_room_for_them(bfloat16):
+    reduction = REDUCTIONS["projected"]
+    model = bfloat16.with_features(reduction)
+    assert model.spec.features == reduction.plane("bfloat16")
+    assert model.spec.bytes_per_token == bfloat16.spec.bytes_per_token + 2 * reduction.width
+    config = KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000)
+    cache, runner = open_runner(model, make_attention_backend(), config, num_rows=16, features=reduction)
+    runner.forward(build_input_batch([SequenceRows(PROMPT[:4], 0, [0], 1)], BLOCK_SIZE))
+    assert cache.layers(reduction.plane_name)[0][0].any()
+
+
+def test_a_node_computes_the_features_that_it_is_told(bfloat16):
+    reduction = REDUCTIONS["projected"]
+    compute = open_compute(
+        ModelConfig(id=str(bfloat16.directory), dtype="bfloat16", keep_packed=False),
+        KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000),
+        features=reduction,
+        on_rank_lost=print,
+    )
+    assert compute.kv_cache.planes == compute.model.spec.planes
+    assert compute.model.spec.features == reduction.plane("bfloat16")
+    compute.runner.forward(build_input_batch([SequenceRows(PROMPT[:4], 0, [0], 1)], BLOCK_SIZE))
+    assert compute.kv_cache.layers(reduction.plane_name)[0][0].any()
