@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import REGISTRY
 
 from draft_node.config import DraftNodeConfig
-from draft_node.held_sequences import MAX_HELD_BYTES
+from draft_node.held_sequences import max_held_bytes
 from draft_node.node import DraftNode
 from outrider.config import parse_role_arguments
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remembered_tokens=config.remembered_tokens,
         model=config.draft_model(sections["model"]),
         kv_cache=sections["kv_cache"],
-        other_memory_bytes=MAX_HELD_BYTES,
+        other_memory_bytes=max_held_bytes(has_head=config.proposer == "head"),
     )
     service = DraftNode(
         config,

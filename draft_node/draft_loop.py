@@ -89,7 +89,10 @@ class DraftLoop:
         self._on_step = on_step
         self._clock = clock
         self._held = HeldSequences(
-            max_sequences=limits.max_sequences, on_forgotten=self._forget, on_displaced=self._refuse_pending
+            max_sequences=limits.max_sequences,
+            features=proposer.info.features,
+            on_forgotten=self._forget,
+            on_displaced=self._refuse_pending,
         )
         self._refused: Answers = []  # of the updates at hand
         self._pending: dict[int, HeldSequence] = {}  # by key: their last update is not answered yet
@@ -235,6 +238,7 @@ class DraftLoop:
             max_alternatives=max_alternatives,
             looks_ahead=looks_ahead,
             owner=held.peer.peer_id,
+            features=held.features,
         )
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
@@ -281,7 +285,8 @@ class DraftLoop:
             del self._pending[held.key]
             if request.max_alternatives and request.num_wanted > 0:
                 self._ahead[held.key] = held
-        return SequenceProposals(held.sequence_id, status, len(held.tokens), (tree,) if tree else ())
+        branches = (tree,) if tree else ()
+        return SequenceProposals(held.sequence_id, status, len(held.tokens), branches, held.num_features)
 
     def _branches(self, held: HeldSequence, proposal: Proposal) -> SequenceProposals | None:
         """New branches ahead; None if there are none."""

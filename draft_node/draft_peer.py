@@ -12,6 +12,7 @@ from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_MESSAGE,
     MAX_BRANCHES_PER_SEQUENCE,
+    MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftHello,
     DraftStatus,
     SequenceProposals,
@@ -23,6 +24,7 @@ MAX_WAITING = 65_536
 """Sequences with an update or an answer that waits here. A peer that never reads its answers reaches it."""
 
 MAX_WAITING_TOKENS = 1 << 18
+MAX_WAITING_FEATURE_BYTES = 4 * MAX_FEATURE_BYTES_PER_MESSAGE
 """In updates that wait here: with more, the peer's stream is not read."""
 
 MAX_UPDATES_PER_STEP = 256
@@ -79,12 +81,13 @@ class DraftPeer:
         self._lock = threading.Lock()
         self._updates: dict[int, ReceivedUpdate] = {}  # by sequence; the first has waited longest
         self._num_tokens = 0  # in those
+        self._num_feature_bytes = 0
         self._unsent: dict[int, _Unsent] = {}
 
     @property
     def has_room(self) -> bool:
         """Whether another message may be read."""
-        return self._num_tokens < MAX_WAITING_TOKENS
+        return self._num_tokens < MAX_WAITING_TOKENS and self._num_feature_bytes < MAX_WAITING_FEATURE_BYTES
 
     def submit(self, updates: Sequence[SequenceUpdate], *, verified_by: float) -> None:
         """Newer states of a sequence replace older ones that wait.
@@ -97,7 +100,9 @@ class DraftPeer:
             for update in updates:
                 replaced = self._updates.get(update.sequence_id)
                 self._updates[update.sequence_id] = ReceivedUpdate(update, verified_by)
-                self._num_tokens += len(update.token_ids) - (0 if replaced is None else len(replaced.update.token_ids))
+                self._count(update, 1)
+                if replaced is not None:
+                    self._count(replaced.update, -1)
 
     @property
     def has_updates(self) -> bool:
@@ -112,10 +117,14 @@ class DraftPeer:
             while self._updates and len(taken) < MAX_UPDATES_PER_STEP and num_tokens < MAX_TOKENS_PER_STEP:
                 taken.append(self._updates.pop(next(iter(self._updates))))
                 num_tokens += len(taken[-1].update.token_ids)
-            self._num_tokens -= num_tokens
+                self._count(taken[-1].update, -1)
         if not had_room:
             self._notify()
         return taken
+
+    def _count(self, update: SequenceUpdate, sign: int) -> None:
+        self._num_tokens += sign * len(update.token_ids)
+        self._num_feature_bytes += sign * len(update.features)
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
         """Joins what could not be sent yet; an answer replaces an older one."""

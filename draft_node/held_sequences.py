@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_node.draft_peer import DraftPeer
+from draft_node.held_features import HeldFeatures
+from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
 from outrider.speculation.proposers.base import MAX_SEQUENCES
@@ -20,7 +22,14 @@ BYTES_PER_TOKEN = 48
 BYTES_PER_SEQUENCE = 16_384
 """Hashes of its last lengths, sampling parameters, estimates."""
 
-MAX_HELD_BYTES = MAX_TOKENS * BYTES_PER_TOKEN + MAX_SEQUENCES * BYTES_PER_SEQUENCE
+MAX_FEATURE_BYTES = 1 << 30
+"""Of the features of all sequences, where there is a head: 128 thousand tokens of 4096 numbers of bfloat16."""
+
+
+def max_held_bytes(*, has_head: bool) -> int:
+    """Of main memory, that all sequences take at most."""
+    num_bytes = MAX_TOKENS * BYTES_PER_TOKEN + MAX_SEQUENCES * BYTES_PER_SEQUENCE
+    return num_bytes + MAX_FEATURE_BYTES * 9 // 8 if has_head else num_bytes  # growing, an array takes an eighth more
 
 
 @dataclass(slots=True, eq=False)
@@ -32,9 +41,15 @@ class HeldSequence:
     sequence_id: int  # the peer's name for it
     start: SequenceStart
     tokens: HashedTokens
+    features: HeldFeatures | None = None  # None: the node needs none
     num_wanted: int = 0
     verified_by: float = 0.0  # clock seconds: until then its target verifies what was answered
     num_branches_left: int = 0  # ahead, until the next update
+
+    @property
+    def num_features(self) -> int:
+        """Tokens whose features are held, from the first on."""
+        return 0 if self.features is None else len(self.features)
 
 
 @dataclass(slots=True)
@@ -43,6 +58,12 @@ class _Holding:
 
     sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by its ids, least recently updated first
     num_tokens: int = 0
+    num_features: int = 0
+
+    def count(self, held: HeldSequence, sign: int) -> None:
+        """`sign`: 1 for a sequence that comes, -1 for one that goes."""
+        self.num_tokens += sign * len(held.tokens)
+        self.num_features += sign * held.num_features
 
 
 class HeldSequences:
@@ -59,12 +80,19 @@ class HeldSequences:
         on_displaced: Callable[[HeldSequence], None] = lambda _held: None,
         max_sequences: int = MAX_SEQUENCES,
         max_tokens: int = MAX_TOKENS,
+        features: FeatureFormat | None = None,
+        max_feature_bytes: int = MAX_FEATURE_BYTES,
     ) -> None:
-        """`on_displaced` precedes `on_forgotten` for a sequence that gives way to another decode node's."""
+        """`on_displaced` precedes `on_forgotten` for a sequence that gives way to another decode node's.
+
+        `features`: that the node's head needs; None: what is sent is not kept.
+        """
         self._on_forgotten = on_forgotten
         self._on_displaced = on_displaced
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
+        self._features = features
+        self._max_features = max_tokens if features is None else max_feature_bytes // features.bytes_per_token
         self._holdings: dict[int, _Holding] = {}  # by peer
         self._keys = itertools.count()
 
@@ -80,7 +108,7 @@ class HeldSequences:
         if isinstance(outcome, HeldSequence):
             holding = self._holdings.setdefault(peer.peer_id, _Holding())
             holding.sequences[update.sequence_id] = outcome  # at the end: updated last
-            holding.num_tokens += len(outcome.tokens)
+            holding.count(outcome, 1)
         return outcome
 
     def _updated(
@@ -94,9 +122,20 @@ class HeldSequences:
         if held is None or not _continues(held.tokens, update):
             if update.start_length or update.start is None:
                 return DraftStatus.UNKNOWN_PREFIX
-            held = HeldSequence(next(self._keys), peer, update.sequence_id, update.start, HashedTokens())
-        if not self._make_room(peer, update.length):
+            features = None if self._features is None else HeldFeatures(self._features)
+            held = HeldSequence(next(self._keys), peer, update.sequence_id, update.start, HashedTokens(), features)
+        num_features = 0
+        if self._features is not None:
+            num_new, num_odd_bytes = divmod(len(update.features), self._features.bytes_per_token)
+            num_features = max(held.num_features, update.feature_start + num_new)
+            if num_odd_bytes or num_features >= update.length:
+                return DraftStatus.NO_ROOM
+            if update.feature_start > held.num_features:
+                return DraftStatus.UNKNOWN_PREFIX
+        if not self._make_room(peer, update.length, num_features):
             return DraftStatus.NO_ROOM
+        if held.features is not None:
+            held.features.extend(update.feature_start, update.features)
         held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])
         held.num_wanted = update.num_wanted
         return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX
@@ -117,14 +156,14 @@ class HeldSequences:
         holding = self._holdings.get(peer.peer_id, _Holding())
         held = holding.sequences.pop(sequence_id, None)
         if held is not None:
-            holding.num_tokens -= len(held.tokens)
+            holding.count(held, -1)
         return held
 
-    def _make_room(self, peer: DraftPeer, num_tokens: int) -> bool:
-        """For one sequence of so many tokens. False: the peer holds its share."""
+    def _make_room(self, peer: DraftPeer, num_tokens: int, num_features: int) -> bool:
+        """For one sequence of so many tokens and features. False: the peer holds its share."""
         own = self._holdings.get(peer.peer_id, _Holding())
-        own_share = self._share(len(own.sequences) + 1, own.num_tokens + num_tokens)
-        while not self._has_room(num_tokens):
+        own_share = self._share(len(own.sequences) + 1, own.num_tokens + num_tokens, own.num_features + num_features)
+        while not self._has_room(num_tokens, num_features):
             largest = max(self._holdings.values(), key=self._share_of, default=own)
             if self._share_of(largest) <= own_share:
                 return False
@@ -133,16 +172,21 @@ class HeldSequences:
             self.close(oldest.peer, oldest.sequence_id)
         return True
 
-    def _has_room(self, num_tokens: int) -> bool:
-        num_held = sum(holding.num_tokens for holding in self._holdings.values())
-        return len(self) < self._max_sequences and num_held + num_tokens <= self._max_tokens
+    def _has_room(self, num_tokens: int, num_features: int) -> bool:
+        for holding in self._holdings.values():
+            num_tokens += holding.num_tokens
+            num_features += holding.num_features
+        has_memory = num_tokens <= self._max_tokens and num_features <= self._max_features
+        return has_memory and len(self) < self._max_sequences
 
     def _share_of(self, holding: _Holding) -> float:
-        return self._share(len(holding.sequences), holding.num_tokens)
+        return self._share(len(holding.sequences), holding.num_tokens, holding.num_features)
 
-    def _share(self, num_sequences: int, num_tokens: int) -> float:
-        """Of what is scarcer."""
-        return max(num_sequences / self._max_sequences, num_tokens / self._max_tokens)
+    def _share(self, num_sequences: int, num_tokens: int, num_features: int) -> float:
+        """Of what is scarcest."""
+        return max(
+            num_sequences / self._max_sequences, num_tokens / self._max_tokens, num_features / self._max_features
+        )
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLimits, DraftLoop, DraftStepStats
-from draft_node.held_sequences import MAX_HELD_BYTES
+from draft_node.held_sequences import max_held_bytes
 from draft_node.servicer import DraftServicer
 from outrider import __version__
 from outrider.engine.engine_thread import EngineThread
@@ -103,7 +103,8 @@ class DraftNode:
             "vocabulary_fingerprint": info.vocabulary_fingerprint,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "look_ahead": self._config.max_alternatives if info.can_look_ahead else 0,
-            "memory_bytes": MAX_HELD_BYTES + info.memory_bytes,  # at most, besides a model's weights
+            # At most, besides a model's weights.
+            "memory_bytes": max_held_bytes(has_head=info.features is not None) + info.memory_bytes,
             **info.description,
         }
 
@@ -148,6 +149,7 @@ class DraftNode:
             vocabulary_fingerprint=proposer.vocabulary_fingerprint,
             proposer=proposer.name,
             num_speculative_tokens=self._config.num_speculative_tokens,
+            features=proposer.features,
         )
 
 

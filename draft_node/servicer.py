@@ -14,7 +14,7 @@ from outrider.faults import fault_point
 from outrider.node import NodeInfo
 from outrider.service.rpc_errors import rpc_errors
 from outrider.service.telemetry.logging import get_logger
-from outrider.speculation.draft_stream import DraftHello, check_fits
+from outrider.speculation.draft_stream import MAX_FEATURE_BYTES_PER_MESSAGE, DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from outrider.wire.draft import hello_from_proto, proposals_to_proto, step_from_proto, update_from_proto
 from outrider.wire.node import info_to_proto
@@ -121,13 +121,23 @@ async def _read_updates(
     first: draft_pb2.DraftUpdate,
     request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
 ) -> None:
-    """Until the decode node closes its side. `room`: set when the peer may have room again."""
+    """Until the decode node closes its side. `room`: set when the peer may have room again.
+
+    Raises: InvalidRequestError for a message with too many features, CapacityError for a peer that does not read.
+    """
     message: draft_pb2.DraftUpdate | None = first
     while message is not None:
         step_seconds = step_from_proto(message.step_microseconds)
+        feature_bytes_left = MAX_FEATURE_BYTES_PER_MESSAGE
         for start in range(0, len(message.sequences), UPDATES_AT_ONCE):
             fault_point("draft.update")
             updates = [update_from_proto(update) for update in message.sequences[start : start + UPDATES_AT_ONCE]]
+            feature_bytes_left -= sum(len(update.features) for update in updates)
+            if feature_bytes_left < 0:
+                raise InvalidRequestError(
+                    f"more than {MAX_FEATURE_BYTES_PER_MESSAGE} bytes of features in a message",
+                    field="sequences.features",
+                )
             loop.submit(peer, updates, step_seconds=step_seconds)
             await asyncio.sleep(0)  # other streams' messages have their turn
         while not peer.has_room:

@@ -11,6 +11,7 @@ from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
 from tests.support.draft_messages import hello_of, update_of
 from tests.support.fake_clock import FakeClock
+from tests.support.fake_head import FakeHead, feature_bytes
 from tests.support.scripted_proposer import ScriptedProposer
 
 TEXT = tuple(range(1, 60))
@@ -192,3 +193,34 @@ def test_a_closed_sequence_is_forgotten():
     answers_to(loop, peer, update_of(TEXT[:10]))
     assert answers_to(loop, peer, SequenceUpdate(sequence_id=1, closed=True)) == []
     assert proposer.forgotten == [0]
+
+
+# Features
+
+
+def with_features(update: SequenceUpdate, start: int, end: int) -> SequenceUpdate:
+    return update._replace(feature_start=start, features=feature_bytes(TEXT, start, end))
+
+
+def test_a_head_drafts_once_it_has_the_features_of_all_tokens_but_the_newest():
+    head = FakeHead([TEXT])
+    loop = loop_of(head)
+    peer = connect(loop)
+    (answer,) = answers_to(loop, peer, update_of(TEXT[:10]))
+    assert (answer.status, answer.acked_features) == (DraftStatus.NOTHING, 0)
+    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:10], since=10), 0, 6))
+    assert (answer.status, answer.acked_features) == (DraftStatus.NOTHING, 6)
+    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:10], since=10), 6, 9))
+    assert (answer.status, answer.acked_length, answer.acked_features) == (DraftStatus.PROPOSED, 10, 9)
+    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:13], since=10), 9, 12))
+    assert answer.branches[0].token_ids == TEXT[13:16]
+    assert not head.wrong
+    assert not loop.has_work
+
+
+def test_a_proposer_that_needs_no_features_gets_none():
+    proposer = ScriptedProposer([TEXT])
+    loop = loop_of(proposer)
+    (answer,) = answers_to(loop, connect(loop), with_features(update_of(TEXT[:10]), 0, 9))
+    assert (answer.status, answer.acked_features) == (DraftStatus.PROPOSED, 0)
+    assert proposer.requests[0].features is None

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from decode_node.drafting.client import DraftClient
 from draft_node.config import DraftNodeConfig
-from draft_node.held_sequences import MAX_HELD_BYTES
+from draft_node.held_sequences import max_held_bytes
 from draft_node.node import DraftNode
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
@@ -58,7 +58,7 @@ async def test_it_says_which_model_drafts_and_follows_the_requests_seed(node, cl
     described = node.describe()
     assert {"dtype", "numerics", "kernels", "threads"} <= set(described)
     kv_bytes = 300 * 16 * node._proposer._forward.runner._spec.bytes_per_token
-    assert described["memory_bytes"] == MAX_HELD_BYTES + kv_bytes
+    assert described["memory_bytes"] == max_held_bytes(has_head=False) + kv_bytes
     first, again, other = [
         (await draft_for(client, sequence_id, seed=seed)).token_ids[:4] for sequence_id, seed in enumerate((7, 7, 8))
     ]

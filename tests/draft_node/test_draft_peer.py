@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draft_node.draft_peer import MAX_WAITING_TOKENS, DraftPeer
+from draft_node.draft_peer import MAX_WAITING_FEATURE_BYTES, MAX_WAITING_TOKENS, DraftPeer
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_SEQUENCE,
@@ -65,15 +65,20 @@ def test_a_message_carries_no_more_than_a_peer_may_read(peer):
     assert max(sizes) <= MAX_ANSWERS_PER_MESSAGE
 
 
-def test_a_stream_is_not_read_while_many_tokens_wait_and_then_again():
+@pytest.mark.parametrize(
+    "content",
+    [{"token_ids": (1,) * (MAX_WAITING_TOKENS // 4)}, {"features": bytes(MAX_WAITING_FEATURE_BYTES // 4)}],
+    ids=["tokens", "features"],
+)
+def test_a_stream_is_not_read_while_much_waits_and_then_again(content):
     notified = []
     peer = DraftPeer(0, hello_of(), lambda: notified.append(peer.has_room))
-    token_ids = (1,) * (MAX_WAITING_TOKENS // 4)
-    for sequence_id in range(4):
+    for sequence_id in (0, 0, 1, 2, 3):  # what is replaced waits no longer
         assert peer.has_room
-        peer.submit([SequenceUpdate(sequence_id, token_ids=token_ids, length=len(token_ids))], verified_by=0.0)
+        peer.submit([SequenceUpdate(sequence_id, **content)], verified_by=0.0)
     assert not peer.has_room
-    assert len(peer.take_updates()) == 1
+    taken = [received.update.sequence_id for received in peer.take_updates()]
     assert notified == [True]
-    assert [received.update.sequence_id for _ in range(3) for received in peer.take_updates()] == [1, 2, 3]
-    assert not peer.has_updates
+    while peer.has_updates:
+        taken += [received.update.sequence_id for received in peer.take_updates()]
+    assert taken == [0, 1, 2, 3]

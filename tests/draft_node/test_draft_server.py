@@ -19,6 +19,7 @@ from draft_node.node import DraftNode
 from outrider.errors import CapacityError
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.speculation.draft_stream import (
+    MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
@@ -237,3 +238,15 @@ def test_answers_that_are_not_read_count_against_what_may_wait(monkeypatch):
         peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
     peer.take_answers()
     peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
+
+
+async def test_a_message_with_too_many_features_ends_its_stream():
+    async with running() as (_, channel):
+        call, _ = await connect(channel)
+        updates = [
+            update_of([1, 2], sequence_id=i, features=bytes(MAX_FEATURE_BYTES_PER_MESSAGE // 2)) for i in range(3)
+        ]
+        await call.write(draft_pb2.DraftUpdate(sequences=updates))
+        code, details = await status_of(call)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "features" in details

@@ -3,13 +3,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_node.draft_peer import DraftPeer
-from draft_node.held_sequences import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, HeldSequence, HeldSequences
+from draft_node.held_sequences import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, HeldSequence, HeldSequences, max_held_bytes
 from outrider.speculation.draft_stream import DraftStatus
 from tests.support.draft_messages import hello_of, update_of
+from tests.support.fake_head import FEATURES, feature_bytes, features_of
 from tests.support.memory import traced
 
 
@@ -138,3 +140,94 @@ def test_memory_is_what_the_node_counts():
             assert isinstance(held.apply(peer, copied), HeldSequence)
             del copied
         assert size() <= 20 * (3000 * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
+
+
+# Features
+
+
+@pytest.fixture
+def held_with_features(forgotten) -> HeldSequences:
+    return HeldSequences(
+        max_sequences=4,
+        max_tokens=1000,
+        features=FEATURES,
+        max_feature_bytes=20 * FEATURES.bytes_per_token,
+        on_forgotten=lambda held: forgotten.append(held.key),
+    )
+
+
+def update_with(text, start, end, **changes):
+    return update_of(text, **changes)._replace(feature_start=start, features=feature_bytes(text, start, end))
+
+
+def test_features_may_lag_behind_the_tokens_and_overlap(held_with_features):
+    text = list(range(1, 11))
+    held = held_with_features
+    sequence = held.apply(PEER, update_of(text[:5]))
+    assert sequence.num_features == 0
+    for update in (
+        update_with(text[:8], 0, 3, since=5),
+        update_with(text[:8], 2, 7, since=8),
+        update_with(text, 7, 9, since=8),
+    ):
+        assert held.apply(PEER, update) is sequence
+    assert torch.equal(sequence.features.read(0, sequence.num_features), features_of(text[:9]))
+
+
+def test_features_behind_a_gap_are_an_unknown_prefix(held_with_features):
+    assert held_with_features.apply(PEER, update_with([1, 2, 3, 4], 1, 3)) is DraftStatus.UNKNOWN_PREFIX
+    assert len(held_with_features) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"features": bytes(FEATURES.bytes_per_token + 1)},
+        {"features": bytes(1)},
+        {"features": bytes(4 * FEATURES.bytes_per_token)},
+        {"feature_start": 4},
+        {"feature_start": 2**32 - 1},
+        {"feature_start": 3, "features": bytes(FEATURES.bytes_per_token)},
+    ],
+    ids=["odd", "a byte", "of the newest token", "start at the end", "start beyond", "end beyond"],
+)
+def test_features_that_cannot_be_are_refused(held_with_features, changes):
+    assert held_with_features.apply(PEER, update_of([1, 2, 3, 4])._replace(**changes)) is DraftStatus.NO_ROOM
+    assert len(held_with_features) == 0
+
+
+def test_room_is_counted_in_features_and_shared_by_them(held_with_features, forgotten):
+    held, text = held_with_features, list(range(1, 12))
+    for sequence_id in (0, 1):
+        assert isinstance(held.apply(PEER, update_with(text, 0, 10, sequence_id=sequence_id)), HeldSequence)
+    assert held.apply(PEER, update_with(text, 0, 1, sequence_id=2)) is DraftStatus.NO_ROOM
+    assert isinstance(held.apply(PEER, update_of(text, sequence_id=3)), HeldSequence), "it has none yet"
+    assert isinstance(held.apply(OTHER, update_with(text, 0, 5)), HeldSequence)
+    assert forgotten == [0], "of the one that holds more, what was updated longest ago"
+    held.close(PEER, 1)
+    assert isinstance(held.apply(PEER, update_with(text, 0, 10, sequence_id=3)), HeldSequence)
+
+
+def test_a_text_that_was_replaced_begins_without_features(held_with_features):
+    held_with_features.apply(PEER, update_with([1, 2, 3], 0, 2))
+    assert held_with_features.apply(PEER, update_of([9, 8, 7])).num_features == 0
+
+
+def test_memory_of_features_is_what_the_node_counts():
+    features = dataclasses.replace(FEATURES, width=256)
+    held = HeldSequences(on_forgotten=lambda _: None, features=features)
+    peer = peer_of(0)
+    peer.hello = dataclasses.replace(peer.hello, max_model_len=4096)
+    text = [7] * 2001
+    with traced() as size:
+        for sequence_id in range(4):
+            for start in range(0, 2000, 50):
+                update = update_of(text, sequence_id=sequence_id)
+                payload = bytes(50 * features.bytes_per_token)
+                assert isinstance(
+                    held.apply(peer, update._replace(feature_start=start, features=payload)), HeldSequence
+                )
+        used = size()
+    tokens = 4 * (2001 * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
+    assert 0.9 * 8000 * features.bytes_per_token < used <= tokens + 9 / 8 * 8000 * features.bytes_per_token
+    assert max_held_bytes(has_head=True) > max_held_bytes(has_head=False)

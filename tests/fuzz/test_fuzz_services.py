@@ -15,10 +15,12 @@ from outrider.kv_transfer.receiver import KvReceiver
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.v1 import draft_pb2, node_pb2, prefill_pb2, router_pb2, session_pb2
+from outrider.wire.node import FEATURES
 from tests.fuzz.messages import fuzzed, messages, wire_bytes
 from tests.fuzz.test_fuzz_kv import sender_messages
 from tests.fuzz.threaded_services import ThreadedServices
 from tests.kv_transfer.conftest import INCARNATION, Peers
+from tests.support import fake_head
 
 SESSION = "/outrider.v1.DecodeService/Session"
 DRAFT = "/outrider.v1.DraftService/Draft"
@@ -49,7 +51,12 @@ SESSION_HELLO = session_pb2.SessionCommand(
 ).SerializeToString()
 DRAFT_HELLO = draft_pb2.DraftUpdate(
     hello=draft_pb2.DraftHello(
-        protocol_version=NEWEST, incarnation=bytes(16), name="decode", vocab_size=100, max_model_len=512
+        protocol_version=NEWEST,
+        incarnation=bytes(16),
+        name="decode",
+        vocab_size=100,
+        max_model_len=512,
+        features=FEATURES.to_proto(fake_head.FEATURES),
     )
 ).SerializeToString()
 
@@ -82,6 +89,8 @@ def likely_updates(draw):
         length=len(token_ids),
         prefix_hash=prefix_hash(token_ids),
         num_wanted=draw(st.integers(0, 4)),
+        feature_start=draw(st.integers(0, 3)),
+        features=draw(st.just(b"") | st.integers(0, 12).map(lambda n: bytes(n * fake_head.FEATURES.bytes_per_token))),
     )
     if draw(st.booleans()):
         update.MergeFrom(draw(messages(draft_pb2.SequenceUpdate)))

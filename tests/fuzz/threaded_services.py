@@ -20,11 +20,13 @@ from outrider.service.profiling import make_profile_desk
 from outrider.service.reflection import add_reflection
 from outrider.service.server import make_server
 from outrider.session import Rejected, RejectReason
+from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.ngram import NgramProposer
 from outrider.v1 import node_pb2_grpc, prefill_pb2_grpc, session_pb2_grpc
 from prefill_node.jobs import JobEnded, PrefillJob
 from prefill_node.pending_jobs import PendingJobs
 from prefill_node.servicer import PrefillServicer, ServedModel
+from tests.support.fake_head import FakeHead
 from tests.support.loop_thread import CALL_SECONDS, WatchedLoop
 
 MODEL = ModelInfo(
@@ -98,7 +100,7 @@ class ThreadedServices(WatchedLoop):
         await health.set_serving(is_serving=True)
         add_reflection(server, ("outrider.v1.DecodeService", HEALTH_SERVICE))
         self.draft = DraftNode(
-            DraftNodeConfig(), NgramProposer, registry=CollectorRegistry(), on_loop_failure=self.failures.append
+            DraftNodeConfig(), _make_proposer, registry=CollectorRegistry(), on_loop_failure=self.failures.append
         )
         draft_server = make_server(ServerConfig())
         self.draft.add_to(draft_server)
@@ -134,3 +136,8 @@ class ThreadedServices(WatchedLoop):
     def _profile(self, command):
         if isinstance(command, StartProfile):
             command.capture.on_done(Captured(steps=(), num_traced_steps=0, export_trace=None))
+
+
+def _make_proposer():
+    """One that needs features, which may be any bytes, and one that takes whatever tokens come."""
+    return LadderProposer([FakeHead([]), NgramProposer()])

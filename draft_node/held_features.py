@@ -1,0 +1,40 @@
+"""The features of one sequence's tokens, as its decode node has sent them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.node import FeatureFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HeldFeatures:
+    """Those of the first tokens, without a gap: the `Features` of a ProposalRequest. Confined to its owner."""
+
+    __slots__ = ("_data", "_format")
+
+    def __init__(self, features: FeatureFormat) -> None:
+        self._format = features
+        self._data = bytearray()
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self._data) // self._format.bytes_per_token
+
+    def extend(self, start: int, payload: bytes) -> None:
+        """Whole features of the tokens from `start` on, which is at most `len(self)`; what is held stays as it is."""
+        assert start <= len(self), "no gap"
+        self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Those of tokens [start, end): a copy in main memory, [end - start, width] of the format's dtype."""
+        import torch
+
+        size = self._format.bytes_per_token
+        dtype: torch.dtype = getattr(torch, self._format.dtype)
+        rows = self._data[start * size : end * size]
+        if not rows:
+            return torch.empty(0, self._format.width, dtype=dtype)
+        return torch.frombuffer(rows, dtype=dtype).view(-1, self._format.width)
