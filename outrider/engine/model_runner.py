@@ -261,7 +261,7 @@ class _ModuleForward:
 
     def _forward(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device
-        step = _PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
+        step = PagedStep(batch, self._kv_cache, self._attention, on_layer_done)
         on_device = batch.on(device)
         arguments: dict[str, Any] = {
             "input_ids": on_device.token_ids.unsqueeze(0),  # [1, num_rows]
@@ -278,7 +278,7 @@ class _ModuleForward:
         return logits.float()
 
 
-class _PagedStep:
+class PagedStep:
     """One forward's attention: writes each layer's new keys and values, then attends over the cache."""
 
     __slots__ = ("_attention", "_kv_cache", "_on_layer_done", "_plan", "_slots", "_store")

@@ -4,6 +4,9 @@ Torch-free: a path knows its tokens and its block table, not how tokens are deci
 
 The text follows the main path as long as the target decides like the draft model. At the first token where it does
 not, the runners-up of the draft model's race are its likeliest choices: an alternative assumes one of them.
+
+A head's rows are one less than its tokens. What it drafted is drafted anew once its tokens are committed, from the
+features that came with them: until then the rest of the old path is the `spare`.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
+from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import ROOT, DraftTree
+from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_estimates import PathEstimates
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
@@ -26,6 +30,7 @@ class DraftPath:
     token_ids: list[int] = field(default_factory=list)
     runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of each token; none for assumed tokens
     distributions: list[TokenDistribution | None] = field(default_factory=list)  # what each token was drawn from
+    states: list[object] = field(default_factory=list)  # what each token is fed with: a head's own hidden state
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # an alternative's: which runner-up it assumes
     num_sent: int = 0  # of its tokens, to the decode node
@@ -34,11 +39,18 @@ class DraftPath:
     def num_decided(self) -> int:
         return len(self.token_ids) - self.num_assumed
 
-    def append(self, token_id: int, runners_up: tuple[int, ...], distribution: TokenDistribution | None = None) -> None:
+    def append(
+        self,
+        token_id: int,
+        runners_up: tuple[int, ...],
+        distribution: TokenDistribution | None = None,
+        state: object = None,
+    ) -> None:
         """The draft model's decision after the path."""
         self.token_ids.append(token_id)
         self.runners_up.append(runners_up)
         self.distributions.append(distribution)
+        self.states.append(state)
 
     def distributions_of(self, start: int, end: int) -> tuple[TokenDistribution, ...]:
         """As in DraftTree, of the tokens from `start` to `end`."""
@@ -52,6 +64,7 @@ class DraftPath:
         del self.token_ids[:num_tokens]
         del self.runners_up[:num_tokens]
         del self.distributions[:num_tokens]
+        del self.states[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
 
@@ -80,6 +93,7 @@ class PathTree:
         *,
         max_model_len: int,
         sampling: object = None,
+        head: HeadRules | None = None,
     ) -> None:
         """`kv` may hold a cached prefix of `token_ids`, but not the last of them: its logits begin the draft.
 
@@ -87,10 +101,14 @@ class PathTree:
         """
         self.start = start
         self.sampling = sampling
+        self.features: Features | None = None  # of a head: of all committed tokens but the newest
         self.estimates = PathEstimates()
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
+        self.spare: DraftPath | None = None  # a head's guess until its main path has one; its KV is not its own
         self.num_wasted_tokens = 0  # decided, and dropped without having been committed
+        self._head = head
+        self._num_without_row = 0 if head is None else 1  # leading tokens
         self._stop_token_ids = frozenset(start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self._token_ids = list(token_ids)
@@ -135,6 +153,9 @@ class PathTree:
         self._token_ids += new
         self._openings, self._num_listed = [], 0
         size = len(new)
+        if self._head is not None:
+            self._draft_anew(new)
+            return new
         num_agreeing = [(_num_common(path.token_ids, new), path) for path in self.paths]
         following = [path for num, path in num_agreeing if num == size]
         for num, path in num_agreeing:
@@ -144,6 +165,7 @@ class PathTree:
             num, path = max(num_agreeing, key=lambda each: min(each[0], each[1].kv.num_tokens - len(self) + size))
             path.kv.truncate(min(path.kv.num_tokens, len(self) - size + num))
             path.token_ids, path.runners_up, path.distributions = list(new), [()] * size, [None] * size
+            path.states = [None] * size
             following = [path]
         for path in self.paths:
             if path not in following:
@@ -168,23 +190,40 @@ class PathTree:
 
     # --- growth ---------------------------------------------------------------------------
 
+    def first_missing(self, path: DraftPath) -> int:
+        """The position of the first of `missing`."""
+        if self._num_fed(path) == len(self) + len(path.token_ids):  # fed without asking for logits
+            path.kv.truncate(path.kv.num_tokens - 1)
+        return self._num_fed(path)
+
     def missing(self, path: DraftPath) -> Sequence[int]:
         """The tokens to feed so that the path's next token can be decided: at least one."""
-        num_tokens = len(self) + len(path.token_ids)
-        if path.kv.num_tokens == num_tokens:  # fed without asking for logits
-            path.kv.truncate(num_tokens - 1)
-        start = path.kv.num_tokens
+        start = self.first_missing(path)
         if start >= len(self):
             return path.token_ids[start - len(self) :]
         return [*self._token_ids[start:], *path.token_ids]
 
     def num_missing(self, path: DraftPath) -> int:
         """How many `missing` would return."""
-        return max(1, len(self) + len(path.token_ids) - path.kv.num_tokens)
+        return max(1, len(self) + len(path.token_ids) - self._num_fed(path))
+
+    @property
+    def num_behind(self) -> int:
+        """Committed tokens that the main path has not been fed with."""
+        return max(0, len(self) - self._num_fed(self.main))
+
+    @property
+    def most_draft_rows(self) -> int:
+        """Rows of one path that are drafting, not catching up: its newest token, and of a head those just committed."""
+        return 1 if self._head is None else 1 + MAX_PROPOSAL_TOKENS
+
+    def rows_before(self, position: int) -> int:
+        """Of the KV cache, for the tokens before this position."""
+        return position - self._num_without_row
 
     def is_over(self, path: DraftPath) -> bool:
-        """Whether it ends with a stop token or at the maximum length."""
-        if len(self) + len(path.token_ids) >= self._max_length:
+        """Whether it ends with a stop token, at the maximum length, or where a head can draft no further."""
+        if len(self) + len(path.token_ids) >= self._max_length or len(path.token_ids) > self._max_own_rows:
             return True
         return bool(path.token_ids) and path.token_ids[-1] in self._stop_token_ids
 
@@ -204,8 +243,8 @@ class PathTree:
     def openings(self, num_positions: int) -> Sequence[Opening]:
         """Alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
-        num_forkable = main.kv.num_tokens - len(self) + 1  # the KV before a replaced token must be there
-        num_positions = min(num_positions, num_forkable, len(main.token_ids))
+        num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token must be there
+        num_positions = min(num_positions, num_forkable, len(main.token_ids), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
         if num_forkable < self._num_listed:  # evicted since
@@ -217,10 +256,11 @@ class PathTree:
         self._openings.remove(opening)
         main, index = self.main, opening.index
         kv = main.kv.fork()
-        kv.truncate(len(self) + index)
+        kv.truncate(self.rows_before(len(self) + index))
         assumed = [*main.token_ids[:index], main.runners_up[index][opening.rank]]
         size = len(assumed)
-        path = DraftPath(kv, assumed, [()] * size, [None] * size, num_assumed=size, rank=opening.rank)
+        states = main.states[:size]  # that of the runner-up is its winner's
+        path = DraftPath(kv, assumed, [()] * size, [None] * size, states, num_assumed=size, rank=opening.rank)
         self.alternatives.append(path)
         return path
 
@@ -264,6 +304,35 @@ class PathTree:
 
     # --- inside ---------------------------------------------------------------------------
 
+    @property
+    def _max_own_rows(self) -> int:
+        limit = None if self._head is None else self._head.max_own_rows
+        return self._max_length if limit is None else limit
+
+    def _num_fed(self, path: DraftPath) -> int:
+        """Tokens, from the first on."""
+        num_fed = path.kv.num_tokens + self._num_without_row
+        if self._head is not None and not self._head.keeps_kv:  # nothing would remember those before
+            num_fed = max(num_fed, len(self) - 1)
+        return num_fed
+
+    def _draft_anew(self, new: Sequence[int]) -> None:
+        """Of a head, after a commit: keeps the rows that were fed with features, and what is still right as spare."""
+        size, spare = len(new), None
+        for path in (*self.paths, *((self.spare,) if self.spare else ())):
+            num_agreeing = _num_common(path.token_ids, new)
+            self.num_wasted_tokens += path.num_decided - max(0, num_agreeing - path.num_assumed)
+            if spare is None and num_agreeing == size < len(path.token_ids) and path.num_assumed <= size:
+                self.num_wasted_tokens -= len(path.token_ids) - size
+                spare = path
+        for path in self.alternatives:
+            path.kv.free()
+        kv = self.main.kv
+        kv.truncate(min(kv.num_tokens, self.rows_before(len(self) - size)))
+        if spare is not None:
+            spare.cut_front(size)
+        self.main, self.alternatives, self.spare = DraftPath(kv), [], spare
+
     def _list_openings(self, num_positions: int) -> list[Opening]:
         taken = {(path.num_assumed - 1, path.rank) for path in self.alternatives}
         openings = [
@@ -280,7 +349,7 @@ class PathTree:
 
     def _learn(self, new: Sequence[int]) -> None:
         """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
-        path = self.main
+        path = self.spare if self.spare and not self.main.token_ids else self.main
         for index, token_id in enumerate(new):
             if index >= len(path.token_ids):
                 return

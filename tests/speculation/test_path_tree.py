@@ -9,6 +9,7 @@ from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.features import HeadRules
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 from tests.speculation.draft_trees import likeliest_path
@@ -20,18 +21,18 @@ STOP = 99
 class Sequence:
     """A tree whose tokens the test decides: each token's runners-up are 100 and 200 above it."""
 
-    def __init__(self, *, num_blocks=64, max_tokens=900) -> None:
+    def __init__(self, *, num_blocks=64, max_tokens=900, head: HeadRules | None = None) -> None:
         self.pool = BlockPool(num_blocks=num_blocks, block_size=4, hash_seed=b"")
         options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=max_tokens), stop_token_ids=(STOP,))
         start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
-        self.tree = PathTree(SequenceKV(self.pool), PROMPT, start, max_model_len=1000)
+        self.tree = PathTree(SequenceKV(self.pool), PROMPT, start, max_model_len=1000, head=head)
 
     def draft(self, path: DraftPath, *token_ids: int) -> DraftPath:
         for token_id in token_ids:
             num_rows = len(self.tree.missing(path))
             path.kv.reserve(path.kv.num_tokens + num_rows)
             path.kv.advance(path.kv.num_tokens + num_rows)
-            path.append(token_id, (token_id + 100, token_id + 200))
+            path.append(token_id, (token_id + 100, token_id + 200), state=f"before {token_id}")
         return path
 
     def open(self) -> DraftPath:
@@ -209,3 +210,99 @@ def test_siblings_are_few(sequence):
     token_ids, parents = sequence.tree.with_siblings(main, 4, 16)
     assert len(token_ids) == len(parents) == 12 + MAX_SIBLINGS
     assert sequence.tree.with_siblings(main, 4, 4) == ((), ())
+
+
+@pytest.fixture
+def head() -> Sequence:
+    return Sequence(head=HeadRules())
+
+
+def fed(sequence, path) -> tuple[int, list[int]]:
+    """Rows that a path keeps, and the tokens to feed."""
+    return path.kv.num_tokens, list(sequence.tree.missing(path))
+
+
+def test_a_head_has_no_row_for_the_first_token(head):
+    assert fed(head, head.tree.main) == (0, list(PROMPT[1:]))
+    head.draft(head.tree.main, 10, 11)
+    assert fed(head, head.tree.main) == (len(PROMPT), [11])
+    assert head.tree.main.states == ["before 10", "before 11"]
+
+
+def test_what_a_head_had_drafted_is_spare_after_a_commit_and_rows_with_own_states_go(head):
+    main = head.draft(head.tree.main, 10, 11, 12, 13)
+    head.draft(head.open(), 31)
+    assert head.tree.follow([*PROMPT, 10, 11]) == (10, 11)
+    assert tokens(head) == [[]]
+    assert head.tree.spare is main
+    assert (main.token_ids, main.states) == ([12, 13], ["before 12", "before 13"])
+    assert fed(head, head.tree.main) == (len(PROMPT) - 1, [10, 11])
+    assert head.tree.num_missing(head.tree.main) <= head.tree.most_draft_rows
+    assert head.tree.num_wasted_tokens == 1
+    head.check()
+
+
+def test_a_spare_serves_until_the_text_leaves_it(head):
+    head.draft(head.tree.main, 10, 11, 12, 13)
+    text = [*PROMPT, 10]
+    head.tree.follow(text)
+    text.append(11)
+    head.tree.follow(text)
+    assert head.tree.spare.token_ids == [12, 13]
+    head.draft(head.tree.main, 12, 20)
+    text += [12, 20]
+    head.tree.follow(text)
+    assert head.tree.spare is None
+    assert fed(head, head.tree.main) == (len(PROMPT) + 1, [12, 20])
+    head.check()
+
+
+def test_an_alternative_that_was_right_becomes_the_spare(head):
+    head.draft(head.tree.main, 10, 11, 12)
+    alternative = head.draft(head.open(), 31, 32)
+    assert alternative.states == ["before 10", "before 31", "before 32"], "a runner-up follows the winner's row"
+    head.tree.follow([*PROMPT, 110, 31])
+    assert head.tree.spare.token_ids == [32]
+    assert fed(head, head.tree.main) == (len(PROMPT) - 1, [110, 31])
+    head.check()
+    head.tree.free()
+    assert head.pool.num_free_blocks == 64
+
+
+def test_a_head_learns_from_the_spare_that_was_sent(head):
+    text = list(PROMPT)
+    before = head.tree.estimates.acceptance
+    head.draft(head.tree.main, *range(10, 30))
+    for token_id in range(10, 30):
+        text.append(token_id)
+        head.tree.follow(text)
+    assert head.tree.estimates.acceptance > before + 0.2
+
+
+def test_a_head_is_looked_ahead_for_also_while_rows_with_features_are_due(head):
+    head.draft(head.tree.main, 10, 11)
+    head.tree.follow([*PROMPT, 10, 11, 12])
+    assert head.tree.num_missing(head.tree.main) == 3
+    assert [row.path for row in rows(head)] == [head.tree.main]
+    head.tree.main.kv.free()
+    head.tree.follow([*PROMPT, *range(10, 40)])
+    assert rows(head) == [], "what lost its KV is left alone"
+
+
+def test_a_path_goes_no_further_than_a_head_can(head):
+    limited = Sequence(head=HeadRules(max_own_rows=1))
+    limited.draft(limited.tree.main, 10)
+    assert not limited.tree.is_over(limited.tree.main)
+    limited.draft(limited.tree.main, 11)
+    assert limited.tree.is_over(limited.tree.main)
+    assert {opening.index for opening in limited.tree.openings(5)} == {0}
+    at_once = Sequence(head=HeadRules(max_own_rows=0))
+    at_once.draft(at_once.tree.main, 10)
+    assert at_once.tree.is_over(at_once.tree.main)
+    assert not at_once.tree.openings(5)
+
+
+def test_a_head_without_kv_is_fed_with_the_newest_token_alone():
+    sequence = Sequence(head=HeadRules(keeps_kv=False))
+    assert list(sequence.tree.missing(sequence.tree.main)) == [PROMPT[-1]]
+    assert sequence.tree.num_behind == 1

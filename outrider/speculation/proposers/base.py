@@ -10,16 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import NUM_EXTRA_TOKENS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
-
-
-class Features(Protocol):
-    """The target's features of one sequence (see outrider.engine.features), which a head is fed with."""
-
-    def __len__(self) -> int:
-        """Tokens whose features are there, from the first on: at most all but the newest committed one."""
-
-    def read(self, start: int, end: int) -> Any:
-        """Those of tokens [start, end): a torch.Tensor [end - start, width] of the head's dtype, on its device."""
+from outrider.speculation.features import Features
 
 
 @dataclass(frozen=True, slots=True)

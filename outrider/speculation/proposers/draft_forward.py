@@ -1,4 +1,4 @@
-"""The interface between a draft model and its proposer: a KV cache, and a forward pass that decides next tokens."""
+"""The interface between a draft model or head and its proposer: a KV cache, and a forward that decides next tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import Features
+from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.token_distribution import TokenDistribution
 
 
@@ -18,13 +18,14 @@ class PathRows:
 
     token_ids: Sequence[int]  # at least one
     start_position: int  # of the first of them; KV of everything before is in the cache
-    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids))
+    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); of a head one row less
     sampling: object  # of the sequence: from `start`
     assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: and n - 1 runners-up
     wants_distribution: bool = False  # of the next token
     features: Features | None = None  # of a head: of the committed tokens
-    states: tuple[object, ...] = ()  # of a head: its own hidden states, in place of features, for the last rows
+    num_committed: int = 0  # of a head: tokens; those from here on are fed with `states`, in place of features
+    states: tuple[object, ...] = ()  # its own hidden states, one for each such token of `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,16 @@ class Decided:
 
     token_ids: tuple[int, ...]  # the winner of the race at the next position, then the winners without those before
     distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
-    state: object = None  # a head's own hidden state after the path
+    state: object = None  # a head's own hidden state after the path, with which that token is fed
     following: tuple[tuple[int, ...], ...] = ()  # of a parallel head: the same for the positions after it
 
 
 class DraftForward(Protocol):
-    """The forward passes of a draft model; `ModelForward` is the real one. One owner thread."""
+    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`). One owner thread."""
+
+    @property
+    def head(self) -> HeadRules | None:
+        """None: a model, which is fed with tokens alone."""
 
     @property
     def pool(self) -> BlockPool: ...

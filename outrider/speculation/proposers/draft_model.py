@@ -1,4 +1,4 @@
-"""A smaller model with the target's vocabulary drafts, by the same race on its own logits.
+"""A smaller model with the target's vocabulary drafts, or a head, by the same race on its own logits.
 
 Source: Leviathan et al. 2022; coupled by Daliri, Musco, Suresh 2024 (arXiv 2408.07978):
 the same luck on both sides makes draft and target agree far more often than independent
@@ -90,23 +90,26 @@ class DraftModelProposer:
         *,
         model_name: str,
         vocabulary_fingerprint: str,
+        form: str = "draft_model",
         max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
+        catch_up_seconds: float = CATCH_UP_SECONDS,
         memory_bytes: int = 0,
         description: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`memory_bytes`: of its KV cache."""
+        """`form`: of a head; the first part of the name. `memory_bytes`: of its KV cache."""
         assert max_catch_up_rows >= 1
         self._forward = forward
+        self._head = forward.head
         self.info = ProposerInfo(
-            name=f"draft_model:{model_name}",
+            name=f"{form}:{model_name}",
             vocabulary_fingerprint=vocabulary_fingerprint,
             num_extra_tokens=NUM_EXTRA_TOKENS,
-            can_look_ahead=True,
+            can_look_ahead=self._head is None or self._head.max_own_rows != 0,
             memory_bytes=memory_bytes,
             description=description or {},
         )
-        self._catch_up = CatchUpBudget(max_rows=max_catch_up_rows, seconds=CATCH_UP_SECONDS)
+        self._catch_up = CatchUpBudget(max_rows=max_catch_up_rows, seconds=catch_up_seconds)
         self._clock = clock
         self._budget = RowBudget()  # by forwards of one row a path
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
@@ -151,6 +154,8 @@ class DraftModelProposer:
         too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
         if start is None or not token_ids or too_long or max(new, default=0) >= self._forward.vocab_size:
             return None
+        if self._head is not None and not _has_features(request):
+            return None
         if tree is None:
             # The last token is always computed: its logits begin the draft.
             kv = SequenceKV.create(
@@ -160,10 +165,12 @@ class DraftModelProposer:
                 cache_salt=start.options.cache_salt,
             )
             sampling = self._forward.start(start, token_ids)
-            tree = PathTree(kv, token_ids, start, max_model_len=self._forward.max_model_len, sampling=sampling)
+            max_model_len = self._forward.max_model_len
+            tree = PathTree(kv, token_ids, start, max_model_len=max_model_len, sampling=sampling, head=self._head)
         else:
             self._follow(tree, token_ids)
             del self._trees[request.sequence_id]  # goes to the end: used last
+        tree.features = request.features
         self._trees[request.sequence_id] = tree
         return tree
 
@@ -182,11 +189,11 @@ class DraftModelProposer:
 
     def _is_drafted(self, request: ProposalRequest, tree: PathTree) -> bool:
         """Whether there is an answer: the whole draft, or its first token if the rest may follow by look-ahead."""
-        main = tree.main
         if request.num_wanted <= 0:
-            return main.kv.num_tokens >= len(tree)
-        return len(main.token_ids) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(main.token_ids) and tree.is_over(main)
+            return not tree.num_behind
+        answer = _answer(request, tree)
+        return len(answer.token_ids) >= (1 if request.max_alternatives else request.num_wanted) or (
+            bool(answer.token_ids) and tree.is_over(answer)
         )
 
     # --- planning -------------------------------------------------------------------------
@@ -197,8 +204,8 @@ class DraftModelProposer:
         budget = self._catch_up.num_rows
         for request, tree in sorted(waiting, key=lambda each: each[1].num_missing(each[1].main)):
             main = tree.main
-            num_missing = tree.num_missing(main) if request.num_wanted > 0 else len(tree) - main.kv.num_tokens
-            is_draft = num_missing == 1 and bool(main.token_ids)
+            num_missing = tree.num_missing(main) if request.num_wanted > 0 else tree.num_behind
+            is_draft = num_missing <= tree.most_draft_rows and (bool(main.token_ids) or self._head is not None)
             num_rows = num_missing if is_draft else min(num_missing, budget)
             if num_rows < num_missing:
                 plan.behind.add(request.sequence_id)
@@ -240,7 +247,8 @@ class DraftModelProposer:
         """Returns False if there is no block for it."""
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
-        is_added = self._add(plan, tree, path, num_rows=1, num_decisions=1 + NUM_RUNNERS_UP)
+        num_rows = tree.num_missing(path)
+        is_added = self._add(plan, tree, path, num_rows=num_rows, num_decisions=1 + NUM_RUNNERS_UP)
         if not is_added and isinstance(row.path, Opening):
             tree.free_alternative(path)
         return is_added
@@ -260,10 +268,10 @@ class DraftModelProposer:
         `evicts_beside`: KV of sequences other than these may be evicted; None: nothing is.
         """
         missing = tree.missing(path)[:num_rows]
-        start = path.kv.num_tokens
+        start = tree.first_missing(path)
         while True:
             try:
-                plan.copies += path.kv.reserve(start + num_rows)
+                plan.copies += path.kv.reserve(tree.rows_before(start + num_rows))
                 break
             except NoFreeBlocksError:
                 if evicts_beside is None or not self._evict(plan, evicts_beside):
@@ -276,6 +284,9 @@ class DraftModelProposer:
             tuple(path.token_ids),
             num_decisions,
             tree.start.wants_distributions,
+            tree.features,
+            len(tree),
+            tuple(path.states[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]),
         )
         plan.rows.append(_PlannedRows(tree, path, rows))
         return True
@@ -311,9 +322,11 @@ class DraftModelProposer:
         budget.observe(num_rows, seconds)
         for row, outcome in zip(plan.rows, decided, strict=True):
             kv = row.path.kv
-            kv.advance(row.rows.start_position + len(row.rows.token_ids))
+            kv.advance(row.tree.rows_before(row.rows.start_position + len(row.rows.token_ids)))
             if outcome.token_ids:
-                row.path.append(outcome.token_ids[0], outcome.token_ids[1:], outcome.distribution)
+                row.path.append(outcome.token_ids[0], outcome.token_ids[1:], outcome.distribution, outcome.state)
+            for token_ids in outcome.following:
+                row.path.append(token_ids[0], token_ids[1:])
             if row.path is row.tree.main:
                 kv.publish(row.tree.token_ids)
 
@@ -335,7 +348,7 @@ class DraftModelProposer:
                 ahead=tuple(self._due(request, tree)),
                 has_more=request.sequence_id in plan.looking_ahead,
             )
-        main = tree.main
+        answer = _answer(request, tree)
         progress = Progress.DRAFTING
         if request.sequence_id in plan.no_room or self._is_drafted(request, tree):
             progress = Progress.DONE
@@ -343,10 +356,10 @@ class DraftModelProposer:
             progress = Progress.CATCHING_UP
         num_offered = 0
         if progress is Progress.DONE:
-            main.num_sent = num_offered = min(len(main.token_ids), request.num_wanted)
+            answer.num_sent = num_offered = min(len(answer.token_ids), request.num_wanted)
         return Proposal(
             sequence_id=request.sequence_id,
-            tree=tree.proposed(main, 0, num_offered),
+            tree=tree.proposed(answer, 0, num_offered),
             progress=progress,
         )
 
@@ -371,3 +384,16 @@ class DraftModelProposer:
                 yield AheadBranch(
                     tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path.token_ids)))
                 )
+
+
+def _has_features(request: ProposalRequest) -> bool:
+    """Whether a head can be fed with all committed tokens; the first has no row, so one token is not enough."""
+    features, num_tokens = request.features, len(request.token_ids)
+    return features is not None and len(features) >= num_tokens - 1 >= 1
+
+
+def _answer(request: ProposalRequest, tree: PathTree) -> DraftPath:
+    """The path that answers an update: where the rest may follow by look-ahead, a head's guess from before will do."""
+    if request.max_alternatives and tree.spare and not tree.main.token_ids:
+        return tree.spare
+    return tree.main

@@ -1,0 +1,28 @@
+"""What a head is fed with besides tokens, and how it drafts, other than a model does. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Features(Protocol):
+    """The target's features of one sequence (see outrider.engine.features), which a head is fed with."""
+
+    def __len__(self) -> int:
+        """Tokens whose features are there, from the first on: at most all but the newest committed one."""
+
+    def read(self, start: int, end: int) -> Any:
+        """Those of tokens [start, end): a torch.Tensor [end - start, width] of the head's dtype, on its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRules:
+    """A token is fed with the feature of the token before it: the first token of a text has no row.
+
+    Features come with committed tokens; until then the head is fed with its own hidden states, and these rows are
+    computed anew.
+    """
+
+    keeps_kv: bool = True  # else a row sees nothing but its state
+    max_own_rows: int | None = None  # that one path feeds with own states; None: any number

@@ -1,0 +1,151 @@
+"""The forward passes of a drafter head: rows of tokens with the target's features, or with its own hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
+from outrider.engine.attention.native import NativeAttention
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.model_runner import PagedStep
+from outrider.engine.sampler import Sampler
+from outrider.engine.sampler.warm_up import warm_up_sampler
+from outrider.engine.transfer import upload_ids
+from outrider.heads.base import HeadModel, HeadRows, HeadSpec
+from outrider.speculation.features import HeadRules
+from outrider.speculation.proposers.base import MAX_SEQUENCES
+from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.proposers.path_sampler import PathSampler
+
+BLOCK_SIZE = 16
+MAX_PATHS = 16 * MAX_SEQUENCES
+"""Of a head without KV: each takes one block of a pool that has no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadForward(PathSampler):
+    """A `DraftForward`: a head, its paged cache and a sampler over the target's vocabulary."""
+
+    pool: BlockPool
+    kv_cache: PagedKVCache | None  # of a head that keeps KV
+    attention: AttentionBackend
+    model: HeadModel
+    sampler: Sampler
+    head: HeadRules
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        model: HeadModel,
+        *,
+        num_cached_tokens: int,
+        known_token_ids: Tensor,
+        device: torch.device,
+        kernels: CpuKernels | None = None,
+    ) -> HeadForward:
+        """Args:
+        num_cached_tokens: for which its cache has room, of all sequences; at least one window.
+        known_token_ids: [vocab_size] bool, as for the target's Sampler.
+        kernels: of the target on a CPU; None: torch computes.
+        """
+        spec = model.spec
+        cache, num_blocks, block_size = None, MAX_PATHS, spec.max_model_len
+        if spec.num_layers:
+            num_blocks, block_size = -(-max(num_cached_tokens, spec.max_model_len) // BLOCK_SIZE), BLOCK_SIZE
+            cache = PagedKVCache(cache_planes(spec), num_blocks=num_blocks, block_size=block_size, device=device)
+        pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
+        attention: AttentionBackend
+        if kernels is not None and spec.dtype in ("float32", "bfloat16") and spec.head_dim % 16 == 0:
+            attention = NativeAttention(kernels)
+        else:
+            attention = make_attention_backend("auto", device, spec.dtype)
+        sampler = Sampler(vocab_size=spec.vocab_size, known_token_ids=known_token_ids, device=device, kernels=kernels)
+        warm_up_sampler(sampler, device)
+        max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
+        rules = HeadRules(keeps_kv=spec.num_layers > 0, max_own_rows=0 if spec.num_parallel > 1 else max_own_rows)
+        return cls(pool, cache, attention, model, sampler, rules, device)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.spec.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.spec.vocab_size
+
+    @torch.inference_mode()
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
+        if self.kv_cache is not None:
+            self.kv_cache.copy_blocks(block_copies)
+        batch = build_input_batch(
+            [
+                SequenceRows(row.token_ids, row.start_position - 1, row.block_ids, min(row.num_decisions, 1))
+                for row in rows
+            ],
+            self.pool.block_size,
+        )
+        device = self.device
+        fed, depths = batch.on(device), upload_ids([depth for row in rows for depth in _depths(row)], device)
+        features = torch.cat([part for row in rows for part in _fed_with(row)])
+        step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            assert step is not None, "a head without layers asks for attention"
+            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
+
+        hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
+        if not batch.num_logits:
+            return [Decided(()) for _ in rows]
+        hidden = hidden.index_select(0, fed.logits_rows)  # [num_logits, width]
+        logits = self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
+        states = iter(hidden)
+        return [
+            Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
+            if first.token_ids
+            else first
+            for first, *following in self._decide(logits, rows)
+        ]
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """[n, draft_vocab_size] → [n, vocab_size]: -inf where the head has no logit."""
+        target_ids = self.model.target_ids
+        if target_ids is None:
+            return logits
+        scattered = torch.full((len(logits), self.vocab_size), -torch.inf, device=logits.device)
+        return scattered.index_copy_(1, target_ids, logits)
+
+
+def cache_planes(spec: HeadSpec) -> tuple[PlaneSpec, ...]:
+    """Keys and values of the head's own layers."""
+    return tuple(PlaneSpec(name, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype) for name in ("k", "v"))
+
+
+def _num_true(row: PathRows) -> int:
+    """Of the path's rows, those that are fed with the target's features."""
+    return len(row.token_ids) - len(row.states)
+
+
+def _depths(row: PathRows) -> range | list[int]:
+    """Of each of the path's rows."""
+    first = row.start_position + _num_true(row) - row.num_committed + 1
+    return [*[0] * _num_true(row), *range(first, first + len(row.states))]
+
+
+def _fed_with(row: PathRows) -> list[Tensor]:
+    """Of the path's rows: [n, width] each, together as many as there are rows."""
+    parts: list[Tensor] = []
+    if num_true := _num_true(row):
+        assert row.features is not None
+        parts.append(row.features.read(row.start_position - 1, row.start_position - 1 + num_true))
+    if row.states:
+        parts.append(torch.stack([state for state in row.states if isinstance(state, Tensor)]))
+    return parts

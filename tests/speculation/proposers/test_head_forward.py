@@ -1,0 +1,202 @@
+"""The proposer on a tiny head, compared with the head computed from scratch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
+from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+from outrider.speculation.proposers.head_forward import HeadForward
+from tests.speculation.draft_trees import likeliest_path
+from tests.support.toy_head import VOCAB_SIZE, ToyFeatures, ToyHead, drafted
+
+PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
+GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
+HOT = SamplingParams(seed=5, max_tokens=400, temperature=0.9, top_k=50, presence_penalty=0.7, repetition_penalty=1.2)
+NO_KV = {"num_layers": 0, "max_depth": 5}
+
+
+def proposer_of(head: ToyHead, *, num_cached_tokens: int = 8192, **options) -> DraftModelProposer:
+    forward = HeadForward.of(
+        head,
+        num_cached_tokens=num_cached_tokens,
+        known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
+        device=torch.device("cpu"),
+    )
+    return DraftModelProposer(forward, form="toy", model_name="tiny", vocabulary_fingerprint="", **options)
+
+
+def request(token_ids, num_wanted: int, params=GREEDY, *, key=1, takes_trees=False, **fields) -> ProposalRequest:
+    options = RequestOptions(sampling=params)
+    start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT), takes_trees=takes_trees)
+    fields = {"features": ToyFeatures(token_ids), **fields}
+    return ProposalRequest(key, token_ids, num_wanted, start, **fields)
+
+
+def drafts_of(proposer: DraftModelProposer, *requests: ProposalRequest) -> list[list[int]]:
+    """Asks until every draft is done."""
+    done = {}
+    for _ in range(200):
+        asked = [each for each in requests if each.sequence_id not in done]
+        if not asked:
+            return [list(likeliest_path(done[each.sequence_id]).token_ids) for each in requests]
+        proposals = proposer.propose(asked)
+        proposer.check_integrity()
+        done |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
+    raise AssertionError("never done")
+
+
+def expected(head, token_ids, params, num_tokens, **fields) -> list[int]:
+    return drafted(head, token_ids, params, num_tokens, prompt_length=len(PROMPT), **fields)
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("kind", [{}, {"has_own_vocabulary": True}, NO_KV], ids=["plain", "own ids", "no kv"])
+def test_after_each_commit_a_draft_is_what_the_head_makes_of_true_features(kind, params):
+    head = ToyHead(**kind)
+    proposer, text = proposer_of(head), list(PROMPT)
+    for num_agreeing in (0, 2, 5, 1, 3):
+        (draft,) = drafts_of(proposer, request(text, 5, params))
+        assert draft == expected(head, text, params, 5)
+        assert drafts_of(proposer_of(head), request(text, 5, params)) == [draft], "as without a cache"
+        text = [*text, *draft[:num_agreeing], 3]
+    proposer.forget(1)
+    assert proposer._forward.pool.num_free_blocks == proposer._forward.pool.num_blocks
+
+
+def test_a_batch_drafts_for_each_what_it_does_alone():
+    head = ToyHead()
+    texts = [PROMPT, PROMPT[:2], [(7 * i) % 300 for i in range(70)], [*PROMPT, 9, 9, 9]]
+    proposer = proposer_of(head)
+    drafts_of(proposer, *(request(text, 4, key=key) for key, text in enumerate(texts[:2])))
+    found = drafts_of(proposer, *(request(text, 4, key=key) for key, text in enumerate(texts)))
+    assert found == [expected(head, text, GREEDY, 4) for text in texts]
+
+
+def test_ids_that_the_head_has_no_logit_of_are_never_drafted():
+    head = ToyHead(has_own_vocabulary=True)
+    (draft,) = drafts_of(proposer_of(head), request(PROMPT, 8, HOT))
+    assert set(draft) <= set(head.target_ids.tolist())
+
+
+def test_siblings_go_along_where_trees_are_taken():
+    head = ToyHead()
+    (proposal,) = proposer_of(head).propose([request(PROMPT, 1, takes_trees=True)])
+    assert proposal.tree.is_well_formed
+    assert 0 < len(proposal.tree) - 1 <= MAX_SIBLINGS
+    assert drafts_of(proposer_of(head), request(PROMPT, 5, takes_trees=True)) == [expected(head, PROMPT, GREEDY, 5)]
+
+
+@pytest.mark.parametrize("num_known", [None, 0, len(PROMPT) - 2])
+def test_without_features_of_all_tokens_there_is_no_draft_and_with_them_there_is(num_known):
+    proposer = proposer_of(ToyHead())
+    features = None if num_known is None else ToyFeatures(PROMPT, num_known=num_known)
+    assert drafts_of(proposer, request(PROMPT, 3, features=features)) == [[]]
+    assert len(drafts_of(proposer, request(PROMPT, 3))[0]) == 3
+    assert drafts_of(proposer, request([*PROMPT, 5], 3, features=features)) == [[]]
+    assert drafts_of(proposer, request([*PROMPT, 5, 6], 3)) == [expected(ToyHead(), [*PROMPT, 5, 6], GREEDY, 3)]
+
+
+def test_a_text_of_one_token_has_no_row_yet():
+    proposer = proposer_of(ToyHead())
+    assert drafts_of(proposer, request([5], 3)) == [[]]
+    assert len(drafts_of(proposer, request([5, 6], 3))[0]) == 3
+
+
+def test_it_drafts_no_further_than_the_head_can():
+    head = ToyHead(max_depth=3)
+    (draft,) = drafts_of(proposer_of(head), request(PROMPT, 6))
+    assert draft == expected(head, PROMPT, GREEDY, 3)
+
+
+def test_a_head_without_kv_computes_no_prefix():
+    proposer = proposer_of(ToyHead(**NO_KV), max_catch_up_rows=1)
+    (proposal,) = proposer.propose([request([(7 * i) % 300 for i in range(1000)], 1)])
+    assert proposal.progress is Progress.DONE
+    assert len(proposal.tree) == 1
+
+
+def test_a_long_prefix_is_caught_up_with_in_pieces():
+    proposer, text = proposer_of(ToyHead(), max_catch_up_rows=40), [(7 * i) % 300 for i in range(100)]
+    asked = [request(text, 2, key=1), request(PROMPT, 2, key=2)]
+    outcomes = [[proposal.progress for proposal in proposer.propose(asked)] for _ in range(2)]
+    behind, drafting, done = Progress.CATCHING_UP, Progress.DRAFTING, Progress.DONE
+    assert outcomes == [[behind, drafting], [behind, done]]
+    assert drafts_of(proposer, *asked) == [expected(ToyHead(), each, GREEDY, 2) for each in (text, PROMPT)]
+
+
+def test_what_was_evicted_is_computed_again():
+    head, text = ToyHead(max_model_len=512), [(7 * i) % 300 for i in range(400)]
+    proposer = proposer_of(head, num_cached_tokens=1024)
+    for key in (0, 1, 2, 3, 0, 1):
+        asked = [key, *text] if key else [key, *text, 8, 9]
+        assert drafts_of(proposer, request(asked, 3, key=key)) == [expected(head, asked, GREEDY, 3)]
+
+
+def ahead_of(proposer, asked: ProposalRequest) -> dict[tuple[int, ...], list[int]]:
+    """Looks ahead to the end: the longest draft by what it assumes."""
+    found = {}
+    for _ in range(200):
+        (proposal,) = proposer.propose([asked])
+        proposer.check_integrity()
+        for branch in proposal.ahead:
+            draft = list(likeliest_path(branch.tree).token_ids)
+            found[branch.assumed_token_ids] = max(found.get(branch.assumed_token_ids, []), draft, key=len)
+        if not proposal.has_more:
+            return found
+    raise AssertionError("never done")
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_looking_ahead_feeds_own_states_and_true_features_replace_them(params):
+    head = ToyHead()
+    proposer, fields = proposer_of(head), {"max_alternatives": 6}
+    (draft,) = drafts_of(proposer, request(PROMPT, 3, params, **fields))
+    branches = ahead_of(proposer, request(PROMPT, 3, params, looks_ahead=True, **fields))
+    own = expected(head, PROMPT, params, 7)
+    assert draft == own[: len(draft)]
+    assert len([assumed for assumed in branches if assumed and list(assumed) != own[: len(assumed)]]) > 3
+    for assumed, branch in branches.items():
+        assert branch == expected(head, [*PROMPT, *assumed], params, len(branch), num_true=len(PROMPT))
+
+    text = [*PROMPT, *own[:4]]
+    calls = count_forwards(proposer)
+    assert drafts_of(proposer, request(text, 3, params, **fields)) == [own[4:7]], "answered by what was drafted ahead"
+    assert calls == []
+    branches = ahead_of(proposer, request(text, 3, params, looks_ahead=True, **fields))
+    again = expected(head, text, params, 7)
+    assert again[:3] != own[4:7], "features make a difference"
+    main = proposer._trees[1].main
+    assert main.token_ids == again
+    assert drafts_of(proposer, request(text, 3, params)) == [again[:3]]
+
+
+def count_forwards(proposer) -> list[int]:
+    """From here on, the rows of each."""
+    calls, forward = [], proposer._forward
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(forward, name)
+
+        def decide(self, rows, copies):
+            calls.append(sum(len(row.token_ids) for row in rows))
+            return forward.decide(rows, copies)
+
+    proposer._forward = Counting()
+    return calls
+
+
+def test_without_look_ahead_a_commit_costs_its_rows_and_one_for_each_further_token():
+    proposer, text = proposer_of(ToyHead()), list(PROMPT)
+    (draft,) = drafts_of(proposer, request(text, 3))
+    calls = count_forwards(proposer)
+    drafts_of(proposer, request([*text, *draft[:2], 9], 3))
+    assert calls == [3, 1, 1]
+
+
+def test_its_name_tells_the_form():
+    assert proposer_of(ToyHead()).info.name == "toy:tiny"
