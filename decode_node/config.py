@@ -46,6 +46,9 @@ class DecodeNodeConfig:
     local_fallback: str = setting(
         "ngram", choices=(*LOOKUP_NAMES, NO_PROPOSER), help="What proposes in this process where no draft node has."
     )
+    local_head: bool = setting(
+        True, help="Propose with model.head in this process; off where draft nodes do, which get its features then."
+    )
     max_running_sequences: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
     max_rows_per_step: int = setting(
         512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."

@@ -40,7 +40,8 @@ class NodeDirectory:
     """A link to each node behind the targets, and what they serve. Owned by the event loop.
 
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node
-    that serves; a node with another fingerprint is refused.
+    that serves; a node with another fingerprint is refused. So is one with other features
+    for a drafter head than those at work: prompts' features go to decode nodes with their KV.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class NodeDirectory:
                 f"{info.name} serves {info.model.name} with fingerprint {info.model.fingerprint}, this router"
                 f" {served.info.name} with fingerprint {served.info.fingerprint} (from {served.node})"
             )
+        self._check_features(link, info.name, info.model)
         self._compare_numerics(info.name, info.model.numerics)
         return served.info.fingerprint
 
@@ -253,6 +255,16 @@ class NodeDirectory:
                 " from one that does not",
                 numerics={node: kind for kind, node in self._first_of_numerics.items()},
             )
+
+    def _check_features(self, link: NodeLink, name: str, model: ModelInfo) -> None:
+        for other in self._links():
+            found = other.info.model if other.info is not None else None
+            is_paired = other is not link and other.is_approved and other.role is not NodeRole.DRAFT
+            if is_paired and found is not None and found.features != model.features:
+                raise MismatchError(
+                    f"{name} computes features {model.features or 'none'} for a drafter head, {other.name}"
+                    f" {found.features or 'none'}: model.head of all prefill and decode nodes must have one reduction"
+                )
 
     def _check_vocabulary(self, name: str, model: ModelInfo) -> None:
         served = self.served

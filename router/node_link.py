@@ -107,6 +107,11 @@ class NodeLink:
         return self.report is not None
 
     @property
+    def is_approved(self) -> bool:
+        """It fits, and was not lost since it said so."""
+        return bool(self._fingerprint)
+
+    @property
     def is_late(self) -> bool:
         """Its progress is overdue; it is not lost yet."""
         return self._progress.standing >= Standing.LATE
@@ -210,6 +215,7 @@ class NodeLink:
     def _take_failure(self, error: OutriderError) -> None:
         was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
         self.last_error = error.message
+        self._fingerprint = ""
         self.report = None
         self._progress = ProgressDeadline()
         self.num_hedges = 0

@@ -12,6 +12,9 @@ from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.form import HeadForm
 from outrider.heads.forms import FORMS
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.locate import locate_model
+from outrider.model_hub.progress import Progress, no_progress
 
 
 def open_head(folder: Path, target: Target, device: torch.device, dtype: torch.dtype) -> HeadModel:
@@ -24,6 +27,13 @@ def read_reduction(folder: Path, target: Target) -> FeatureReduction:
     """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
     checkpoint = Checkpoint.open(folder)
     return form_of(checkpoint).reduction(checkpoint, target)
+
+
+def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> FeatureReduction | None:
+    """Of the head that `model.head` names; None without one. Raises: as `open_head` and `locate_model`."""
+    if not config.head:
+        return None
+    return read_reduction(Path(config.head), Target.open(locate_model(config, progress=progress).directory))
 
 
 def form_of(checkpoint: Checkpoint) -> HeadForm:

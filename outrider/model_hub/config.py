@@ -35,6 +35,10 @@ class ModelConfig:
         help="auto keeps linear layers in the dtype; int8 is LOSSY (another model, strictly) and takes half the "
         "memory traffic; native kernels only.",
     )
+    head: str = setting(
+        "",
+        help="A drafter head's folder: prefill and decode nodes compute its features for each token; empty: none.",
+    )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(
         1,

@@ -9,12 +9,12 @@ import pytest
 import structlog
 
 from outrider.errors import MismatchError
-from outrider.node import NodeRole, NodeState
+from outrider.node import FeatureFormat, NodeRole, NodeState
 from outrider.v1 import router_pb2
 from router.losses import MAX_TRANSFERS
 from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.fake_resolver import FakeResolver
-from tests.support.router_fakes import FakeDecodeNode, FakeNode, fake_model_info
+from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode, fake_model_info
 from tests.support.router_fakes.decode_node import letters
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -189,6 +189,33 @@ async def test_a_node_with_another_fingerprint_is_refused_and_both_are_named(clu
         assert (await cluster.generate(max_tokens=8)).token_ids()
     assert other.opened == []
     assert (await status_of(cluster, "stranger")).state == router_pb2.NODE_STATE_LOST
+
+
+FEATURES = FeatureFormat(fingerprint="1" * 64, width=576, dtype="bfloat16", taps=(2, 15, 27))
+
+
+@pytest.mark.parametrize(("kind", "has"), [(FakeDecodeNode, True), (FakeDecodeNode, False), (FakePrefillNode, True)])
+async def test_nodes_of_different_features_are_not_paired_and_both_are_named(cluster, kind, has):
+    """Features of a prompt go to the decode node with its KV: all must compute the same, or none."""
+    cluster.decode.model = cluster.prefill.model = fake_model_info(features=None if has else FEATURES)
+    other = kind(name="stranger", model=fake_model_info(features=FEATURES if has else None))
+    other.state = NodeState.STARTING
+    cluster.nodes.append(other)
+    await cluster.serve()
+    other.state = NodeState.SERVING
+    links = cluster.service.nodes._links
+    await cluster.eventually(lambda: any(link.refusal for link in links()))
+    refused = next(link for link in links() if link.refusal)
+    for part in ("stranger", "1" * 16, "taps 2, 15, 27", "none", "model.head"):
+        assert part in refused.refusal
+    assert cluster.decode.name in refused.refusal or cluster.prefill.name in refused.refusal
+    for _ in range(4):
+        assert (await cluster.generate(max_tokens=8)).token_ids()
+    assert not (other.opened if kind is FakeDecodeNode else other.requests)
+    for node in (cluster.decode, cluster.prefill):  # when the last of the others has left, it is their successor
+        cluster.nodes.remove(node)
+        await node.stop()
+    await cluster.eventually(lambda: refused.is_serving)
 
 
 async def test_a_session_refused_by_the_node_names_both(cluster):
