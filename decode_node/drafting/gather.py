@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
+from decode_node.drafting.misread import MisreadWatch
 from decode_node.groups import Sample
 from outrider.engine.scheduler import StepRoom
 from outrider.service.telemetry.logging import get_logger
@@ -91,6 +92,7 @@ class DraftGatherer:
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
         self._last_step_seconds = 0.0
+        self._misread = MisreadWatch()
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """From the grant on the sequence is announced; drafters learn the prompt while it is prefilled."""
@@ -157,6 +159,7 @@ class DraftGatherer:
         """How the drafts of a step went: of each sequence the tokens that were accepted, from the root on."""
         for sequence_id, draft, accepted in verdicts:
             self._controller.observe_verdict(sequence_id, draft, accepted)
+            self._misread.observe(draft.source, is_first_accepted=bool(accepted))
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """What a step cost."""
