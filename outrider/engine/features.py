@@ -86,15 +86,16 @@ class FeatureReduction:
         """[num_rows, num_taps * hidden_size] → [num_rows, width], by torch."""
         if self.tap_norms is not None:
             split = taps.view(len(taps), len(self.taps), self.hidden_size)
-            taps = _rms_norm(split, self.tap_norms, self.epsilon).flatten(1)
+            taps = rms_norm(split, self.tap_norms, self.epsilon).flatten(1)
         if self.norm is not None:
-            taps = _rms_norm(taps, self.norm, self.epsilon)
+            taps = rms_norm(taps, self.norm, self.epsilon)
         if self.projection is None:
             return taps
         return torch.nn.functional.linear(taps, self.projection, self.bias)
 
 
-def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Root mean square over the last dimension, in float32; weight broadcasts to rows → as rows."""
     values = rows.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon)
     return (weight.float() * values).to(rows.dtype)

@@ -69,18 +69,22 @@ class DenseAttention:
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
 
 
+def true_rows(token_ids, features, start, end):
+    """Those at positions [start, end), with the target's features."""
+    return HeadRows(
+        token_ids=token_ids[start + 1 : end + 1],
+        features=features[start:end],
+        depths=torch.zeros(end - start, dtype=torch.int64),
+        positions=torch.arange(start, end),
+    )
+
+
 def logits_of(head, token_ids, taps):
     """As `logits` of a golden file: true rows in one forward, then one for each drafted token."""
-    features, attend = head.reduction(taps), DenseAttention()
+    features, attend = head.reduction.to("cpu", torch.float32)(taps), DenseAttention()
     num_true = len(features)
     positions = torch.arange(len(token_ids))
-    rows = HeadRows(
-        token_ids=token_ids[1 : num_true + 1],
-        features=features,
-        depths=torch.zeros(num_true, dtype=torch.int64),
-        positions=positions[:num_true],
-    )
-    state = head.forward(rows, attend)[-1:]
+    state = head.forward(true_rows(token_ids, features, 0, num_true), attend)[-1:]
     found = [head.logits(state, torch.zeros(1, dtype=torch.int64))]
     for depth, place in enumerate(range(num_true, len(token_ids) - 1), start=1):
         depths = torch.tensor([depth])

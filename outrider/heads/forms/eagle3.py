@@ -1,0 +1,130 @@
+"""EAGLE-3: one or more decoder layers over the embedding of a token and three taps of the target before it.
+
+Source: Li et al. 2025, arXiv 2503.01840. Layouts: speculators (`speculators_model_type` eagle3), and the flat one of
+SafeAILab and SpecForge (`LlamaForCausalLMEagle3`). EAGLE-3.1 adds `fc_norm` and `norm_output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.engine.features import FeatureReduction, rms_norm
+from outrider.heads.base import Attend, HeadModel, HeadRows
+from outrider.heads.checkpoint import Checkpoint, Target, refuse
+from outrider.heads.form import HeadForm
+from outrider.heads.layers import DecoderLayer, Rotation
+from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
+from outrider.heads.weights import Weights, take_embedding, take_output_layer, take_target_ids
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FLAT = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
+"""Flags of `eagle_config` that say what every EAGLE-3 head does."""
+
+
+def _is_form_of(config: Mapping[str, Any]) -> bool:
+    if "speculators_model_type" in config:
+        return bool(config["speculators_model_type"] == "eagle3")
+    named = architectures(config)
+    # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
+    return bool(named & _FLAT) or (named == {"LlamaForCausalLM"} and "draft_vocab_size" in config)
+
+
+def read_reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
+    """Taps, their norms or norm, and `fc`. Raises: ConfigError, ModelError."""
+    layout = Layout.read(checkpoint, target, *FLAGS)
+    taps = _taps(layout, target)
+    num_taps, width = len(taps), layout.target_hidden_size
+    norm = tap_norms = None
+    if layout.options.get("norm_before_fc"):
+        norm = checkpoint.tensor("input_norm.weight", (num_taps * width,))
+    if layout.options.get("fc_norm"):
+        tap_norms = torch.stack([checkpoint.tensor(f"fc_norm.{tap}.weight", (width,)) for tap in range(num_taps)])
+    return FeatureReduction(
+        taps=taps,
+        hidden_size=width,
+        epsilon=layout.shape.epsilon,
+        norm=norm,
+        tap_norms=tap_norms,
+        projection=checkpoint.tensor("fc.weight", (layout.shape.hidden_size, num_taps * width)),
+    )
+
+
+def _taps(layout: Layout, target: Target) -> tuple[int, ...]:
+    """By inputs of layers, as speculators counts; the flat layout counts outputs."""
+    eagle_config = layout.options.get("eagle_config") or {}
+    check_flags(layout.folder, eagle_config, _OF_EAGLE_CONFIG)
+    for flag in _OF_EAGLE_CONFIG:
+        if eagle_config.get(flag) is False:
+            raise refuse(layout.folder, f"eagle_config.{flag}", False, "True")
+    ids = layout.options.get(_IDS)
+    if not layout.is_nested:
+        if ids:
+            raise refuse(layout.folder, _IDS, ids, f"eagle_config.{_IDS} in this layout")
+        ids = [tap + 1 for tap in eagle_config.get(_IDS) or ()]
+    num_layers = target.num_layers
+    return check_taps(layout.folder, _IDS, tuple(ids or (2, num_layers // 2, num_layers - 3)), target)
+
+
+class Eagle3(HeadModel):
+    """A loaded EAGLE-3 head."""
+
+    form = "eagle3"
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
+        layout = Layout.read(checkpoint, target, *FLAGS)
+        shape = layout.shape
+        self.reduction = read_reduction(checkpoint, target)
+        self.spec = layout.head_spec(self.form, checkpoint, target, dtype)
+        weights = Weights(checkpoint, device, dtype)
+        weights.drop(
+            "fc.weight", "input_norm.weight", *(f"fc_norm.{tap}.weight" for tap in range(len(self.reduction.taps)))
+        )
+        self.target_ids = take_target_ids(weights, layout.draft_vocab_size, layout.vocab_size)
+        self._epsilon = shape.epsilon
+        self._keeps_unnormed = not layout.options.get("norm_before_residual")
+        self._feeds_back_normed = bool(layout.options.get("norm_output"))
+        self._embedding = take_embedding(weights, target, layout.vocab_size, shape.hidden_size)
+        first = "layers.0." if layout.is_nested or weights.has("layers.0.hidden_norm.weight") else "midlayer."
+        self._hidden_norm = weights.take(f"{first}hidden_norm.weight", shape.hidden_size)
+        self._layers = [
+            DecoderLayer(
+                weights,
+                f"layers.{index}." if index else first,
+                shape,
+                index,
+                width=0 if index else 2 * shape.hidden_size,
+            )
+            for index in range(shape.num_layers)
+        ]
+        self._norm = weights.take("norm.weight", shape.hidden_size)
+        self._output = take_output_layer(weights, target, self.target_ids, layout.vocab_size, shape.hidden_size)
+        self._rotation = Rotation(layout.folder, layout.layer_config, shape.head_dim, device)
+        self._read_more(layout, weights)
+        weights.check_all_read()
+
+    def _read_more(self, layout: Layout, weights: Weights) -> None:
+        """Of a form that has more."""
+
+    def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
+        angles = self._rotation.at(rows.positions, rows.features.dtype)
+        normed = rms_norm(rows.features, self._hidden_norm, self._epsilon)
+        hidden = rows.features if self._keeps_unnormed else normed
+        first, *others = self._layers
+        embeddings = first.normed(self._embedding[rows.token_ids])
+        hidden = first(hidden, angles, attend, torch.cat([embeddings, normed], -1))
+        for layer in others:
+            hidden = layer(hidden, angles, attend)
+        return rms_norm(hidden, self._norm, self._epsilon) if self._feeds_back_normed else hidden
+
+    def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
+        normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._epsilon)
+        return self._output(normed).float()
+
+
+FORM = HeadForm(name=Eagle3.form, is_form_of=_is_form_of, reduction=read_reduction, open=Eagle3)

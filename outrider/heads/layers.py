@@ -1,0 +1,150 @@
+"""Decoder layers of the Llama family (RMS norm, rotary positions, grouped query heads, SwiGLU), over rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from outrider.engine.features import rms_norm
+from outrider.engine.rotation import inverse_frequencies
+from outrider.heads.base import Attend
+from outrider.heads.checkpoint import refuse
+from outrider.heads.weights import Weights
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_EVERY_LAYER_ATTENDS = "full_attention"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Of all layers of a head."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    epsilon: float  # of the norms
+
+    @classmethod
+    def read(cls, folder: Path, config: PretrainedConfig) -> LayerShape:
+        """Raises: ConfigError for a field that would change what is computed here."""
+        if config.hidden_act not in ("silu", "swish"):
+            raise refuse(folder, "hidden_act", config.hidden_act, "silu")
+        types = set(getattr(config, "layer_types", None) or ())
+        if types - {_EVERY_LAYER_ATTENDS}:
+            raise refuse(folder, "layer_types", sorted(types), _EVERY_LAYER_ATTENDS)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            epsilon=config.rms_norm_eps,
+        )
+
+
+class Rotation:
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, halves paired."""
+
+    def __init__(self, folder: Path, config: PretrainedConfig, head_dim: int, device: torch.device) -> None:
+        """Raises: ConfigError for a kind whose angles depend on the length, or that turns only a part."""
+        rope = config.rope_parameters
+        kind = rope["rope_type"]
+        if kind not in _ROPE_TYPES:
+            raise refuse(folder, "rope_parameters.rope_type", kind, ", ".join(_ROPE_TYPES))
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise refuse(folder, "rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+        self._scale = 1.0
+        if kind == "default":
+            frequencies = torch.from_numpy(inverse_frequencies(rope["rope_theta"], head_dim))
+        else:
+            frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        self._frequencies = frequencies.to(device)  # [head_dim / 2] float32
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2]."""
+        angles = (positions.float()[:, None] * self._frequencies)[:, None]
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+
+def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """[num_rows, num_heads, head_dim], what `Rotation.at` gives → the same."""
+    cosines, sines = angles
+    first, second = heads.chunk(2, -1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
+
+
+class Attention:
+    """Projections, optional norms of queries and keys, rotation, attention, output projection."""
+
+    def __init__(self, weights: Weights, prefix: str, shape: LayerShape, index: int, width: int) -> None:
+        """`width`: of the input."""
+        self._shape = shape
+        self._index = index
+        self._sizes = (shape.num_heads * shape.head_dim, *(2 * (shape.num_kv_heads * shape.head_dim,)))
+        self._projections = weights.take_rows(prefix, ("q_proj", "k_proj", "v_proj"), self._sizes, width)
+        self._output = weights.take_rows(prefix, ("o_proj",), (shape.hidden_size,), self._sizes[0])
+        self._query_norm = weights.take_if(f"{prefix}q_norm.weight", shape.head_dim)
+        self._key_norm = weights.take_if(f"{prefix}k_norm.weight", shape.head_dim)
+
+    def __call__(self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """[num_rows, width] → [num_rows, hidden_size]."""
+        head_dim = self._shape.head_dim
+        query, key, value = (
+            part.view(len(rows), -1, head_dim) for part in torch.split(self._projections(rows), list(self._sizes), -1)
+        )
+        if self._query_norm is not None:
+            query = rms_norm(query, self._query_norm, self._shape.epsilon)
+        if self._key_norm is not None:
+            key = rms_norm(key, self._key_norm, self._shape.epsilon)
+        query, key = rotate(query, angles), rotate(key, angles)
+        attended = attend(self._index, query, key, value, head_dim**-0.5)
+        return self._output(attended.reshape(len(rows), -1))
+
+
+class FeedForward:
+    """SwiGLU."""
+
+    def __init__(self, weights: Weights, prefix: str, shape: LayerShape) -> None:
+        sizes = (shape.intermediate_size, shape.intermediate_size)
+        self._inputs = weights.take_rows(prefix, ("gate_proj", "up_proj"), sizes, shape.hidden_size)
+        self._output = weights.take_rows(prefix, ("down_proj",), (shape.hidden_size,), shape.intermediate_size)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        gate, up = self._inputs(rows).chunk(2, -1)
+        return self._output(torch.nn.functional.silu(gate) * up)
+
+
+class DecoderLayer:
+    """One layer: attention, then the feed-forward part, each behind a norm and beside the residual stream."""
+
+    def __init__(
+        self, weights: Weights, prefix: str, shape: LayerShape, index: int, *, width: int = 0, is_normed: bool = True
+    ) -> None:
+        """`prefix`: "layers.0.". `width`: of attention's input, if not hidden_size. `is_normed`: has an input norm."""
+        self._epsilon = shape.epsilon
+        hidden = shape.hidden_size
+        self._input_norm = weights.take(f"{prefix}input_layernorm.weight", hidden) if is_normed else None
+        self._attention = Attention(weights, f"{prefix}self_attn.", shape, index, width or hidden)
+        self._norm = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
+        self._feed_forward = FeedForward(weights, f"{prefix}mlp.", shape)
+
+    def normed(self, rows: Tensor) -> Tensor:
+        """By the input norm, or as they are."""
+        return rows if self._input_norm is None else rms_norm(rows, self._input_norm, self._epsilon)
+
+    def __call__(
+        self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, attention_input: Tensor | None = None
+    ) -> Tensor:
+        """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise."""
+        rows = rows + self._attention(self.normed(rows) if attention_input is None else attention_input, angles, attend)
+        return rows + self._feed_forward(rms_norm(rows, self._norm, self._epsilon))

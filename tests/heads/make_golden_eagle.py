@@ -1,0 +1,161 @@
+"""Golden files of EAGLE-3, by its owners' code: `python -m tests.heads.make_golden_eagle`.
+
+Needs speculators 0.9.0 (https://pypi.org/project/speculators), which tests do not; made with torch 2.13.0 and
+transformers 5.23.0. `taps` of these files are the target's hidden states after 0, 1, … layers, all of them: those that
+the head reads are for the head to choose.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.utils import resolve_target_layer_ids
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
+
+from tests.heads import golden_files
+
+HIDDEN, VOCAB, DRAFT_VOCAB, NUM_TOKENS, NUM_STEPS = 32, 96, 48, 14, 3
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def main() -> None:
+    target = LlamaConfig(num_hidden_layers=8, **SIZES)
+    eagle3(target, "eagle3", LlamaConfig, 1, rope_parameters=LLAMA3)
+    eagle3(target, "eagle3-residual", Qwen3Config, 2, norm_before_residual=True, norm_before_fc=True, ids=[1, 4, 6])
+    eagle3(target, "eagle3.1", LlamaConfig, 1, fc_norm=True, norm_output=True, attention_bias=True, draft=VOCAB)
+
+
+def eagle3(  # one file
+    target: LlamaConfig,
+    name: str,
+    kind: type[PretrainedConfig],
+    num_layers: int,
+    *,
+    ids: list[int] | None = None,
+    draft: int = DRAFT_VOCAB,
+    rope_parameters: Mapping[str, Any] | None = None,
+    attention_bias: bool = False,
+    **flags: bool,
+) -> None:
+    layer = layer_config(kind, num_layers, attention_bias, rope_parameters)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden_states, token_ids = run_target(target, Path(folder))
+        taps = resolve_target_layer_ids(ids, folder)
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=draft,
+        eagle_aux_hidden_state_layer_ids=ids,
+        speculators_config=speculators_config("eagle3", 3),
+        **flags,
+    )
+    model = Eagle3DraftModel(config)
+    randomize(model)
+    logits = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
+    with torch.no_grad():
+        model(
+            hidden_states=torch.cat([hidden_states[tap, :-1] for tap in taps], -1)[None],
+            input_ids=token_ids[None, 1:],
+            document_ids=torch.zeros(1, NUM_TOKENS - 1, dtype=torch.long),
+            ttt_steps=NUM_STEPS,
+        )
+    last = NUM_TOKENS - 1 - NUM_STEPS  # the last row with a true feature whose drafted tokens are in the text
+    write(name, model, target, hidden_states[:, : last + 1], token_ids, torch.stack(logits)[:, last])
+
+
+def layer_config(
+    kind: type[PretrainedConfig], num_layers: int, attention_bias: bool, rope_parameters: Mapping[str, Any] | None
+) -> PretrainedConfig:
+    layer = kind(num_hidden_layers=num_layers, attention_bias=attention_bias, rms_norm_eps=1e-5, **SIZES)
+    if rope_parameters is not None:
+        layer.rope_parameters = dict(rope_parameters)
+    layer._attn_implementation = "eager"
+    return layer
+
+
+def speculators_config(algorithm: str, num_tokens: int) -> SpeculatorsConfig:
+    return SpeculatorsConfig(
+        algorithm=algorithm,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_tokens)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+
+
+def run_target(config: LlamaConfig, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [num_layers + 1, NUM_TOKENS, HIDDEN] of random tokens [NUM_TOKENS]."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    token_ids = torch.randint(0, VOCAB, (NUM_TOKENS,))
+    with torch.no_grad():
+        states = model(token_ids[None], output_hidden_states=True).hidden_states
+    return torch.cat(states), token_ids
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Weights that matter, as bfloat16 has them; a vocabulary to draft from that is spread over the target's."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            values = 1 + 0.3 * values if parameter.ndim == 1 and "bias" not in name else values
+            spread = 1 if parameter.ndim == 1 else 1.5 * parameter.shape[-1] ** -0.5
+            parameter.copy_((values * spread).bfloat16())
+        if getattr(model, "d2t", None) is not None:
+            ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
+            model.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
+            model.t2d[ids] = True
+    model.eval()
+
+
+def write(
+    name: str,
+    model: Any,
+    target: LlamaConfig,
+    hidden_states: torch.Tensor,
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        saved = load_file(Path(folder) / "model.safetensors")
+    golden_files.write(
+        name,
+        head={key: value.bfloat16() if value.is_floating_point() else value for key, value in saved.items()},
+        head_config=config,
+        target={},
+        target_config=target.to_dict(),
+        expected={"token_ids": token_ids, "taps": hidden_states.transpose(0, 1).flatten(1), "logits": logits},
+    )
+
+
+if __name__ == "__main__":
+    main()
