@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.ranks.channel import Channel, RankLostError
@@ -36,21 +37,27 @@ PROMPT = [3 + (7 * n) % 290 for n in range(41)]
 CHUNKS = [(0, 16), (16, 32), (32, len(PROMPT) - 1)]
 TABLE, OTHER_TABLE, THIRD_TABLE = [9, 2, 17, 30, 4, 21, 8, 0, 13, 26, 11, 5], list(range(31, 43)), list(range(43, 55))
 PATIENCE_SECONDS = 60.0
+FEATURES = FeatureReduction(taps=(2, 3), hidden_size=64, takes_final_norm=True)
 
 
 KV_CACHE = KVCacheConfig(num_blocks=64, block_size=BLOCK_SIZE)
 SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
 
-def open_one(path, **settings):
+def open_one(path, *, features=None, **settings):
     config = ModelConfig(id=str(path), kernels="torch", **SETTINGS, **settings)
-    return open_compute(config, KV_CACHE, max_rows_per_step=64, on_rank_lost=print)
+    return open_compute(config, KV_CACHE, max_rows_per_step=64, features=features, on_rank_lost=print)
 
 
-def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, **settings):
+def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=None, **settings):
     config = ModelConfig(id=str(path), tensor_parallel_size=num_ranks, **SETTINGS, **settings)
     parts = open_ranks(
-        config, KV_CACHE, max_rows_per_step=64, on_rank_lost=on_rank_lost, timeout_seconds=timeout_seconds
+        config,
+        KV_CACHE,
+        max_rows_per_step=64,
+        features=features,
+        on_rank_lost=on_rank_lost,
+        timeout_seconds=timeout_seconds,
     )
     return Compute(*parts, max_rows_per_step=64)
 
@@ -84,6 +91,12 @@ def run(compute):
     return torch.cat(logits), tokens
 
 
+def features_of(compute):
+    """Of the prompt's tokens, one after another."""
+    slots = slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE)
+    return compute.kv_cache.read(FEATURES.plane_name, range(1), slots).view(np.float32)
+
+
 def push(source, destination, table, *, max_frame_bytes=700):
     """What a prefill node and a decode node do with the prompt's KV but its last token."""
     ended, failed = queue.SimpleQueue(), []
@@ -113,6 +126,7 @@ def push(source, destination, table, *, max_frame_bytes=700):
             build_input_batch([SequenceRows(PROMPT[start:end], start, TABLE, 0)], BLOCK_SIZE),
             on_layer_done=lambda layer, start=start, end=end: kv_push.offer(range(layer, layer + 1), start, end),
         )
+        kv_push.offer_features(start, end)
     kv_push.finish()
     outcome = ended.get(timeout=PATIENCE_SECONDS)
     assert (outcome.error, failed) == (None, [])
@@ -129,7 +143,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    one, two = open_one(path), open_two(path, lost.put)
+    one, two = open_one(path, features=FEATURES), open_two(path, lost.put, features=FEATURES)
     with two.ranks:
         assert two.model.spec.num_kv_heads == 1
         assert two.kv_cache.planes == one.kv_cache.planes
@@ -141,6 +155,8 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
         assert tokens == expected_tokens
         assert torch.equal(logits.argmax(-1), expected.argmax(-1))
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+        features, expected = (features_of(each) for each in (two, one))
+        assert np.abs(features - expected).max() < 1e-4 * np.abs(expected).max()
 
         # The KV of either goes to the other, byte for byte, and the other continues from it.
         for source, destination in ((two, one), (one, two), (two, two)):
