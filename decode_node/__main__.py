@@ -77,6 +77,7 @@ def make_build(
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_graphs import GraphShapes
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.heads.open import reduction_of
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
         from outrider.service.engine_failure import end_process
@@ -100,6 +101,7 @@ def make_build(
             max_rows_per_step=config.max_rows_per_step,
             graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
             main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
+            features=reduction_of(model_config, progress=announce_progress),
             on_rank_lost=end_process,
             progress=announce_progress,
         )
@@ -131,6 +133,7 @@ def make_build(
                     vocab_size=info.vocab_size,
                     vocabulary_fingerprint=info.vocabulary_fingerprint,
                     max_model_len=info.max_model_len,
+                    features=info.features,
                 ),
                 resolve_interval_seconds=config.resolve_interval_seconds,
                 open_channel=security.open_channel,
@@ -210,6 +213,7 @@ def make_build(
                 "numerics": info.numerics,
                 "kernels": str(model.kernels),
                 "weights": model.weights_from,
+                "features": str(info.features or "none"),
                 "cpu_turns": cpu_turns.description,
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,

@@ -65,6 +65,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_clock import StepClock
         from outrider.engine.step_profiler import StepProfiler
+        from outrider.heads.open import reduction_of
         from outrider.kv_transfer.connectors import make_connector
         from outrider.model_hub.compute import open_compute
         from outrider.service.announce import announce_progress
@@ -78,6 +79,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         compute = open_compute(
             model_config,
             config.kv_cache,
+            features=reduction_of(model_config, progress=announce_progress),
             on_rank_lost=end_process,
             progress=announce_progress,
         )
@@ -136,6 +138,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
                 "numerics": model.info.numerics,
                 "kernels": str(model.kernels),
                 "weights": model.weights_from,
+                "features": str(model.info.features or "none"),
                 "cpu_turns": cpu_turns.description,
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,

@@ -52,10 +52,15 @@ class LoadedModel:
     weights_from: str  # for people: "checkpoint", or "packed weights, mapped"
 
     def with_features(self, features: FeatureReduction | None) -> LoadedModel:
-        """The same, whose cache has a plane for features of this reduction."""
+        """The same, whose cache has a plane for features of this reduction, and which says so."""
         if features is None:
             return self
-        return replace(self, spec=replace(self.spec, features=features.plane(self.spec.dtype)))
+        dtype = self.spec.dtype
+        return replace(
+            self,
+            spec=replace(self.spec, features=features.plane(dtype)),
+            info=replace(self.info, features=features.format(dtype)),
+        )
 
     @property
     def num_threads(self) -> int:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
@@ -35,23 +36,30 @@ from tests.support.waiting import PATIENCE_SECONDS
 INCARNATION = b"d" * 16
 BLOCK_SIZE = 16
 DECODE_BLOCK_SIZE = 8  # block sizes may differ on both sides
+TOKENS = [3 + (7 * n) % 290 for n in range(150)]
+REDUCTION = FeatureReduction(
+    taps=(0, 3, 1), hidden_size=64, projection=torch.randn(48, 3 * 64, generator=torch.Generator().manual_seed(0))
+)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_model(ModelConfig(id=str(make_tiny_model(tmp_path_factory.mktemp("tiny")))))
+    path = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16")
+    return load_model(ModelConfig(id=str(path))).with_features(REDUCTION)
 
 
 def fresh_runner(model, *, block_size):
     cache = PagedKVCache(model.spec.planes, num_blocks=64, block_size=block_size)
-    return cache, ModelRunner(model, cache, make_attention_backend("auto", model.device))
+    return cache, ModelRunner(model, cache, make_attention_backend("auto", model.device), features=REDUCTION)
+
+
+def compute(runner, tokens, blocks, *, block_size):
+    runner.forward(build_input_batch([SequenceRows(tokens, 0, blocks, 0)], block_size))
 
 
 @pytest.mark.parametrize("connector_name", ["grpc", "shared_memory"])
-def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
-    tokens = [3 + (7 * n) % 290 for n in range(150)]
-    held = 21
-    decode_cache, _ = fresh_runner(model, block_size=DECODE_BLOCK_SIZE)
+def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connector_name):
+    decode_cache, decode_runner = fresh_runner(model, block_size=DECODE_BLOCK_SIZE)
     blocks = list(range(5, 5 + 19))
     news: queue.SimpleQueue = queue.SimpleQueue()
     receiver = KvReceiver(
@@ -82,18 +90,25 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        for attempt in (1, 2):  # the second is pushed from the prefix cache
+        for attempt, (tokens, held, num_cached, num_read) in enumerate(
+            [
+                (TOKENS, 21, 0, 0),
+                (TOKENS, 21, 144, 0),  # pushed from the prefix cache
+                (TOKENS[::-1], 101, 0, 101),  # behind what only the decode node has
+            ]
+        ):
+            compute(decode_runner, tokens[:held], blocks, block_size=DECODE_BLOCK_SIZE)
             transfer_id = os.urandom(16)
             ids = {"transfer_id": transfer_id, "incarnation": INCARNATION}
             spec = TransferSpec(**ids, start_token=held, end_token=150, planes=model.spec.planes)
             receiver.open(spec, ReservedBlocks(decode_cache, blocks))
             where = {"transfer_id": transfer_id, "address": f"127.0.0.1:{port}", "incarnation": INCARNATION}
-            loop.submit(job_of(attempt, tokens, held=held, **where))
+            loop.submit(job_of(attempt, tokens, held=held, may_read_held=num_read > 0, **where))
             result = ended.get(timeout=PATIENCE_SECONDS)
             assert isinstance(result, PrefillFigures), result
-            assert result.num_cached_tokens == (0 if attempt == 1 else 144)
+            assert (result.num_cached_tokens, result.num_read_tokens) == (num_cached, num_read)
             assert result.connector == news.get(timeout=PATIENCE_SECONDS).connector == connector_name
-            assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks)
+            assert_equal_to_one_pass(model, tokens, decode_cache, blocks)
             wipe(decode_cache)
             receiver.close(transfer_id)
     finally:
@@ -104,16 +119,19 @@ def test_pushed_kv_equals_kv_computed_in_one_pass(model, connector_name):
     pool.check_integrity([])
 
 
-def assert_equal_to_one_pass(model, tokens, held, decode_cache, blocks):
+def assert_equal_to_one_pass(model, tokens, decode_cache, blocks):
     cache, runner = fresh_runner(model, block_size=BLOCK_SIZE)
     own_blocks = list(range(10))
-    runner.forward(build_input_batch([SequenceRows(tokens, 0, own_blocks, 0)], BLOCK_SIZE))
-    layers = range(model.spec.num_layers)
-    for plane in ("k", "v"):
-        wanted = cache.read(plane, layers, slots_of(own_blocks, len(tokens), BLOCK_SIZE)[held:])
-        arrived = decode_cache.read(plane, layers, slots_of(blocks, len(tokens), DECODE_BLOCK_SIZE)[held:])
+    compute(runner, tokens, own_blocks, block_size=BLOCK_SIZE)
+    assert [plane.name for plane in cache.planes] == ["k", "v", REDUCTION.plane_name]
+    for plane in cache.planes:
+        layers = range(plane.num_layers)
+        wanted = cache.read(plane.name, layers, slots_of(own_blocks, len(tokens), BLOCK_SIZE))
+        arrived = decode_cache.read(plane.name, layers, slots_of(blocks, len(tokens), DECODE_BLOCK_SIZE))
+        if model.info.numerics.startswith("exact ("):
+            assert bytes(arrived) == bytes(wanted), plane.name
         torch.testing.assert_close(
-            torch.from_numpy(arrived).view(torch.float32), torch.from_numpy(wanted).view(torch.float32)
+            *(torch.from_numpy(payload).view(TORCH_DTYPES[model.spec.dtype]) for payload in (arrived, wanted))
         )
 
 
