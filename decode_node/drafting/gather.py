@@ -1,9 +1,10 @@
-"""The drafts of one step: from a draft node where they are here, else from proposers in this process, else none."""
+"""The drafts of one step: of each sequence the one that is expected to win most, from wherever it pays to ask."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
 from decode_node.drafting.misread import MisreadWatch
@@ -26,14 +27,24 @@ def log_failed_proposer(error: Exception, sequence_id: int) -> None:
     _log.error("local proposer failed", sequence_id=sequence_id, error=str(error), exc_info=error)
 
 
+@dataclass(frozen=True, slots=True)
+class LocalDrafts:
+    """What a proposer in this process has made in one step."""
+
+    trees: dict[int, DraftTree]  # by sequence; without those for which it has nothing
+    num_read: int | None  # tokens that it read for these drafts; None: unknown, as prompts are read in several steps
+
+
 class LocalProposer:
-    """A proposer in this process, and the prompts that it has still to read. Engine thread only."""
+    """A proposer in this process, and what it has still to read. Engine thread only."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.source = proposer.info.name
         self._proposer = proposer
         self._starts: dict[int, SequenceStart] = {}
         self._unread: dict[int, Sequence[int]] = {}  # tokens that it does not know yet, by sequence
+        self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
+        self._behind: set[int] = set()  # sequences that it was asked for, and was still reading
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
         self._starts[sequence_id] = start
@@ -41,37 +52,60 @@ class LocalProposer:
 
     def close(self, sequence_id: int) -> None:
         self._unread.pop(sequence_id, None)
+        self._num_read.pop(sequence_id, None)
+        self._behind.discard(sequence_id)
         if self._starts.pop(sequence_id, None) is not None:
             self._proposer.forget(sequence_id)
 
-    def propose(self, wanted: Sequence[tuple[Sample, int]]) -> dict[int, DraftTree]:
-        """Drafts by sequence id, of at most so many tokens.
+    def num_missed(self, sample: Sample) -> int:
+        """Tokens of the sequence that it has not read."""
+        return len(sample.sequence.token_ids) - self._num_read.get(sample.sequence.key, 0)
 
-        What time the reading of new tokens leaves goes to prompts whose KV is on its way.
+    def propose(self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool) -> LocalDrafts:
+        """Drafts of at most so many tokens; asks until they are complete.
+
+        With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
         """
         starts, unread = self._starts, self._unread
         requests: list[ProposalRequest] = []
-        requested: set[int] = set()
         for sample, num_wanted in wanted:
             sequence = sample.sequence
             requests.append(ProposalRequest(sequence.key, sequence.token_ids, num_wanted, starts.get(sequence.key)))
-            requested.add(sequence.key)
-        requests += [
-            ProposalRequest(sequence_id, token_ids, 0, starts[sequence_id])
-            for sequence_id, token_ids in unread.items()
-            if sequence_id not in requested
-        ]
+        requested = {request.sequence_id for request in requests}
+        num_read = sum(self.num_missed(sample) for sample, _ in wanted)
+        was_behind = not self._behind.isdisjoint(requested)
+        if reads_ahead:
+            requests += [
+                ProposalRequest(sequence_id, token_ids, 0, starts[sequence_id])
+                for sequence_id, token_ids in unread.items()
+                if sequence_id not in requested
+            ]
         trees: dict[int, DraftTree] = {}
-        for proposal in self._proposer.propose(requests) if requests else ():
-            if proposal.progress is Progress.DONE:
-                unread.pop(proposal.sequence_id, None)
-            if proposal.tree:
-                trees[proposal.sequence_id] = replace(proposal.tree, source=self.source)
-        return trees
+        while requests:
+            drafting: list[ProposalRequest] = []
+            for request, proposal in zip(requests, self._proposer.propose(requests), strict=True):
+                sequence_id = request.sequence_id
+                if proposal.tree:
+                    trees[sequence_id] = replace(proposal.tree, source=self.source)
+                if proposal.progress is Progress.DONE:
+                    unread.pop(sequence_id, None)
+                    self._num_read[sequence_id] = len(request.token_ids)
+                    self._behind.discard(sequence_id)
+                elif proposal.progress is Progress.CATCHING_UP:
+                    self._behind.add(sequence_id)
+                else:
+                    drafting.append(request)
+            requests = drafting
+        is_behind = was_behind or not self._behind.isdisjoint(requested)
+        return LocalDrafts(trees, None if is_behind else num_read)
 
 
 class DraftGatherer:
-    """Joins the controller (how many), the draft client (from afar) and local proposers (from here), in this order.
+    """Joins the controller (who drafts, how much), the draft client (from afar) and local proposers (from here).
+
+    All sources compete by what their drafts have won of this sequence. A draft of a draft node that is here costs
+    nothing more; proposers of this process are asked, the cheapest first, where they are expected to better what is at
+    hand by more than they take. Drafts that were made and not verified are judged by what was committed.
 
     Engine thread only. No step waits for the network past its budget: min(`max_wait_seconds`, 20 % of the last step).
     """
@@ -84,15 +118,19 @@ class DraftGatherer:
         proposers: Sequence[Proposer] = (),
         max_wait_seconds: float = 0.0,
         takes_trees: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`proposers`: each is asked for what those before it have nothing for."""
+        """`proposers`: with different names. `clock`: in seconds, by which their time is measured."""
         self._client = client
         self._controller = controller
         self._local = [LocalProposer(proposer) for proposer in proposers]
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
+        self._clock = clock
         self._last_step_seconds = 0.0
         self._misread = MisreadWatch()
+        self._drafts: dict[int, list[DraftTree]] = {}  # of this step by sequence, but for verified ones
+        self._reproducible: set[int] = set()  # sequences whose tokens do not depend on drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """From the grant on the sequence is announced; drafters learn the prompt while it is prefilled."""
@@ -102,12 +140,15 @@ class DraftGatherer:
         if most <= 0:
             return
         known_token_ids = opened.known_token_ids(start)
+        # A greedy request is verified by coupled sampling, whatever it asks for.
+        is_reproducible = options.is_reproducible or options.sampling.is_greedy
+        if is_reproducible:
+            self._reproducible.add(sequence_id)
         sequence_start = SequenceStart(
             options=options,
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
-            # Other methods verify one path; a greedy request is verified by coupled sampling, whatever it asks for.
-            takes_trees=self._takes_trees and (options.is_reproducible or options.sampling.is_greedy),
+            takes_trees=self._takes_trees and is_reproducible,  # other methods verify one path
         )
         for local in self._local:
             local.open(sequence_id, sequence_start, known_token_ids)
@@ -119,6 +160,7 @@ class DraftGatherer:
         """The sequence has ended, or will not start."""
         self._client.close(sequence_id)
         self._controller.forget(sequence_id)
+        self._reproducible.discard(sequence_id)
         for local in self._local:
             local.close(sequence_id)
 
@@ -128,17 +170,31 @@ class DraftGatherer:
             return StepDrafts()
         wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
         taken = self._client.take([sample.sequence.key for sample in samples], wait_seconds=wait_seconds)
-        if not self._local:
-            return taken
         trees, requested = dict(taken.trees), set(taken.requested)
-        for local in self._local:
-            wanted: list[tuple[Sample, int]] = []
-            for sample in samples:
-                if sample.sequence.key not in trees and (num_wanted := self._num_wanted(sample, local.source)) > 0:
-                    wanted.append((sample, num_wanted))
-                    requested.add(sample.sequence.key)
-            trees |= local.propose(wanted)
+        self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
+        for local in sorted(self._local, key=lambda each: self._controller.sequence_seconds(each.source)):
+            requested.update(self._ask(local, samples, trees))
         return replace(taken, trees=trees, requested=requested)
+
+    def _ask(self, local: LocalProposer, samples: Sequence[Sample], trees: dict[int, DraftTree]) -> Iterable[int]:
+        """Betters the drafts at hand by that proposer's where this pays. Returns the sequences it is asked for."""
+        controller, source = self._controller, local.source
+        is_cheap = controller.is_cheap(source)
+        asked = controller.choose_asked(
+            source,
+            {sample.sequence.key: sample.max_draft_tokens for sample in samples},
+            trees,
+            {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
+        )
+        started = self._clock()
+        wanted = [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked]
+        found = local.propose(wanted, reads_ahead=is_cheap)
+        controller.observe_asked(source, asked, found.trees, seconds=self._clock() - started, num_missed=found.num_read)
+        for sequence_id, tree in found.trees.items():
+            at_hand = trees.get(sequence_id)
+            trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
+            self._drafts.setdefault(sequence_id, []).append(tree)
+        return asked
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
@@ -160,6 +216,8 @@ class DraftGatherer:
         for sequence_id, draft, accepted in verdicts:
             self._controller.observe_verdict(sequence_id, draft, accepted)
             self._misread.observe(draft.source, is_first_accepted=bool(accepted))
+            others = [each for each in self._drafts.get(sequence_id, ()) if each.source != draft.source]
+            self._drafts[sequence_id] = others
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """What a step cost."""
@@ -170,9 +228,14 @@ class DraftGatherer:
         )
 
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
-        """Tells the draft nodes what was committed, and how much is wanted next."""
+        """Tells draft nodes what was committed and how much is wanted next; judges drafts that were not verified."""
         if self._controller.num_speculative_tokens <= 0:
             return
+        for sample, token_ids in committed:
+            sequence_id = sample.sequence.key
+            if sequence_id in self._reproducible:
+                for draft in self._drafts.pop(sequence_id, ()):
+                    self._controller.observe_committed(sequence_id, draft, token_ids)
         self._client.update(
             [
                 (sample.sequence.key, token_ids, self._num_wanted(sample, DRAFT_NODE))

@@ -1,26 +1,39 @@
-"""How many draft tokens of each sequence a step verifies: one decision over the whole batch.
+"""Who drafts, and how many draft tokens of each sequence a step verifies: decisions over the whole batch.
 
 A draft token costs a row, and a row costs time that all sequences wait for. The controller knows how likely each draft
-token is (`AcceptanceRecord`, by sequence, proposer and position) and how long steps take (`StepCostModel`), and gives
-rows to those that win most (`choose_rows`). No row at all is a choice as well. A sequence that gets none is tried again
-with a single token now and then, for a small share of the time.
+token is (`AcceptanceRecord`, by sequence, proposer, grade and position) and how long steps take (`StepCostModel`), and
+gives rows to those that win most (`choose_rows`). No row at all is a choice as well. A sequence that gets none is tried
+again with a single token now and then, for a small share of the time.
+
+To ask a proposer in this process costs time as well (`AskCost`): it is asked for those sequences whose draft at hand
+it is expected to better by more than that (`choose_asked`), and tried again now and then as above.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import NamedTuple
 
 from outrider.engine.scheduler import StepRoom
-from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAcceptance
-from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.acceptance_record import AcceptanceRecord
+from outrider.speculation.draft_source import NOTHING, DraftSource, SourceRecord
+from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.row_choice import RowChoice, choose_rows
+from outrider.speculation.source_choice import Candidate, Prices, choose_asked, worth
 from outrider.speculation.step_cost import StepCostModel
 
 PROBE_STEPS = 32
-"""A sequence whose drafts were not verified for so many steps may be tried again."""
+"""A sequence whose drafts were not verified for so many steps may be tried again, and a proposer not asked for them."""
+
+CHEAP_PROBE_STEPS = 8
+"""The same of a proposer that costs next to nothing."""
+
+SPEEDUP_STEPS = 32
+"""Over which it is averaged how much faster than plain decoding the batch is: what time is worth."""
 
 PROBE_SHARE = 0.005
 """Of the time, for such trials."""
@@ -54,7 +67,9 @@ class _Offer:
         num_waiting: int,
         num_speculative_tokens: int,
         verifies_all: bool,
+        asked_seconds: float,
     ) -> None:
+        """`asked_seconds`: that the drafts took. They belong to the step, whatever is verified of them."""
         self.probabilities = probabilities
         self.num_rows = room.num_rows
         self.num_sequences = len(room.sequences)
@@ -64,8 +79,9 @@ class _Offer:
         reach = None if room.prompts or verifies_all else cost.reach()
         if reach is not None:
             self.max_rows = max(0, min(self.max_rows, reach - room.num_rows))
-        self.step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
-        self.plain_seconds = self.step_seconds[0]
+        step_seconds = cost.seconds(self.num_sequences, room.num_rows, num_more=num_possible)
+        self.plain_seconds = step_seconds[0]
+        self.step_seconds = [each + asked_seconds for each in step_seconds]
 
     def priced(self, seconds: float) -> float:
         """These and those of the prompts that wait for them."""
@@ -87,17 +103,20 @@ class _Offer:
 class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
-    Order of calls in a step: `num_wanted` for each sequence, `choose` for all drafts there are, the forward,
-    `observe_verdict` for each sequence whose draft was verified, `observe_step` once.
+    Order of calls in a step: `choose_asked` and `observe_asked` for each proposer of this process, the cheapest first,
+    `choose` for all drafts there are, the forward, `observe_verdict` for each sequence whose draft was verified,
+    `observe_committed` for drafts that were not, `observe_step` once. `num_wanted` says what draft nodes are asked for.
     """
 
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
     verifies_all: bool = False  # every draft token that there is room for, at any price: a fixed number of draft tokens
     row_price: float = 0.0  # least probability of a draft token that would have paid in the last step
-    _records: defaultdict[str, dict[int, AcceptanceRecord]] = field(default_factory=lambda: defaultdict(dict))
-    _sources: defaultdict[str, SourceAcceptance] = field(default_factory=lambda: defaultdict(SourceAcceptance))
+    _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
     _step: int = 0
+    _num_waiting: int = 0  # prompts, in the last step
+    _asked_seconds: float = 0.0  # spent on drafts since the last choice
+    _speedup: float = 1.0  # running mean of the expected rate over that of plain decoding
     _probe_credit: float = float("inf")  # seconds, limited in each step
 
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
@@ -105,16 +124,77 @@ class DraftController:
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
             return max(maximum, 0)
-        record = self._records[source].get(sequence_id)
-        if record is None:
-            record = self._start(sequence_id, source)
+        found = self._record(sequence_id, source)
         least = WORTH_ASKING * self.row_price
-        chain = record.chain
+        chain = found.best().chain
         if chain[0] < least:
-            return int(self._step - record.last_step >= PROBE_STEPS)
+            cost = self._sources[source].cost
+            pause = CHEAP_PROBE_STEPS if cost.is_known and cost.is_cheap else PROBE_STEPS
+            return int(self._step - found.last_step >= pause)
         if chain[maximum - 1] >= least:
             return maximum
         return sum(each >= least for each in chain[:maximum])
+
+    def sequence_seconds(self, source: str) -> float:
+        """What it takes to ask that proposer, by sequence; 0 until it is known. The cheapest is asked first."""
+        return self._sources[source].cost.sequence_seconds
+
+    def is_cheap(self, source: str) -> bool:
+        """Whether it costs next to nothing to ask that proposer."""
+        return self._sources[source].cost.is_cheap
+
+    def choose_asked(
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
+    ) -> dict[int, int]:
+        """For how many tokens a proposer of this process is asked now, by sequence id; absent: for none.
+
+        Args:
+            source: the proposer's name.
+            wanted: by sequence of the batch, the most draft tokens that may be verified.
+            drafts: that are at hand, by sequence.
+            num_missed: by sequence, tokens that the proposer has not read; absent: none.
+        """
+        known = self._sources[source]
+        if known.cost.is_cheap:
+            asked = {key: num for key, most in wanted.items() if (num := self.num_wanted(key, most, source)) > 0}
+        else:
+            asked = self._choose_asked(source, wanted, drafts, num_missed)
+        for sequence_id in asked:
+            known.records[sequence_id].last_asked = self._step
+        return asked
+
+    def observe_asked(
+        self,
+        source: str,
+        asked: Mapping[int, int],
+        drafts: Mapping[int, DraftTree],
+        *,
+        seconds: float,
+        num_missed: int | None,
+    ) -> None:
+        """What a proposer has drafted and how long it took. `num_missed` None: it read more than it was asked for."""
+        known = self._sources[source]
+        self._asked_seconds += seconds
+        if asked and num_missed is not None:
+            known.cost.observe(
+                seconds,
+                depth=max(asked.values()),
+                num_sequences=len(asked),
+                num_tokens=sum(asked.values()),
+                num_missed=num_missed,
+            )
+            if not known.cost.is_cheap:
+                for sequence_id in asked:
+                    draft = drafts.get(sequence_id)
+                    self._record(sequence_id, source).observe_answer(NOTHING if draft is None else draft.grade)
+
+    def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
+        """The draft of a sequence that is expected to win more."""
+        values = []
+        for draft in (one, other):
+            found = self._probabilities(sequence_id, draft)
+            values.append((worth(found, self.row_price), sum(found)))
+        return one if values[0] >= values[1] else other
 
     def choose(
         self, offers: Sequence[tuple[int, DraftTree, int]], room: StepRoom, *, num_waiting: int = 0
@@ -132,7 +212,7 @@ class DraftController:
         trees: list[DraftTree] = []
         probabilities: list[Sequence[float]] = []
         for sequence_id, draft, limit in offers:
-            record = self._records[draft.source].get(sequence_id) or self._start(sequence_id, draft.source)
+            record = self._record(sequence_id, draft.source).of(draft)
             tree, found = record.ranked(draft)
             max_tokens = max(0, min(limit, self.num_speculative_tokens))
             if len(found) > max_tokens:
@@ -140,19 +220,27 @@ class DraftController:
             records.append(record)
             trees.append(tree)
             probabilities.append(found)
+        self._num_waiting = num_waiting + len(room.prompts)
         offer = _Offer(
             probabilities,
             room,
             self.cost,
-            num_waiting=num_waiting + len(room.prompts),
+            num_waiting=self._num_waiting,
             num_speculative_tokens=self.num_speculative_tokens,
             verifies_all=self.verifies_all,
+            asked_seconds=self._asked_seconds,
         )
+        self._asked_seconds = 0.0
         choice = offer.choose(num_rows=offer.max_rows if self.verifies_all else None)
         self.row_price = choice.row_price
+        if not room.prompts:
+            speedup = choice.expected_tokens / choice.expected_seconds * offer.plain_seconds / offer.num_sequences
+            self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
         self._probe_credit = min(
             self._probe_credit + PROBE_SHARE * offer.plain_seconds, MAX_PROBE_CREDIT * offer.plain_seconds
         )
+        for source in self._sources.values():
+            source.earn(PROBE_SHARE * offer.plain_seconds, most=MAX_PROBE_CREDIT * offer.plain_seconds)
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
@@ -166,14 +254,26 @@ class DraftController:
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on."""
-        record = self._records[draft.source].get(sequence_id) or self._start(sequence_id, draft.source)
-        if self._step - record.last_step >= PROBE_STEPS:
+        record = self._record(sequence_id, draft.source).of(draft)
+        if accepted and self._step - record.last_step >= PROBE_STEPS:
             record.begin_anew()
         record.last_step = self._step
         if draft.parents:
             record.observe_tree(draft, accepted)
         else:
             record.observe_chain(len(draft.token_ids), len(accepted))
+
+    def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
+        """Learns from a draft that was not verified: what was committed in its place says which tokens were right.
+
+        True of coupled sampling, where a position's token does not depend on drafts.
+        """
+        if draft.parents:
+            depths = draft.depths()
+            draft = draft.only([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
+        else:
+            draft = draft.cut(len(token_ids))
+        self.observe_verdict(sequence_id, draft, _path_of(draft, token_ids))
 
     def observe_step(self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """Learns what a step cost. One that computed prompts says little about drafts, and is left out."""
@@ -183,8 +283,44 @@ class DraftController:
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended; an unknown one is fine."""
-        for records in self._records.values():
-            records.pop(sequence_id, None)
+        for source in self._sources.values():
+            source.records.pop(sequence_id, None)
+
+    def _choose_asked(
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
+    ) -> dict[int, int]:
+        """The same of a proposer that costs something."""
+        known = self._sources[source]
+        candidates: list[Candidate] = []
+        for sequence_id, most in wanted.items():
+            maximum = max(0, min(most, self.num_speculative_tokens))
+            draft = drafts.get(sequence_id)
+            at_hand = [] if draft is None else self._probabilities(sequence_id, draft)[:maximum]
+            expected = self._record(sequence_id, source).expected() if maximum else ()
+            answers = [(share, chain[:maximum]) for share, chain in expected]
+            candidates.append(Candidate(sequence_id, at_hand, answers, num_missed.get(sequence_id, 0)))
+        asked = choose_asked(candidates, known.cost, self._prices(len(candidates)))
+        known.add_trials(
+            asked,
+            {key: num_missed.get(key, 0) for key, most in wanted.items() if most > 0},
+            before=self._step - PROBE_STEPS,
+        )
+        return asked
+
+    def _prices(self, num_sequences: int) -> Prices:
+        """Of the next step, as far as they are known."""
+        num_more = num_sequences * self.num_speculative_tokens
+        if self.verifies_all or not self.cost.is_known:
+            return Prices([1.0] * (num_more + 1), num_more, num_sequences, 0, token_rate=0.0, row_price=0.0)
+        seconds = self.cost.seconds(num_sequences, num_sequences, num_more=num_more)
+        reach = self.cost.reach()
+        max_rows = num_more if reach is None else max(0, min(num_more, reach - num_sequences))
+        rate = self._speedup * (num_sequences + self._num_waiting) / seconds[0]
+        return Prices(seconds, max_rows, num_sequences, self._num_waiting, token_rate=rate, row_price=self.row_price)
+
+    def _probabilities(self, sequence_id: int, draft: DraftTree) -> Sequence[float]:
+        """Of the draft's tokens, the likeliest first."""
+        return self._record(sequence_id, draft.source).of(draft).ranked(draft)[1]
 
     def _with_other_rows(self, offer: _Offer, choice: RowChoice) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.
@@ -229,9 +365,25 @@ class DraftController:
             total += 1
         return num_rows
 
-    def _start(self, sequence_id: int, source: str) -> AcceptanceRecord:
+    def _record(self, sequence_id: int, source: str) -> SourceRecord:
         """A new sequence is due for a trial at once, should its proposer be thought little of."""
-        record = self._records[source][sequence_id] = AcceptanceRecord(
-            self._sources[source], self.num_speculative_tokens, step=self._step - PROBE_STEPS
-        )
+        known = self._sources[source]
+        record = known.records.get(sequence_id)
+        if record is None:
+            record = SourceRecord(known, self.num_speculative_tokens, step=self._step - PROBE_STEPS)
+            known.records[sequence_id] = record
         return record
+
+
+def _path_of(draft: DraftTree, token_ids: Sequence[int]) -> Sequence[int]:
+    """The tokens of a draft with which a text goes on, from the root on."""
+    if not draft.parents:
+        return range(sum(takewhile(bool, map(eq, draft.token_ids, token_ids))))
+    path: list[int] = []
+    children = {key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
+    for token_id in token_ids:
+        index = children.get((path[-1] if path else ROOT, token_id))
+        if index is None:
+            break
+        path.append(index)
+    return path

@@ -120,6 +120,7 @@ class Node(DrivenNode):
             proposers=proposers,
             controller=DraftController(num_speculative_tokens=num_speculative_tokens),
             max_wait_seconds=max_wait_seconds,
+            clock=self.clock,
         )
         self.groups = SequenceGroupManager(
             engine=self.engine,

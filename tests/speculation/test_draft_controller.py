@@ -206,10 +206,10 @@ def test_what_is_known_of_a_proposer_helps_new_sequences():
             step_of(controller, [(sequence_id, draft_of(4))], 0, row_seconds=0.5)
         controller.forget(sequence_id)
     assert sum(step_of(controller, [(99, draft_of(4))], 0, row_seconds=0.5).values()) <= 1
-    assert 99 in controller._records[DRAFT_NODE]
+    assert 99 in controller._sources[DRAFT_NODE].records
     controller.forget(99)
     controller.forget(99)
-    assert not any(controller._records.values())
+    assert not controller._sources[DRAFT_NODE].records
 
 
 def test_a_tree_is_cut_to_its_likeliest_tokens():

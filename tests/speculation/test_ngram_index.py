@@ -36,7 +36,7 @@ def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pi
     for piece in filter(None, pieces):
         text += piece
         index.extend(text, len(text))
-        assert index.continuation(text, num_tokens) == brute_force(text, num_tokens)
+        assert index.continuation(text, num_tokens)[0] == brute_force(text, num_tokens)
 
 
 def request_of(text, num_wanted=4, *, key=1, prompt_length=None) -> ProposalRequest:
@@ -106,3 +106,16 @@ def test_a_text_may_begin_before_or_behind_the_end_of_its_prompt(prompt_length):
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     (proposal,) = NgramProposer().propose([request_of(text, 2, prompt_length=prompt_length)])
     assert proposal.tree.token_ids == ((3, 4) if prompt_length <= len(text) else ())
+
+
+@pytest.mark.parametrize(("num_matching", "grade"), [(1, 0), (2, 2), (3, 3), (4, 4), (7, 4), (8, 8), (12, 8)])
+def test_the_grade_of_a_draft_is_how_much_agrees_before_it(num_matching, grade):
+    once = list(range(100, 100 + num_matching))
+    (proposal,) = NgramProposer().propose([request_of([1, 2, *once, 3, 4, 5, *once])])
+    assert proposal.tree.grade == grade
+    assert proposal.tree.token_ids[:3] == ((3, 4, 5) if grade else ())
+
+
+def test_what_agrees_up_to_the_texts_beginning_has_a_grade_as_well():
+    (proposal,) = NgramProposer().propose([request_of([1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5, 6])])
+    assert (proposal.tree.grade, proposal.tree.token_ids[0]) == (4, 9)

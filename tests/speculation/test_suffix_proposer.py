@@ -158,3 +158,11 @@ def test_trees_are_well_formed_and_bounded_and_begin_with_the_likeliest_token(te
     assert len(tree) <= num_wanted + MAX_SIBLINGS if num_wanted else not tree
     assert max(tree.depths(), default=0) <= num_wanted
     assert tree.token_ids[:1] == chain[:1]
+
+
+@pytest.mark.parametrize(("num_matching", "grade"), [(1, 0), (3, 2), (4, 4), (9, 8), (20, 16)])
+def test_the_grade_of_a_draft_is_the_context_of_its_first_token(num_matching, grade):
+    once = list(range(100, 100 + num_matching))
+    (proposal,) = SuffixProposer().propose([ProposalRequest(1, [*once, 3, 4, 5, *once], 3, START)])
+    assert proposal.tree.grade == grade
+    assert proposal.tree.cut(1).grade == grade

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
-from outrider.session import Granted, KvReady, SampleStart
+from outrider.session import Granted, KvReady, SampleStart, SampleTokens
+from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
 from outrider.speculation.draft_tree import DRAFT_NODE
+from outrider.speculation.proposers.base import Progress
 from tests.support.fake_drafts import TextDrafts
 from tests.support.scripted_proposer import ScriptedProposer
 
@@ -85,3 +88,63 @@ def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fall
     node.open(sampling={"max_tokens": 30})
     node.run()
     assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
+
+
+def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_what_was_committed(make_scripted_node):
+    node = node_with(
+        make_scripted_node,
+        drafts=TextDrafts(lambda token_ids, _num_wanted: ((node.model.generate(token_ids, 1)[0] + 1) % 64,)),
+        proposers=[Oracle(lambda: node.model)],
+    )
+    verified = []
+    observe = node.loop._drafts.observe_verdicts
+
+    def note(verdicts):
+        verdicts = list(verdicts)
+        verified.extend(draft.source for _, draft, _ in verdicts)
+        observe(verdicts)
+
+    node.loop._drafts.observe_verdicts = note
+    node.open(sampling={"max_tokens": 60})
+    node.run()
+    assert set(verified[4:]) == {"scripted"}
+    controller = node.loop._drafts._controller
+    assert controller._sources[DRAFT_NODE].acceptance[0].mean < PRIOR_ACCEPTANCE, "they were all wrong"
+
+
+class Oracle(ScriptedProposer):
+    def __init__(self, model):
+        super().__init__([])
+        self._model = model
+
+    def _continuation(self, token_ids, num_wanted):
+        return tuple(self._model().generate(token_ids, num_wanted))
+
+
+class SlowOracle(Oracle):
+    """Needs a call for each token."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.num_calls = 0
+        self._drafted = {}
+
+    def propose(self, requests):
+        self.num_calls += 1
+        proposals = []
+        for request, proposal in zip(requests, super().propose(requests), strict=True):
+            key = (request.sequence_id, len(request.token_ids))
+            self._drafted[key] = num_tokens = self._drafted.get(key, 0) + 1
+            progress = Progress.DONE if num_tokens >= request.num_wanted else Progress.DRAFTING
+            proposals.append(replace(proposal, tree=proposal.tree.cut(num_tokens), progress=progress))
+        return proposals
+
+
+def test_a_proposer_that_needs_several_calls_is_asked_until_its_drafts_are_complete(make_scripted_node):
+    proposer = SlowOracle(lambda: node.model)
+    node = node_with(make_scripted_node, proposers=[proposer])
+    node.open(sampling={"max_tokens": 40})
+    node.run()
+    accepted = [event.speculation.num_accepted_draft_tokens for event in node.events if isinstance(event, SampleTokens)]
+    assert max(accepted) == 3
+    assert proposer.num_calls > len(accepted)

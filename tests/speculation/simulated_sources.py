@@ -1,0 +1,202 @@
+"""A simulated batch whose drafts come from several sources, each with an acceptance and a price of its own.
+
+The decode node's gatherer decides who is asked; proposers take their time on a set clock.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from decode_node.drafting.client import NoDrafts, StepDrafts
+from decode_node.drafting.gather import DraftGatherer
+from outrider.engine.scheduler import StepRoom
+from outrider.request import RequestOptions, SamplingParams
+from outrider.session import OpenSequenceGroup, SampleStart
+from outrider.speculation.draft_controller import DraftController
+from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
+from outrider.speculation.proposers.base import Proposal, ProposerInfo
+from tests.speculation.simulated_batch import CURVES, MAX_DRAFT_TOKENS, SimulatedBatch, cost_model
+
+LOOKUP, HEAD = "ngram", "head"
+RIGHT, WRONG = 7, 8  # token ids
+PROMPT_TOKENS = 40
+MAX_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a text: what sources know of it."""
+
+    lasts: float  # tokens, on average
+    grades: dict[int, float]  # of the lookup: the share of positions at which it has a draft of that grade
+    lookup: dict[int, float]  # its acceptance by grade
+    head: float  # acceptance
+    remote: float = 0.0
+
+
+FREE = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=0.5)
+COPY = State(25, {2: 0.05, 4: 0.1, 8: 0.8}, {2: 0.3, 4: 0.8, 8: 0.95}, head=0.35)
+HOT = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.4, remote=0.6)
+POOR = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.1, remote=0.1)
+TEXTS = {"chat": (FREE,), "copied": (COPY,), "mixed": (FREE, COPY), "hot": (HOT,), "poor": (POOR,)}
+
+
+class SimulatedText:
+    """What each source would propose at each position. Fixed by position, as coupled sampling has it."""
+
+    def __init__(self, states, seed, length):
+        chosen = random.Random(seed)
+        state = chosen.choice(states)
+        self.grades = []
+        self.right = {LOOKUP: [], HEAD: [], DRAFT_NODE: []}
+        for _ in range(length):
+            if chosen.random() < 1.0 / state.lasts:
+                state = chosen.choice(states)
+            shares = {0: 1.0 - sum(state.grades.values()), **state.grades}
+            grade = chosen.choices(list(shares), list(shares.values()))[0]
+            self.grades.append(grade)
+            for source, acceptance in (
+                (LOOKUP, state.lookup.get(grade, 0.0)),
+                (HEAD, state.head),
+                (DRAFT_NODE, state.remote),
+            ):
+                self.right[source].append(chosen.random() < acceptance)
+
+    def draft(self, source, position, length, num_wanted):
+        """After `length` tokens of the sequence, of which this is the text's `position`."""
+        grade = self.grades[position] if source == LOOKUP else 0
+        right = self.right[source][position : position + num_wanted]
+        token_ids = () if source == LOOKUP and not grade else tuple(RIGHT if each else WRONG for each in right)
+        return DraftTree(length, None, token_ids, grade=grade)
+
+
+@dataclass
+class SimulatedProposer:
+    """Takes `forward_seconds` for each token of its longest draft, and something for each row and each missed token."""
+
+    batch: SourcesBatch
+    source: str
+    forward_seconds: float = 0.0
+    row_seconds: float = 2e-6
+    read_seconds: float = 0.0
+    num_wasted_tokens: int = 0
+    num_calls: int = 0  # for drafts
+    asked: dict[int, list[int]] = field(default_factory=dict)  # by sequence: tokens of each draft
+    _num_read: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.info = ProposerInfo(name=self.source)
+
+    def propose(self, requests):
+        seconds = max((request.num_wanted for request in requests), default=0) * self.forward_seconds
+        self.num_calls += seconds > 0.0
+        proposals = []
+        for request in requests:
+            key, size, num_wanted = request.sequence_id, len(request.token_ids), request.num_wanted
+            seconds += num_wanted * self.row_seconds + (size - self._num_read.get(key, 0)) * self.read_seconds
+            self._num_read[key] = size
+            if num_wanted:
+                self.asked.setdefault(key, []).append(num_wanted)
+            text, position = self.batch.texts[key]
+            tree = text.draft(self.source, position, size, num_wanted)
+            proposals.append(Proposal(sequence_id=key, tree=tree))
+        self.batch.now += self.batch.disturbed(seconds)
+        return proposals
+
+    def forget(self, sequence_id):
+        self._num_read.pop(sequence_id, None)
+
+
+@dataclass
+class SimulatedDraftNode(NoDrafts):
+    """Its drafts are always here."""
+
+    batch: SourcesBatch
+
+    def take(self, sequence_ids, *, wait_seconds):
+        trees = {}
+        for sequence_id in sequence_ids:
+            text, position = self.batch.texts[sequence_id]
+            trees[sequence_id] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
+        return StepDrafts(trees, requested=set(trees), hits=set(trees))
+
+
+class SourcesBatch(SimulatedBatch):
+    """`kind` is one of `TEXTS`, or several joined by "+", of which sequences are by turns."""
+
+    def __init__(self, kind, curve, num_sequences, *, sources=(), has_draft_node=False, num_draft=5, **options):
+        """`sources`: of local proposers the name and options of `SimulatedProposer`. `num_draft`: the most tokens."""
+        self.now = 0.0
+        self.texts = {}  # by sequence: [text, position]
+        self.verified = []  # of each step: (sequence, source, tokens)
+        self.proposers = {source: SimulatedProposer(self, source, **costs) for source, costs in sources}
+        self.gatherer = DraftGatherer(
+            client=SimulatedDraftNode(self) if has_draft_node else NoDrafts(),
+            controller=DraftController(num_draft, cost=cost_model(curve)),
+            proposers=list(self.proposers.values()),
+            clock=lambda: self.now,
+        )
+        self._samples = {}
+        super().__init__(kind, curve, num_sequences, **options)
+
+    def _begin(self, position=0):
+        key = next(self._ids)
+        kinds = self.kind.split("+")
+        text = SimulatedText(TEXTS[kinds[key % len(kinds)]], f"{self.kind}{key}", self.length + MAX_DRAFT_TOKENS)
+        self.texts[key] = [text, position]
+        prompt, start = (RIGHT,) * PROMPT_TOKENS, SampleStart(0)
+        opened = OpenSequenceGroup(
+            sequence_group_id=b"",
+            transfer_id=b"",
+            request_id="",
+            prompt_token_ids=prompt,
+            samples=(start,),
+            options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=MAX_TOKENS)),
+        )
+        self.gatherer.open(key, opened, start)
+        sequence = SimpleNamespace(key=key, token_ids=[*prompt, *[RIGHT] * position])
+        self._samples[key] = SimpleNamespace(sequence=sequence, max_draft_tokens=MAX_DRAFT_TOKENS, may_draft=True)
+
+    @property
+    def sequence_ids(self):
+        return list(self.texts)
+
+    def step(self):
+        """(tokens committed, seconds on an idle machine, drafting included)"""
+        samples, started = list(self._samples.values()), self.now
+        drafts = self.gatherer.gather(samples)
+        room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
+        found = self.gatherer.choose(drafts, room, samples, num_waiting=0)
+        chosen = {key: tree.cut(num_tokens) for key, (tree, num_tokens) in found.items()}
+        verdicts, committed, num_tokens = [], [], 0
+        for sample in samples:
+            key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))
+            num_accepted = (*draft.token_ids, WRONG).index(WRONG)
+            if draft:
+                verdicts.append((key, draft, range(num_accepted)))
+            committed.append((sample, (RIGHT,) * (1 + num_accepted)))
+            sample.sequence.token_ids += committed[-1][1]
+            self.texts[key][1] += 1 + num_accepted
+            num_tokens += 1 + num_accepted
+        self.gatherer.observe_verdicts(verdicts)
+        ended = {key for key, (_, position) in self.texts.items() if position >= self.length}
+        self.gatherer.announce([each for each in committed if each[0].sequence.key not in ended])
+        for key in ended:
+            del self.texts[key], self._samples[key]
+            self.gatherer.close(key)
+            self._begin()
+        self.num_rows = len(samples) + sum(map(len, chosen.values()))
+        seconds = CURVES[self.curve](self.num_rows)
+        self.gatherer.observe_step(
+            seconds=self.disturbed(seconds), num_rows=self.num_rows, num_sequences=len(samples), num_prompt_rows=0
+        )
+        self.verified.append([(key, draft.source, len(draft)) for key, draft in chosen.items()])
+        self.now += seconds
+        return num_tokens, self.now - started
+
+    def rate(self, num_steps):
+        """Tokens a second."""
+        steps = [self.step() for _ in range(num_steps)]
+        return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)

@@ -1,0 +1,151 @@
+"""Which source drafts for each sequence, in simulated batches where acceptance and costs are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from outrider.speculation.acceptance_record import AcceptanceRecord
+from outrider.speculation.ask_cost import AskCost
+from outrider.speculation.draft_controller import PROBE_STEPS
+from outrider.speculation.draft_tree import DRAFT_NODE
+from tests.speculation.simulated_sources import FREE, HEAD, LOOKUP, SimulatedText, SourcesBatch, State
+
+WARM_UP_STEPS = 80
+LOOKUPS = (LOOKUP, {})
+ENDLESS = 20_000
+
+
+def head(forward_ms=3.0):
+    """A tenth of a plain step of one sequence, by default."""
+    seconds = forward_ms / 1000.0
+    return (HEAD, {"forward_seconds": seconds, "row_seconds": seconds / 15, "read_seconds": seconds / 30})
+
+
+def rate(case, *sources, num_draft=5):
+    kind, curve, num_sequences = case
+    batch = SourcesBatch(kind, curve, num_sequences, sources=sources, num_draft=num_draft)
+    batch.rate(WARM_UP_STEPS)
+    return batch.rate(max(200, 1600 // num_sequences))
+
+
+def shares(case, *, forward_ms=3.0):
+    """The rate of both sources together over that of plain decoding, and over that of the best of one alone."""
+    own = rate(case, head(forward_ms), LOOKUPS)
+    plain = rate(case, num_draft=0)
+    return own / plain, own / max(plain, rate(case, LOOKUPS), rate(case, head(forward_ms)))
+
+
+ALL = list(itertools.product(("chat", "copied", "mixed", "hot", "poor"), ("linear", "stairs", "steep"), (1, 4, 16)))
+FEW = [
+    ("chat", "linear", 1),
+    ("mixed", "linear", 4),
+    ("hot", "stairs", 1),
+    ("poor", "linear", 4),
+    ("hot", "linear", 16),
+]
+
+
+def test_two_sources_are_hardly_slower_than_plain_decoding_or_the_better_of_them(is_full):
+    missed = {}
+    for case in ALL if is_full else FEW:
+        of_plain, of_best = shares(case)
+        if of_plain < 0.975 or of_best < 0.95:
+            missed[case] = (of_plain, of_best)
+    assert not missed
+
+
+def test_where_a_text_is_copied_in_parts_two_sources_are_faster_than_each():
+    assert shares(("mixed", "linear", 1))[1] > 1.07
+
+
+@pytest.mark.parametrize("kind", ["chat", "hot"])
+def test_sixteen_sequences_with_a_dear_head_are_left_plain(kind):
+    batch = SourcesBatch(kind, "steep", 16, sources=[head(30.0)])
+    batch.rate(WARM_UP_STEPS)
+    assert batch.rate(200) > 0.98 * rate((kind, "steep", 16), num_draft=0)
+    assert sum(map(len, batch.verified[-100:])) < 20
+
+
+def test_each_sequence_of_a_batch_has_its_own_order():
+    batch = SourcesBatch("hot+copied", "flat", 2, sources=[head(1.0), LOOKUPS], length=ENDLESS)
+    batch.rate(300)
+    late = [each for step in batch.verified[100:] for each in step]
+    of_hot = [source for key, source, _ in late if key == 0]
+    of_copied = [source for key, source, _ in late if key == 1]
+    assert of_hot.count(HEAD) > 0.95 * len(of_hot) > 100
+    assert of_copied.count(LOOKUP) > 0.85 * len(of_copied) > 100
+
+
+def changing(batch, *states_and_lengths):
+    """Replaces the text of the only sequence: one state after another."""
+    parts = [SimulatedText((state,), 1, length) for state, length in states_and_lengths]
+    text = parts[0]
+    for part in parts[1:]:
+        text.grades += part.grades
+        for source in text.right:
+            text.right[source] += part.right[source]
+    batch.texts[0] = [text, 0]
+    return batch
+
+
+SURE = State(1e9, {8: 1.0}, {8: 0.97}, head=0.5)
+
+
+def test_a_head_is_not_asked_while_long_lookups_are_accepted_and_found_again_when_the_text_changes():
+    batch = SourcesBatch("chat", "linear", 1, sources=[head(), LOOKUPS], length=ENDLESS)
+    changing(batch, (SURE, 1500), (FREE, 1500))
+    sizes = []
+    while batch.texts[0][1] < 1500:
+        batch.step()
+        sizes.append(batch.proposers[HEAD].num_calls)
+    settled = sizes[100:]
+    assert settled[-1] - settled[0] <= len(settled) / PROBE_STEPS, "a trial now and then"
+    batch.rate(150)
+    before = batch.proposers[HEAD].num_calls
+    batch.rate(100)
+    assert batch.proposers[HEAD].num_calls - before > 80
+
+
+def test_drafts_of_a_draft_node_compete_with_those_of_this_process():
+    verified = {}
+    for kind in ("hot", "chat"):
+        batch = SourcesBatch(kind, "linear", 1, sources=[head()], has_draft_node=True, length=ENDLESS)
+        batch.rate(300)
+        verified[kind] = [source for step in batch.verified[100:] for _, source, _ in step]
+        if kind == "hot":
+            assert batch.proposers[HEAD].num_calls < 60, "the draft node's drafts are better and cost nothing"
+    assert verified["hot"].count(DRAFT_NODE) > 0.9 * len(verified["hot"]) > 100
+    assert verified["chat"].count(HEAD) > 0.9 * len(verified["chat"]) > 100
+
+
+def test_negative_control_a_head_that_is_taken_to_cost_nothing_slows_sixteen_sequences(monkeypatch):
+    monkeypatch.setattr(AskCost, "seconds", lambda *_: 0.0)
+    monkeypatch.setattr(AskCost, "token_seconds", lambda *_: 0.0)
+    monkeypatch.setattr(AskCost, "missed_seconds", lambda *_: 0.0)
+    batch = SourcesBatch("chat", "linear", 4, sources=[head(12.0)])
+    batch.rate(WARM_UP_STEPS)
+    assert batch.rate(200) < 0.95 * rate(("chat", "linear", 4), num_draft=0)
+
+
+def test_negative_control_grades_that_count_as_one_are_slower(monkeypatch):
+    with_grades = rate(("mixed", "linear", 1), head(), LOOKUPS)
+    right = SimulatedText.draft
+
+    def without_grade(text, *args):
+        draft = right(text, *args)
+        draft.grade = 0
+        return draft
+
+    monkeypatch.setattr(SimulatedText, "draft", without_grade)
+    assert rate(("mixed", "linear", 1), head(), LOOKUPS) < 0.97 * with_grades
+
+
+def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeypatch):
+    right = AcceptanceRecord.observe_chain
+    monkeypatch.setattr(
+        AcceptanceRecord, "observe_chain", lambda record, num_draft, num: right(record, num_draft, num_draft - num)
+    )
+    of_plain, of_best = shares(("mixed", "linear", 4))
+    assert of_plain < 0.975 or of_best < 0.95
