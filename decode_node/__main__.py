@@ -176,7 +176,7 @@ def make_build(
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
         )
-        profiler = StepProfiler(engine.clock, runner.phases, read_event_loop=event_loop_clock())
+        profiler = StepProfiler(engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock())
         cpu_turns = open_turns(
             model_config.turns_file,
             model.cpu_kernels,

@@ -96,6 +96,8 @@ class Profile:
     num_traced_steps: int = 0
     seconds: float = 0.0  # from the request to the last step
     timed_out: bool = False
+    kv_bytes_per_token: int = 0  # of keys and values in the node's cache
+    feature_bytes_per_token: int = 0  # beside them, for a drafter head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,8 @@ class Captured:
 
     steps: tuple[ProfiledStep, ...]
     num_traced_steps: int = 0
+    kv_bytes_per_token: int = 0  # as in Profile
+    feature_bytes_per_token: int = 0
     export_trace: Callable[[], bytes] | None = None
 
 

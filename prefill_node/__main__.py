@@ -113,7 +113,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             frame_bytes=config.kv_transfer.frame_bytes,
             max_rows_per_step=compute.max_rows_per_step,
             keep_alive_seconds=config.kv_transfer.keep_alive_seconds,
-            profiler=StepProfiler(clock, runner.phases, read_event_loop=event_loop_clock()),
+            profiler=StepProfiler(clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()),
             emit=emit,
             cpu_turns=cpu_turns,
             turn_seconds=config.turn_seconds,

@@ -117,6 +117,7 @@ def find_node(router: str, role: str, *, tls: TlsConfig | None = None, token: st
 def as_lines(profile: Profile) -> Iterator[str]:
     """One table for each kind of step."""
     yield f"{profile.node}: {len(profile.steps)} steps in {profile.seconds:.2f} s"
+    yield f"a token: {profile.kv_bytes_per_token:,} bytes of K and V, {profile.feature_bytes_per_token:,} of features"
     for kind in StepKind:
         steps = [step for step in profile.steps if step.kind is kind]
         if steps:

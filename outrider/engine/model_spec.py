@@ -32,4 +32,4 @@ class ModelSpec:
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers and planes."""
-        return sum(plane.bytes_per_token_per_layer * plane.num_layers for plane in self.planes)
+        return sum(plane.bytes_per_token for plane in self.planes)

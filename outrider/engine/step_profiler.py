@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.step_clock import StepClock
 from outrider.profile import FORWARD_PREFIX, FORWARD_REST, Capture, Captured, Part, ProfiledStep, StepKind
 
@@ -49,12 +50,17 @@ class StepProfiler:
         clock: StepClock,
         phases: ForwardPhases | None = None,
         *,
+        planes: Sequence[PlaneSpec] = (),
         read_event_loop: Callable[[], int] = lambda: 0,
         start_trace: Callable[[], TorchTrace] | None = None,
     ) -> None:
-        """`read_event_loop`: processor nanoseconds that the event loop's thread has used so far."""
+        """`planes`: of the cache.
+
+        `read_event_loop`: processor nanoseconds that the event loop's thread has used so far.
+        """
         self.clock = clock
         self._phases = NoPhases() if phases is None else phases
+        self._planes = planes
         self._read_event_loop = read_event_loop
         self._start_trace = start_trace or _start_torch_trace
         self._capture: Capture | None = None
@@ -91,6 +97,8 @@ class StepProfiler:
             Captured(
                 steps=tuple(self._steps),
                 num_traced_steps=self._num_traced_steps,
+                kv_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if not plane.is_feature),
+                feature_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if plane.is_feature),
                 export_trace=trace.export if trace is not None and self._num_traced_steps else None,
             )
         )

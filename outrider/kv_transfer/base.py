@@ -66,7 +66,7 @@ class TransferSpec:
     @property
     def bytes_per_token(self) -> int:
         """In all layers of all planes."""
-        return sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in self.planes)
+        return sum(plane.bytes_per_token for plane in self.planes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

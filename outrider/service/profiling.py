@@ -49,6 +49,8 @@ class ProfileDesk:
             num_traced_steps=captured.num_traced_steps,
             seconds=seconds,
             timed_out=timed_out,
+            kv_bytes_per_token=captured.kv_bytes_per_token,
+            feature_bytes_per_token=captured.feature_bytes_per_token,
         )
         return profile, trace
 

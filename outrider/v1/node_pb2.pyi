@@ -166,18 +166,22 @@ class ProfileChunk(_message.Message):
     def __init__(self, summary: _Optional[_Union[ProfileSummary, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class ProfileSummary(_message.Message):
-    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out")
+    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out", "kv_bytes_per_token", "feature_bytes_per_token")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_TRACED_STEPS_FIELD_NUMBER: _ClassVar[int]
     MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     TIMED_OUT_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     node: str
     steps: _containers.RepeatedCompositeFieldContainer[StepAccount]
     num_traced_steps: int
     microseconds: int
     timed_out: bool
-    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ...) -> None: ...
+    kv_bytes_per_token: int
+    feature_bytes_per_token: int
+    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ..., kv_bytes_per_token: _Optional[int] = ..., feature_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class StepAccount(_message.Message):
     __slots__ = ("kind", "num_rows", "num_sequences", "nanoseconds", "event_loop_nanoseconds")

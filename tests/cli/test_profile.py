@@ -18,8 +18,10 @@ def test_figures_are_medians_and_shares_of_busy_time_by_kind_of_step():
         step(forward_rest=4, forward_linear=8),
         step(StepKind.VERIFY, sampling=1),
     )
-    assert list(as_lines(Profile(node="node", steps=steps, seconds=0.5))) == [
+    profile = Profile(node="node", steps=steps, seconds=0.5, kv_bytes_per_token=23040, feature_bytes_per_token=1152)
+    assert list(as_lines(profile)) == [
         "node: 3 steps in 0.50 s",
+        "a token: 23,040 bytes of K and V, 1,152 of features",
         "",
         "decode: 2 steps, median of 2 rows, 1 sequences",
         "  part                     median ms    share",

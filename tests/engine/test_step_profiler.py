@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.step_clock import StepClock
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.torch_trace import TorchTrace
@@ -41,6 +42,12 @@ class Trace:
         return b"trace"
 
 
+PLANES = (
+    *(PlaneSpec(name, 30, 3, 64, "bfloat16") for name in ("k", "v")),
+    PlaneSpec("feature-0", 1, 1, 576, "bfloat16"),
+)
+
+
 class Profiled:
     def __init__(self):
         self.phases = Phases()
@@ -48,7 +55,11 @@ class Profiled:
         self.captured = []
         self.event_loop = 0
         self.profiler = StepProfiler(
-            StepClock(), self.phases, read_event_loop=lambda: self.event_loop, start_trace=self.start_trace
+            StepClock(),
+            self.phases,
+            planes=PLANES,
+            read_event_loop=lambda: self.event_loop,
+            start_trace=self.start_trace,
         )
 
     def start_trace(self):
@@ -75,6 +86,7 @@ def test_steps_are_accounted_with_the_forward_split_into_its_phases(profiled):
     profiled.step()
     profiled.step(kind=StepKind.VERIFY)
     (captured,) = profiled.captured
+    assert (captured.kv_bytes_per_token, captured.feature_bytes_per_token) == (2 * 30 * 3 * 64 * 2, 576 * 2)
     assert [step.kind for step in captured.steps] == [StepKind.DECODE, StepKind.VERIFY]
     assert captured.steps[1].nanoseconds == {
         "schedule": 3, "forward.attention": 30, "forward.linear": 50, "forward.rest": 20,

@@ -49,7 +49,11 @@ class Engine:
         capture = await self.next(StartProfile)
         capture.on_done(
             Captured(
-                steps=steps, num_traced_steps=num_traced_steps, export_trace=None if trace is None else lambda: trace
+                steps=steps,
+                num_traced_steps=num_traced_steps,
+                kv_bytes_per_token=640,
+                feature_bytes_per_token=32,
+                export_trace=None if trace is None else lambda: trace,
             )
         )
         await self.next(EndProfile)
@@ -96,6 +100,7 @@ async def test_a_profile_and_its_trace_arrive_whole(served):
     profile, trace = await fetching
     assert profile.steps == steps
     assert (profile.node, profile.num_traced_steps, profile.timed_out) == ("decode@x", 1, False)
+    assert (profile.kv_bytes_per_token, profile.feature_bytes_per_token) == (640, 32)
     assert trace == TRACE
 
 

@@ -34,3 +34,8 @@ class PlaneSpec:
     @property
     def bytes_per_token_per_layer(self) -> int:
         return self.num_heads * self.bytes_per_head
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all layers."""
+        return self.num_layers * self.bytes_per_token_per_layer
