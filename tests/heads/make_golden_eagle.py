@@ -1,7 +1,8 @@
-"""Golden files of EAGLE-3, by its owners' code: `python -m tests.heads.make_golden_eagle`.
+"""Golden files of EAGLE and EAGLE-3, by their owners' code: `python -m tests.heads.make_golden_eagle`.
 
-Needs speculators 0.9.0 (https://pypi.org/project/speculators), which tests do not; made with torch 2.13.0 and
-transformers 5.23.0. `taps` of these files are the target's hidden states after 0, 1, … layers, all of them: those that
+Needs speculators 0.9.0 (https://pypi.org/project/speculators) and, in PYTHONPATH, SafeAILab's EAGLE
+(https://github.com/SafeAILab/EAGLE, commit cb7e0841), which tests do not; made with torch 2.13.0 and transformers
+5.23.0. `taps` of these files are the target's hidden states after 0, 1, … layers, all of them: those that
 the head reads are for the head to choose.
 """
 
@@ -11,9 +12,11 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from eagle.model import cnets, cnets1
 from safetensors.torch import load_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -24,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3C
 from tests.heads import golden_files
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_TOKENS, NUM_STEPS = 32, 96, 48, 14, 3
+LAST = NUM_TOKENS - 1 - NUM_STEPS  # the last row with a true feature whose drafted tokens are in the text
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -33,6 +37,16 @@ SIZES = {
     "head_dim": 8,
     "max_position_embeddings": 64,
 }
+FLAT = SIZES | {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50.0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+UNSAID = {"rope_scaling": None, "pretraining_tp": 1}  # SafeAILab's defaults
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
@@ -48,6 +62,8 @@ def main() -> None:
     eagle3(target, "eagle3", LlamaConfig, 1, rope_parameters=LLAMA3)
     eagle3(target, "eagle3-residual", Qwen3Config, 2, norm_before_residual=True, norm_before_fc=True, ids=[1, 4, 6])
     eagle3(target, "eagle3.1", LlamaConfig, 1, fc_norm=True, norm_output=True, attention_bias=True, draft=VOCAB)
+    flat_eagle3(target)
+    eagle(target)
 
 
 def eagle3(  # one file
@@ -64,7 +80,7 @@ def eagle3(  # one file
 ) -> None:
     layer = layer_config(kind, num_layers, attention_bias, rope_parameters)
     with tempfile.TemporaryDirectory() as folder:
-        hidden_states, token_ids = run_target(target, Path(folder))
+        hidden_states, token_ids, _ = run_target(target, Path(folder))
         taps = resolve_target_layer_ids(ids, folder)
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
@@ -84,8 +100,50 @@ def eagle3(  # one file
             document_ids=torch.zeros(1, NUM_TOKENS - 1, dtype=torch.long),
             ttt_steps=NUM_STEPS,
         )
-    last = NUM_TOKENS - 1 - NUM_STEPS  # the last row with a true feature whose drafted tokens are in the text
-    write(name, model, target, hidden_states[:, : last + 1], token_ids, torch.stack(logits)[:, last])
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        written = json.loads((Path(folder) / "config.json").read_text())
+        saved = load_file(Path(folder) / "model.safetensors")
+    write(name, saved, written, target, {}, hidden_states, token_ids, torch.stack(logits)[:, LAST])
+
+
+def flat_eagle3(target: LlamaConfig) -> None:
+    """SafeAILab's: the target's embedding, its own output layer."""
+    model = cnets.Model(SimpleNamespace(**FLAT, **UNSAID, draft_vocab_size=DRAFT_VOCAB), bias=False)
+    randomize(model)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden_states, token_ids, _ = run_target(target, Path(folder))
+    taps = torch.cat([hidden_states[tap] for tap in (2, 4, 5)], -1)
+    logits = model.lm_head(model.norm(drafts(model, taps, token_ids)))
+    head = {name: value for name, value in model.state_dict().items() if name != "embed_tokens.weight"}
+    config = FLAT | {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": DRAFT_VOCAB}
+    shared = {"model.embed_tokens.weight": model.embed_tokens.weight}
+    write("eagle3-flat", head, config, target, shared, hidden_states, token_ids, logits)
+
+
+def eagle(target: LlamaConfig) -> None:
+    """Its own embedding, the target's output layer."""
+    model = cnets1.Model(SimpleNamespace(**FLAT | {"num_hidden_layers": 2}, **UNSAID), bias=True)
+    randomize(model)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden_states, token_ids, own = run_target(target, Path(folder))
+    logits = torch.nn.functional.linear(drafts(model, hidden_states[-1], token_ids), own["lm_head.weight"])
+    config = FLAT | {"num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"], "bias": True}
+    shared = {"lm_head.weight": own["lm_head.weight"]}
+    write("eagle", model.state_dict(), config, target, shared, hidden_states, token_ids, logits)
+
+
+def drafts(model: torch.nn.Module, features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Hidden states [NUM_STEPS, HIDDEN] after the last true row, and after each that is fed the one before."""
+    found = []
+    with torch.no_grad():
+        hidden, cache = model(features[None, : LAST + 1], token_ids[None, 1 : LAST + 2], use_cache=True)
+        for step in range(NUM_STEPS):
+            found.append(hidden[0, -1])
+            token = token_ids[None, LAST + 2 + step : LAST + 3 + step]
+            if step < NUM_STEPS - 1:
+                hidden, cache = model(hidden[:, -1:], token, past_key_values=cache, use_cache=True)
+    return torch.stack(found)
 
 
 def layer_config(
@@ -107,8 +165,8 @@ def speculators_config(algorithm: str, num_tokens: int) -> SpeculatorsConfig:
     )
 
 
-def run_target(config: LlamaConfig, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states [num_layers + 1, NUM_TOKENS, HIDDEN] of random tokens [NUM_TOKENS]."""
+def run_target(config: LlamaConfig, folder: Path) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Hidden states [num_layers + 1, NUM_TOKENS, HIDDEN] of random tokens [NUM_TOKENS]; the target's tensors."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(config).eval()
     randomize(model)
@@ -116,7 +174,7 @@ def run_target(config: LlamaConfig, folder: Path) -> tuple[torch.Tensor, torch.T
     token_ids = torch.randint(0, VOCAB, (NUM_TOKENS,))
     with torch.no_grad():
         states = model(token_ids[None], output_hidden_states=True).hidden_states
-    return torch.cat(states), token_ids
+    return torch.cat(states), token_ids, model.state_dict()
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -137,23 +195,27 @@ def randomize(model: torch.nn.Module) -> None:
 
 def write(
     name: str,
-    model: Any,
+    head: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
     target: LlamaConfig,
+    shared: Mapping[str, torch.Tensor],
     hidden_states: torch.Tensor,
     token_ids: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        config = json.loads((Path(folder) / "config.json").read_text())
-        saved = load_file(Path(folder) / "model.safetensors")
+    """Tensors as bfloat16, which all of them are."""
+    parts = [
+        {key: value.bfloat16() if value.is_floating_point() else value for key, value in part.items()}
+        for part in (head, shared)
+    ]
+    taps = hidden_states[:, : LAST + 1].transpose(0, 1).flatten(1)
     golden_files.write(
         name,
-        head={key: value.bfloat16() if value.is_floating_point() else value for key, value in saved.items()},
+        head=parts[0],
         head_config=config,
-        target={},
+        target=parts[1],
         target_config=target.to_dict(),
-        expected={"token_ids": token_ids, "taps": hidden_states.transpose(0, 1).flatten(1), "logits": logits},
+        expected={"token_ids": token_ids, "taps": taps, "logits": logits.detach()},
     )
 
 

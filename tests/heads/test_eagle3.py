@@ -1,4 +1,4 @@
-"""EAGLE-3: logits of speculators 0.9.0, in its own layout and in the flat one; what is refused."""
+"""EAGLE-3: logits of speculators 0.9.0 and SafeAILab, in the nested layout and the flat one; what is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
-from outrider.heads.open import open_head, read_reduction
+from outrider.heads.open import read_reduction
 from tests.heads import golden_files
+from tests.heads.golden_heads import NUM_LAYERS, assert_logits, logits_of, opened, rewrite_config, rewrite_tensors
 
 CPU = torch.device("cpu")
-NAMES = ["eagle3", "eagle3-residual", "eagle3.1"]
-NUM_LAYERS = 8  # of the target
+NAMES = ["eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat"]
 
 
 @pytest.fixture(params=NAMES)
@@ -27,27 +27,6 @@ def golden(request, tmp_path):
 @pytest.fixture
 def plain(tmp_path):
     return golden_files.unpack("eagle3", tmp_path)
-
-
-def opened(golden):
-    return open_head(golden.head, Target.open(golden.target), CPU, torch.float32)
-
-
-def logits_of(golden):
-    """The taps of these files are all layers' hidden states: the head's own are chosen here."""
-    head = opened(golden)
-    layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
-    return golden_files.logits_of(head, golden.token_ids, layers[:, head.reduction.taps].flatten(1))
-
-
-def rewrite_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def rewrite_tensors(folder, change):
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path)
 
 
 def flatten(folder, *, keep=("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")):
@@ -61,16 +40,13 @@ def flatten(folder, *, keep=("norm_before_residual", "norm_before_fc", "fc_norm"
     rewrite_tensors(folder, lambda own: {name.replace("layers.0.", "midlayer."): own[name] for name in own})
 
 
-def assert_logits(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
-
-
 def test_logits_after_true_features_and_own_states_are_the_owners(golden):
     assert_logits(logits_of(golden), golden.logits)
 
 
 def test_the_flat_layout_gives_the_same(golden):
-    flatten(golden.head)
+    if "transformer_layer_config" in (golden.head / "config.json").read_text():
+        flatten(golden.head)
     assert_logits(logits_of(golden), golden.logits)
 
 
@@ -86,13 +62,13 @@ def test_a_tensor_that_is_changed_changes_logits(golden):
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
 def test_a_flag_that_is_turned_changes_logits(golden, flag):
     config = json.loads((golden.head / "config.json").read_text())
-    rewrite_config(golden.head, **{flag: not config[flag]})
+    rewrite_config(golden.head, **{flag: not config.get(flag)})
     assert not torch.allclose(logits_of(golden), golden.logits, atol=1e-2, rtol=1e-2)
 
 
 def test_taps_are_those_of_the_configuration_or_the_owners_default(tmp_path):
     taps = {name: opened(golden_files.unpack(name, tmp_path / name)).reduction.taps for name in NAMES}
-    assert taps == {"eagle3": (2, 4, 5), "eagle3-residual": (1, 4, 6), "eagle3.1": (2, 4, 5)}
+    assert taps == {"eagle3": (2, 4, 5), "eagle3-residual": (1, 4, 6), "eagle3.1": (2, 4, 5), "eagle3-flat": (2, 4, 5)}
 
 
 def test_the_reduction_that_the_targets_nodes_read_is_the_heads_own(golden):

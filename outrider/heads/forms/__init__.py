@@ -1,8 +1,8 @@
-"""One file for each form of a head; `FORMS` is the list of them."""
+"""One file for each form of a head; `FORMS` is the list of them, in the order in which a configuration is tried."""
 
 from __future__ import annotations
 
 from outrider.heads.form import HeadForm
-from outrider.heads.forms import eagle3, medusa, mlp_speculator
+from outrider.heads.forms import eagle, eagle3, medusa, mlp_speculator
 
-FORMS: tuple[HeadForm, ...] = (eagle3.FORM, medusa.FORM, mlp_speculator.FORM)
+FORMS: tuple[HeadForm, ...] = (eagle3.FORM, medusa.FORM, mlp_speculator.FORM, eagle.FORM)
