@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from outrider.heads.form import HeadForm
-from outrider.heads.forms import eagle, eagle3, medusa, mlp_speculator
+from outrider.heads.forms import eagle, eagle3, medusa, mlp_speculator, mtp
 
-FORMS: tuple[HeadForm, ...] = (eagle3.FORM, medusa.FORM, mlp_speculator.FORM, eagle.FORM)
+FORMS: tuple[HeadForm, ...] = (eagle3.FORM, eagle.FORM, medusa.FORM, mlp_speculator.FORM, mtp.FORM)
