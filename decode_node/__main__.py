@@ -65,6 +65,7 @@ def make_build(
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
         from decode_node.drafting.client import DraftClient, NoDrafts
+        from decode_node.drafting.feature_plane import FeaturePlane
         from decode_node.drafting.gather import DraftGatherer, log_failed_proposer
         from decode_node.ingest import Ingest
         from decode_node.node import DecodeParts
@@ -137,6 +138,7 @@ def make_build(
                 ),
                 resolve_interval_seconds=config.resolve_interval_seconds,
                 open_channel=security.open_channel,
+                feature_plane=None if model.spec.features is None else FeaturePlane(kv_cache, model.spec.features),
             )
             if config.draft_targets
             else NoDrafts()

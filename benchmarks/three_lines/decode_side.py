@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -13,10 +13,11 @@ from benchmarks.three_lines.pair import Pair
 from decode_node.admission import Admission
 from decode_node.commands import EventsBySession, GroupOpened
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
+from decode_node.drafting.client import NO_TABLES, DraftClient, NoDrafts, StepDrafts
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.statistics import StepStats
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.step_profiler import StepProfiler
 from outrider.errors import InternalError
 from outrider.request import RequestOptions, SamplingParams
@@ -62,7 +63,9 @@ class ColocatedDrafts(NoDrafts):
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
         self._requests[sequence_id] = ProposalRequest(sequence_id, list(token_ids), num_wanted, start)
 
-    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
+    def update(
+        self, updates: Sequence[tuple[int, Sequence[int], int]], tables: Mapping[int, SequenceKV] = NO_TABLES
+    ) -> None:
         for sequence_id, token_ids, num_wanted in updates:
             request = self._requests[sequence_id]
             request = replace(request, token_ids=[*request.token_ids, *token_ids], num_wanted=num_wanted)

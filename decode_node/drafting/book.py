@@ -6,13 +6,20 @@ Bookkeeping without IO, so that the whole protocol can be tested in microseconds
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
 from decode_node.drafting.drafted_sequence import Assignment, DraftedSequence
-from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
+from decode_node.drafting.unacked_features import UnackedFeatures
+from outrider.speculation.draft_stream import (
+    MAX_FEATURE_BYTES_PER_MESSAGE,
+    DraftStatus,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+)
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import HashedTokens
 
@@ -20,6 +27,9 @@ MAX_TOKENS_PER_UPDATE = 4096
 """A longer remainder of one sequence goes out in pieces, each after the last was acknowledged."""
 
 MAX_TOKENS_PER_MESSAGE = 16_384
+
+MAX_COPIED_BYTES = 1 << 20
+"""Of features, from their plane in one step: what a node has lost comes back in parts."""
 
 UNANSWERED_SECONDS = 10.0
 """A node that leaves an update unanswered for so long has lost it: its stream is begun anew."""
@@ -42,6 +52,15 @@ class Found(NamedTuple):
     missing: list[int]  # of them, those whose draft may come while the step waits
 
 
+class FeatureRange(NamedTuple):
+    """Features that are to be copied from their plane."""
+
+    sequence_id: int
+    assignment: Assignment  # that they are for
+    start: int  # tokens
+    end: int
+
+
 class DraftBook:
     """Newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
 
@@ -52,8 +71,10 @@ class DraftBook:
     when that is lost, late or full, or answers nonsense. Each such assignment has a stream id of its own.
     """
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
+    def __init__(self, *, clock: Callable[[], float], feature_bytes: int = 0) -> None:
+        """`feature_bytes`: of one token; 0: none are computed."""
         self._clock = clock
+        self._feature_bytes = feature_bytes
         self._nodes = DraftNodes()
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
         self._served: dict[int, DraftedSequence] = {}  # by stream id
@@ -76,6 +97,36 @@ class DraftBook:
         drafted = self._sequences.get(sequence_id)
         if drafted is not None:
             drafted.commit(new_token_ids, num_wanted=num_wanted)
+            self._note_news(drafted)
+
+    def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
+        """What to copy for nodes that need features, at most `MAX_COPIED_BYTES`. Those with the fewest come first.
+
+        `available`: by sequence id, of how many tokens from the first on the plane has them.
+        """
+        ranges: list[FeatureRange] = []
+        for sequence_id, num_available in available.items():
+            drafted = self._sequences.get(sequence_id)
+            served = None if drafted is None else drafted.assignment
+            if served is not None and served.features is not None:
+                start = served.features.end
+                end = min(num_available, start + served.features.room)
+                if end > start:
+                    ranges.append(FeatureRange(sequence_id, served, start, end))
+        ranges.sort(key=lambda each: each.end - each.start)
+        num_left = MAX_COPIED_BYTES // max(self._feature_bytes, 1)
+        cut: list[FeatureRange] = []
+        for each in ranges:
+            if num_left > 0:
+                cut.append(each._replace(end=min(each.end, each.start + num_left)))
+                num_left -= each.end - each.start
+        return cut
+
+    def add_features(self, copied: FeatureRange, payload: bytes) -> None:
+        """The bytes of one of `missing_features`; nothing if it is served by another node by now, or from the start."""
+        drafted = self._sequences.get(copied.sequence_id)
+        if drafted is not None:
+            drafted.add_features(copied.assignment, copied.start, payload)
             self._note_news(drafted)
 
     def close(self, sequence_id: int) -> None:
@@ -131,9 +182,10 @@ class DraftBook:
         self.disconnected(node)
         self._nodes.remove(node)
 
-    def connected(self, node: DraftNodeState) -> None:
-        """A new stream is up: its node knows nothing yet."""
+    def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
+        """A new stream is up: its node knows nothing yet. `needs_features`: those of this node's tokens."""
         node.is_connected = True
+        node.needs_features = needs_features
         node.retry_seconds = 0.0
         self._assign_unserved(self._clock())
 
@@ -151,7 +203,7 @@ class DraftBook:
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
-        tokens_left = MAX_TOKENS_PER_MESSAGE
+        tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
         self.has_unsent = any(other.news or other.closed for other in self._nodes if other is not node)
         for stream_id in tuple(node.news):
             drafted = self._served[stream_id]
@@ -160,12 +212,18 @@ class DraftBook:
             if served.asked is None and now < served.ready_at:
                 continue  # the clock brings us back
             if served.asked is None and drafted.has_news:
-                if tokens_left <= 0:
+                if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
                     self.has_unsent = True
                     break
-                update = drafted.make_update(served, now, max_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left))
+                update = drafted.make_update(
+                    served,
+                    now,
+                    max_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left),
+                    max_feature_bytes=feature_bytes_left,
+                )
                 node.asked[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
+                feature_bytes_left -= len(update.features)
                 updates.append(update)
             del node.news[stream_id]  # its answer notes what is left
         return updates
@@ -223,6 +281,11 @@ class DraftBook:
     # Views.
 
     @property
+    def needs_features(self) -> bool:
+        """Whether any connected node does."""
+        return any(node.needs_features for node in self._nodes)
+
+    @property
     def step_seconds(self) -> float:
         """How long a step of the engine takes at present; 0: none was done."""
         return self._nodes.step_seconds
@@ -273,7 +336,8 @@ class DraftBook:
             return
         self._unserved.pop(drafted, None)
         stream_id = next(self._stream_ids)
-        drafted.assignment = Assignment(stream_id, node)
+        features = UnackedFeatures(self._feature_bytes) if node.needs_features else None
+        drafted.assignment = Assignment(stream_id, node, features)
         drafted.has_news = True
         self._served[stream_id] = drafted
         node.num_sequences += 1

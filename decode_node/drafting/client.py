@@ -11,19 +11,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import grpc.aio
 
-from decode_node.drafting.book import DraftBook, DraftCounters
+from decode_node.drafting.book import DraftBook, DraftCounters, FeatureRange
+from decode_node.drafting.feature_plane import FeaturePlane
 from decode_node.drafting.link import DraftLink
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.rpc.peer_security import PLAINTEXT
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
+
+NO_TABLES: Mapping[int, SequenceKV] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +63,15 @@ class DraftClient:
         resolver: Resolver = resolve_with_dns,
         resolve_interval_seconds: float = 5.0,
         open_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT.open_channel,
+        feature_plane: FeaturePlane | None = None,
     ) -> None:
+        """`feature_plane`: of the features that the hello names; None without any."""
+        assert (hello.features is None) is (feature_plane is None)
         self._hello = hello
         self._changed = threading.Condition()
-        self._book = DraftBook(clock=time.monotonic)
+        feature_bytes = 0 if hello.features is None else hello.features.bytes_per_token
+        self._book = DraftBook(clock=time.monotonic, feature_bytes=feature_bytes)
+        self._feature_plane = feature_plane
         self._nodes = PeerSet(
             addresses, open_peer=self._open_link, resolver=resolver, interval_seconds=resolve_interval_seconds
         )
@@ -85,12 +94,37 @@ class DraftClient:
             self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
         self._wake()
 
-    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
-        """What a step committed: (sequence id, new token ids, draft tokens wanted next)."""
+    @property
+    def needs_features(self) -> bool:
+        """Whether `update` is to be given tables: a draft node has a head."""
+        return self._feature_plane is not None and self._book.needs_features
+
+    def update(
+        self,
+        updates: Sequence[tuple[int, Sequence[int], int]],
+        tables: Mapping[int, SequenceKV] = NO_TABLES,
+    ) -> None:
+        """What a step committed: (sequence id, new token ids, draft tokens wanted next).
+
+        `tables`: by sequence id, where its features are; all tokens but the newest have one.
+        """
+        copied = self._copy_features(tables) if tables else ()
         with self._changed:
             for sequence_id, new_token_ids, num_wanted in updates:
                 self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
+            for feature_range, payload in copied:
+                self._book.add_features(feature_range, payload)
         self._wake()
+
+    def _copy_features(self, tables: Mapping[int, SequenceKV]) -> Iterable[tuple[FeatureRange, bytes]]:
+        """The part of a step. On a GPU that waits for the copy: not under the lock."""
+        assert self._feature_plane is not None
+        with self._changed:
+            ranges = self._book.missing_features({key: kv.num_tokens for key, kv in tables.items()})
+        if not ranges:
+            return ()
+        payloads = self._feature_plane.read([(tables[each.sequence_id], each.start, each.end) for each in ranges])
+        return zip(ranges, payloads, strict=True)
 
     def close(self, sequence_id: int) -> None:
         """The sequence has ended; an unknown one is fine."""
@@ -162,6 +196,8 @@ class DraftClient:
 class NoDrafts:
     """No draft nodes: the same interface, nothing behind it."""
 
+    needs_features = False
+
     async def start(self) -> None:
         return
 
@@ -171,7 +207,9 @@ class NoDrafts:
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
         return
 
-    def update(self, updates: Sequence[tuple[int, Sequence[int], int]]) -> None:
+    def update(
+        self, updates: Sequence[tuple[int, Sequence[int], int]], tables: Mapping[int, SequenceKV] = NO_TABLES
+    ) -> None:
         return
 
     def close(self, sequence_id: int) -> None:

@@ -33,6 +33,7 @@ class DraftNodeState:
     node_id: int  # never used twice
     rank: int  # among nodes with equally many sequences, the lowest comes first
     is_connected: bool = False
+    needs_features: bool = False  # while it is connected
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # stream ids that it has still to forget
     news: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to tell
@@ -56,7 +57,7 @@ class DraftNodeState:
         """A node whose streams end is as good as one that answers late."""
         if self.is_connected:
             self.answer_seconds = LOST_SECONDS
-        self.is_connected = False
+        self.is_connected = self.needs_features = False
         self.num_unsolicited = 0
         self.closed.clear()
         self.asked.clear()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from decode_node.drafting.draft_nodes import DraftNodeState
+from decode_node.drafting.unacked_features import UnackedFeatures
 from outrider.speculation.draft_stream import (
     MAX_AHEAD_BRANCHES,
     MAX_BRANCH_TOKENS,
@@ -39,6 +40,7 @@ class Asked(NamedTuple):
     length: int
     num_wanted: int
     at: float
+    num_features: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,7 @@ class Assignment:
 
     stream_id: int
     node: DraftNodeState
+    features: UnackedFeatures | None = None  # None: its node needs none
     acked_length: int = 0
     sent_length: int = 0  # the most that was sent
     max_wanted: int = 0  # the most that any update asked for
@@ -89,15 +92,31 @@ class DraftedSequence:
                 return
         self.has_news = True
 
-    def make_update(self, served: Assignment, now: float, *, max_tokens: int) -> SequenceUpdate:
-        """What its node does not have, at most `max_tokens` of it; drafts are asked for once it has all."""
+    def add_features(self, served: Assignment, start: int, payload: bytes) -> None:
+        """The engine's side: features of tokens from `start` on, that were copied for this assignment."""
+        features = served.features
+        if served is self.assignment and features is not None and features.add(start, payload):
+            self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
+
+    def make_update(
+        self, served: Assignment, now: float, *, max_tokens: int, max_feature_bytes: int = 0
+    ) -> SequenceUpdate:
+        """What its node does not have, at most `max_tokens` of it; drafts are asked for once it has all.
+
+        Of features at most so many bytes, and those that are here: they may lag behind.
+        """
         assert served.asked is None, "at most one update is unanswered"
         committed, known = self.committed, self.committed.token_ids
         start, length, num_wanted = served.acked_length, len(known), self.num_wanted
         self.has_news = length > start + max_tokens
         if self.has_news:
             length, num_wanted = start + max_tokens, 0
-        served.asked = Asked(length, num_wanted, now)
+        feature_start, payload, num_features = 0, b"", 0
+        if (features := served.features) is not None:
+            feature_start = features.num_acked
+            payload, num_features = features.take(length - 1, max_feature_bytes)
+            self.has_news |= num_features < features.end
+        served.asked = Asked(length, num_wanted, now, num_features)
         served.sent_length = max(served.sent_length, length)
         # What the update before allowed may still be under way.
         served.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(served.num_ahead_allowed, MAX_AHEAD_BRANCHES)
@@ -108,13 +127,16 @@ class DraftedSequence:
             start,
             tuple(known[start:length]),
             length,
-            committed.hash_at(length) if self.has_news else committed.hash,
+            committed.hash_at(length),
             num_wanted,
+            feature_start=feature_start,
+            features=payload,
         )
 
     def is_plausible(self, served: Assignment, answer: SequenceProposals) -> bool:
         """Whether an honest node could say this now; the rest is `is_well_formed`'s."""
-        if answer.acked_length > served.sent_length:
+        num_features_sent = 0 if served.features is None else served.features.num_sent
+        if answer.acked_length > served.sent_length or answer.acked_features > num_features_sent:
             return False
         takes_trees, committed = self.start.takes_trees, self.committed
         num_committed = len(committed.token_ids)
@@ -145,8 +167,12 @@ class DraftedSequence:
             self._begin_again(served, now)
             return None
         served.acked_length = max(served.acked_length, answer.acked_length)
+        if served.features is not None:
+            served.features.acknowledge(answer.acked_features)
         asked = served.asked
-        is_of_newest = asked is not None and answer.acked_length >= asked.length
+        is_of_newest = (
+            asked is not None and answer.acked_length >= asked.length and answer.acked_features >= asked.num_features
+        )
         if answer.status is DraftStatus.CATCHING_UP:
             served.is_catching_up = served.had_nothing = True
             if is_of_newest:
@@ -170,6 +196,8 @@ class DraftedSequence:
             served.ready_at = served.resent_at + RESEND_SECONDS
         served.resent_at = now
         served.acked_length = 0
+        if served.features is not None:
+            served.features.begin_again()
         served.asked = None
         served.is_catching_up = False
         self.has_news = True

@@ -236,12 +236,13 @@ class DraftGatherer:
             if sequence_id in self._reproducible:
                 for draft in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
+        drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
+        tables = {}
+        if self._client.needs_features:
+            tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
         self._client.update(
-            [
-                (sample.sequence.key, token_ids, self._num_wanted(sample, DRAFT_NODE))
-                for sample, token_ids in committed
-                if sample.may_draft
-            ]
+            [(sample.sequence.key, token_ids, self._num_wanted(sample, DRAFT_NODE)) for sample, token_ids in drafting],
+            tables,
         )
 
     def _num_wanted(self, sample: Sample, source: str) -> int:

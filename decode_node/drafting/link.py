@@ -122,7 +122,8 @@ class DraftLink:
             proposer = info.model.proposer if info.model else ""
             _log.info("draft node connected", target=self.address, node=info.name, proposer=proposer)
             with self._changed:
-                self._book.connected(self.node)
+                needs_features = info.model is not None and info.model.features is not None
+                self._book.connected(self.node, needs_features=needs_features)
             await self._exchange_state(call)
         except grpc.RpcError as error:
             found = from_rpc_error(error, target=self.address)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode_node.drafting.client import NoDrafts, StepDrafts
+from decode_node.drafting.client import NO_TABLES, NoDrafts, StepDrafts
 from outrider.speculation.draft_tree import DraftTree
 
 
@@ -22,7 +22,7 @@ class TextDrafts(NoDrafts):
         self.announced[sequence_id] = (start.sample, tuple(token_ids))
         self._texts[sequence_id], self._wanted[sequence_id] = list(token_ids), num_wanted
 
-    def update(self, updates):
+    def update(self, updates, _tables=NO_TABLES):
         for sequence_id, token_ids, num_wanted in updates:
             self._texts[sequence_id] += token_ids
             self._wanted[sequence_id] = num_wanted

@@ -16,16 +16,18 @@ VOCAB_SIZE = 1000
 class Book:
     """A book with connected nodes, called by number. Texts are what was opened and updated."""
 
-    def __init__(self, num_nodes=1, *, num_connected=None):
+    def __init__(self, num_nodes=1, *, num_connected=None, feature_bytes=0):
+        """`feature_bytes`: of one token, that the nodes need; 0: none."""
         self.clock = FakeClock(100.0)
-        self.book = DraftBook(clock=self.clock)
+        self.needs_features = feature_bytes > 0
+        self.book = DraftBook(clock=self.clock, feature_bytes=feature_bytes)
         self.nodes = [self.book.add_node() for _ in range(num_nodes)]
         self.update, self.close, self.observe_step = self.book.update, self.book.close, self.book.observe_step
         for number in range(num_nodes if num_connected is None else num_connected):
             self.connect(number)
 
     def connect(self, number=0):
-        self.book.connected(self.nodes[number])
+        self.book.connected(self.nodes[number], needs_features=self.needs_features)
 
     def disconnect(self, number=0):
         self.book.disconnected(self.nodes[number])
@@ -82,6 +84,7 @@ def answer_to(update, *proposed, **changes):
         "sequence_id": update.sequence_id,
         "status": DraftStatus.PROPOSED if branches or "branches" in changes else DraftStatus.NOTHING,
         "acked_length": update.length,
+        "acked_features": changes.pop("acked_features", 0),
         "branches": branches,
         **changes,
     }

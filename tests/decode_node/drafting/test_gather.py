@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
+
+from decode_node.drafting.client import NO_TABLES
 from outrider.session import Granted, KvReady, SampleStart, SampleTokens
 from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
 from outrider.speculation.draft_tree import DRAFT_NODE
@@ -148,3 +151,24 @@ def test_a_proposer_that_needs_several_calls_is_asked_until_its_drafts_are_compl
     accepted = [event.speculation.num_accepted_draft_tokens for event in node.events if isinstance(event, SampleTokens)]
     assert max(accepted) == 3
     assert proposer.num_calls > len(accepted)
+
+
+@pytest.mark.parametrize("needs_features", [True, False])
+def test_where_features_are_goes_along_with_what_was_committed_if_a_draft_node_needs_them(
+    make_scripted_node, needs_features
+):
+    told = []
+
+    class Client(TextDrafts):
+        def update(self, updates, tables=NO_TABLES):
+            super().update(updates)
+            told.append({key: (kv.num_tokens, len(self._texts[key])) for key, kv in tables.items()})
+
+    client = Client(lambda token_ids, num_wanted: (1,) * num_wanted)
+    client.needs_features = needs_features
+    node = node_with(make_scripted_node, drafts=client)
+    node.open()
+    node.run()
+    sizes = [size for each in told for size in each.values()]
+    assert bool(sizes) is needs_features
+    assert all(num_features == num_tokens - 1 for num_features, num_tokens in sizes)

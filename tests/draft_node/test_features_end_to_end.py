@@ -1,0 +1,201 @@
+"""A decode node's book and draft loops with a head, over the wire's messages: features arrive bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_node.drafting import book as book_module
+from decode_node.drafting.book import DraftBook
+from decode_node.drafting.drafted_sequence import is_well_formed
+from draft_node.draft_loop import DraftLimits, DraftLoop
+from outrider.speculation.draft_stream import SequenceProposals
+from outrider.v1 import draft_pb2
+from outrider.wire.draft import proposals_from_proto, proposals_to_proto, update_from_proto, updates_to_proto
+from tests.decode_node.drafting.feature_target import FeatureTarget
+from tests.fuzz.messages import fuzzed
+from tests.support.draft_messages import hello_of, start_of
+from tests.support.fake_clock import FakeClock
+from tests.support.fake_head import FEATURES, FakeHead, feature_bytes
+
+VOCAB_SIZE = 100
+NUM_SEQUENCES = 3
+NUM_NODES = 2
+PROMPT_LENGTH = 11
+TEXTS = [[(key * 31 + place * place * 7) % VOCAB_SIZE for place in range(400)] for key in range(NUM_SEQUENCES)]
+COPIED_TOKENS = 7  # in one step
+
+
+class DraftSide:
+    """One draft node and its stream."""
+
+    def __init__(self):
+        self.head = FakeHead(TEXTS)
+        self.loop = DraftLoop(self.head, DraftLimits(num_speculative_tokens=8))
+        self.peer = self.loop.connect(hello_of(vocab_size=VOCAB_SIZE, features=FEATURES), lambda: None)
+
+    def exchange(self, message: bytes) -> list[SequenceProposals]:
+        received = draft_pb2.DraftUpdate.FromString(message)
+        self.loop.submit(self.peer, [update_from_proto(each) for each in received.sequences])
+        self.loop.step()
+        sent = draft_pb2.DraftProposals(sequences=map(proposals_to_proto, self.peer.take_answers()))
+        received = draft_pb2.DraftProposals.FromString(sent.SerializeToString())
+        return [proposals_from_proto(each) for each in received.sequences]
+
+    def held(self) -> list[tuple[list[int], bytes]]:
+        """Tokens and features of each sequence."""
+        return [
+            (held.tokens.token_ids, bytes(held.features._data))
+            for holding in self.loop._held._holdings.values()
+            for held in holding.sequences.values()
+        ]
+
+
+class Cluster:
+    def __init__(self):
+        self.clock = FakeClock(100.0)
+        self.book = DraftBook(clock=self.clock, feature_bytes=FEATURES.bytes_per_token)
+        self.target = FeatureTarget()
+        self.nodes = [self.book.add_node() for _ in range(NUM_NODES)]
+        self.sides = [DraftSide() for _ in range(NUM_NODES)]
+        self.num_committed = [PROMPT_LENGTH] * NUM_SEQUENCES
+        for node in self.nodes:
+            self.book.connected(node, needs_features=True)
+        for key, text in enumerate(TEXTS):
+            self.book.open(key, start_of(PROMPT_LENGTH), text[:PROMPT_LENGTH], num_wanted=3)
+
+    def step(self, num_tokens: int) -> None:
+        """Of the engine."""
+        self.clock.advance(0.02)
+        for key, text in enumerate(TEXTS):
+            old = self.num_committed[key]
+            self.num_committed[key] = min(old + num_tokens, len(text) - 20)
+            self.target.compute(key, text[: self.num_committed[key]])
+            self.book.update(key, text[old : self.num_committed[key]], num_wanted=3)
+        ranges = self.book.missing_features(self.target.available)
+        if ranges:
+            read = self.target.plane.read([(self.target.tables[each.sequence_id], *each[2:]) for each in ranges])
+            for each, payload in zip(ranges, read, strict=True):
+                self.book.add_features(each, payload)
+
+    def exchange(self, number: int) -> None:
+        node, side = self.nodes[number], self.sides[number]
+        updates = self.book.take_updates(node)
+        for answer in side.exchange(updates_to_proto(updates, step_seconds=0.02).SerializeToString()):
+            is_sound = is_well_formed(answer, vocab_size=VOCAB_SIZE)
+            assert self.book.take_answer(node, answer, is_well_formed=is_sound), "it is honest"
+
+    def work(self, num_tokens: int) -> None:
+        self.step(num_tokens)
+        for number in range(NUM_NODES):
+            self.exchange(number)
+
+    def forget(self, number: int) -> None:
+        """All of its sequences, as if another decode node had needed the room."""
+        side = self.sides[number]
+        for held in [held for holding in side.loop._held._holdings.values() for held in holding.sequences.values()]:
+            side.loop._held.close(side.peer, held.sequence_id)
+
+    def lose(self, number: int) -> None:
+        """The process ends, and another one is there at once."""
+        self.book.disconnected(self.nodes[number])
+        self.sides[number] = DraftSide()
+        self.book.connected(self.nodes[number], needs_features=True)
+
+    def send_into_the_void(self, number: int) -> None:
+        """A message is on its way when the stream ends."""
+        self.book.take_updates(self.nodes[number])
+        self.lose(number)
+
+    def assert_sound(self) -> None:
+        """What draft nodes hold are the plane's features of these very tokens."""
+        for side in self.sides:
+            assert not side.head.wrong
+            for token_ids, features in side.held():
+                num_tokens = len(features) // FEATURES.bytes_per_token
+                assert num_tokens < len(token_ids)
+                assert features == feature_bytes(token_ids, 0, num_tokens)
+
+    def assert_drafts(self) -> None:
+        found = self.book.find(range(NUM_SEQUENCES), wait_seconds=0.0).trees
+        assert {key: tree.token_ids for key, tree in found.items()} == {
+            key: tuple(text[num : num + 3])
+            for key, (text, num) in enumerate(zip(TEXTS, self.num_committed, strict=True))
+        }
+
+
+NUMBERS = st.integers(0, NUM_NODES - 1)
+EVENTS = st.one_of(
+    st.tuples(st.just("work"), st.integers(0, 5)),
+    st.tuples(st.just("work"), st.integers(0, 5)),
+    st.tuples(st.just("step"), st.integers(0, 5)),
+    st.tuples(st.just("exchange"), NUMBERS),
+    st.tuples(st.just("lose"), NUMBERS),
+    st.tuples(st.just("send_into_the_void"), NUMBERS),
+    st.tuples(st.just("forget"), NUMBERS),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_copies(monkeypatch):
+    monkeypatch.setattr(book_module, "MAX_COPIED_BYTES", COPIED_TOKENS * FEATURES.bytes_per_token)
+
+
+def settle(cluster: Cluster) -> None:
+    """Nothing fails any more: within so many steps as the bytes of a step make necessary, all have drafts."""
+    cluster.clock.advance(10.0)
+    cluster.step(1)
+    for _ in range(sum(cluster.num_committed) // COPIED_TOKENS + 5):
+        cluster.work(0)
+    cluster.assert_sound()
+    cluster.assert_drafts()
+
+
+@fuzzed(25)
+@given(events=st.lists(EVENTS, min_size=10, max_size=40))
+def test_whatever_is_lost_forgotten_or_moved_features_arrive_bit_by_bit_and_all_have_drafts_in_the_end(events):
+    cluster = Cluster()
+    cluster.work(1)
+    for name, argument in events:
+        getattr(cluster, name)(argument)
+        cluster.assert_sound()
+    settle(cluster)
+
+
+def test_a_lost_nodes_sequences_move_to_the_other_one_with_their_features():
+    cluster = Cluster()
+    settle(cluster)
+    cluster.book.disconnected(cluster.nodes[0])
+    assert len(cluster.sides[1].held()) < NUM_SEQUENCES
+    for _ in range(sum(cluster.num_committed) // COPIED_TOKENS + 5):
+        cluster.step(1)
+        cluster.exchange(1)
+    assert len(cluster.sides[1].held()) == NUM_SEQUENCES
+    cluster.assert_sound()
+    cluster.assert_drafts()
+
+
+def test_in_a_steady_state_each_step_sends_each_feature_once():
+    cluster = Cluster()
+    settle(cluster)
+    sent = 0
+    for _ in range(10):
+        cluster.step(2)
+        for number in range(NUM_NODES):
+            updates = cluster.book.take_updates(cluster.nodes[number])
+            sent += sum(len(update.features) for update in updates)
+            message = updates_to_proto(updates, step_seconds=0.02).SerializeToString()
+            for answer in cluster.sides[number].exchange(message):
+                cluster.book.take_answer(cluster.nodes[number], answer, is_well_formed=True)
+        cluster.assert_drafts()
+    assert sent == 10 * 2 * NUM_SEQUENCES * FEATURES.bytes_per_token
+
+
+def test_what_a_draft_node_forgot_is_sent_again_from_the_plane():
+    cluster = Cluster()
+    settle(cluster)
+    for number in range(NUM_NODES):
+        cluster.forget(number)
+    assert not any(side.held() for side in cluster.sides)
+    settle(cluster)
