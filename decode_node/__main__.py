@@ -67,6 +67,7 @@ def make_build(
         from decode_node.drafting.client import DraftClient, NoDrafts
         from decode_node.drafting.feature_plane import FeaturePlane
         from decode_node.drafting.gather import DraftGatherer, log_failed_proposer
+        from decode_node.drafting.local_head import open_local_head
         from decode_node.ingest import Ingest
         from decode_node.node import DecodeParts
         from decode_node.sequence_group_manager import SequenceGroupManager
@@ -107,7 +108,13 @@ def make_build(
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
-        info = replace(model.info, proposer=config.local_fallback, num_speculative_tokens=config.num_speculative_tokens)
+        head = open_local_head(config, model_config.head, model, kv_cache)
+        proposers += head.proposers
+        info = replace(
+            model.info,
+            proposer=head.name or config.local_fallback,
+            num_speculative_tokens=config.num_speculative_tokens,
+        )
         pool = BlockPool(
             num_blocks=kv_cache.num_blocks,
             block_size=kv_cache.block_size,
@@ -153,6 +160,7 @@ def make_build(
             ),
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees == "auto",
+            features_of=head.features_of,
         )
         ingest = Ingest(
             kv_cache=kv_cache,

@@ -26,7 +26,7 @@ class DraftNodeConfig:
     second_proposer: str = setting(
         NO_PROPOSER, choices=(NO_PROPOSER, *LOOKUP_NAMES), help="What guesses where the first has nothing."
     )
-    model: str = setting("", help="The draft model: a directory or a Hugging Face id.")
+    model: str = setting("", help="The draft model: a directory or a Hugging Face id; the folder of a head.")
     remembered_tokens: int = setting(
         0,
         at_least=0,
@@ -47,16 +47,22 @@ class DraftNodeConfig:
         is_number = self.look_ahead.isdecimal() and 1 <= int(self.look_ahead) <= MAX_ALTERNATIVES
         if self.look_ahead not in ("off", "auto") and not is_number:
             raise ValueError(f"look_ahead {self.look_ahead!r} is not off, auto or 1 to {MAX_ALTERNATIVES}")
-        if self.proposer == "draft_model" and not self.model:
-            raise ValueError("proposer draft_model needs draft_node.model")
+        if self.proposer not in LOOKUP_NAMES and not self.model:
+            raise ValueError(f"proposer {self.proposer} needs draft_node.model")
 
     def draft_model(self, model: ModelConfig) -> ModelConfig:
-        """The draft model, computed as section `model` says, in one process and up to its own window."""
+        """The draft model, computed as section `model` says, in one process and up to its own window.
+
+        Of a head: the target, of which it takes what is not in its folder.
+        """
+        if self.proposer == "head":
+            return replace(model, head=self.model)
         return replace(
             model,
             id=self.model,
             revision="",
             name="",
+            head="",
             max_model_len=0,
             tensor_parallel_size=1,
             deterministic=False,

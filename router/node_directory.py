@@ -99,14 +99,14 @@ class NodeDirectory:
     def proposer(self) -> tuple[str, int]:
         """(the proposer in force, the default number of speculative tokens).
 
-        A draft node's proposer where one serves, else the decode nodes' own; how many are
-        asked for is the decode nodes' choice.
+        A draft node's proposer where one serves, else the decode nodes' own; of both, a model or a head
+        comes before look-up. How many are asked for is the decode nodes' choice.
         """
         drafts = [link for link in self._links() if link.role is NodeRole.DRAFT and link.is_serving]
         decodes = self.decode_nodes
         names = [model.proposer for model in _models((*drafts, *decodes)) if model.proposer]
         numbers = [model.num_speculative_tokens for model in _models((*decodes, *drafts))]
-        return next(iter(names), ""), next(iter(numbers), 0)
+        return max(names, key=lambda name: ":" in name, default=""), next(iter(numbers), 0)
 
     def statuses(self) -> list[NodeStatus]:
         """Every node, by role and name; names are unique. A target without an address is one that is not there."""

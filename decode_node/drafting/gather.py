@@ -9,15 +9,19 @@ from dataclasses import dataclass, replace
 from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
 from decode_node.drafting.misread import MisreadWatch
 from decode_node.groups import Sample
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import EngineSequence, StepRoom
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import ChosenDraft, DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
+from outrider.speculation.features import Features
 from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
+
+FeaturesOf = Callable[[EngineSequence], Features]
+"""What the target's forwards have left of a sequence for a head."""
 
 _log = get_logger("drafts")
 
@@ -38,9 +42,10 @@ class LocalDrafts:
 class LocalProposer:
     """A proposer in this process, and what it has still to read. Engine thread only."""
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
         self._proposer = proposer
+        self._features_of = features_of
         self._starts: dict[int, SequenceStart] = {}
         self._unread: dict[int, Sequence[int]] = {}  # tokens that it does not know yet, by sequence
         self._num_read: dict[int, int] = {}  # tokens that it knows, by sequence
@@ -48,7 +53,8 @@ class LocalProposer:
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
         self._starts[sequence_id] = start
-        self._unread[sequence_id] = token_ids
+        if self._proposer.info.features is None:  # a head's come with the KV
+            self._unread[sequence_id] = token_ids
 
     def close(self, sequence_id: int) -> None:
         self._unread.pop(sequence_id, None)
@@ -70,7 +76,8 @@ class LocalProposer:
         requests: list[ProposalRequest] = []
         for sample, num_wanted in wanted:
             sequence = sample.sequence
-            requests.append(ProposalRequest(sequence.key, sequence.token_ids, num_wanted, starts.get(sequence.key)))
+            start, features = starts.get(sequence.key), self._features_of and self._features_of(sequence)
+            requests.append(ProposalRequest(sequence.key, sequence.token_ids, num_wanted, start, features=features))
         requested = {request.sequence_id for request in requests}
         num_read = sum(self.num_missed(sample) for sample, _ in wanted)
         was_behind = not self._behind.isdisjoint(requested)
@@ -118,12 +125,15 @@ class DraftGatherer:
         proposers: Sequence[Proposer] = (),
         max_wait_seconds: float = 0.0,
         takes_trees: bool = False,
+        features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`proposers`: with different names. `clock`: in seconds, by which their time is measured."""
+        """`proposers`: with different names. `features_of`: where one is a head. `clock`: in seconds, by which their
+        time is measured.
+        """
         self._client = client
         self._controller = controller
-        self._local = [LocalProposer(proposer) for proposer in proposers]
+        self._local = [LocalProposer(proposer, features_of) for proposer in proposers]
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
         self._clock = clock

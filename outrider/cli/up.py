@@ -55,6 +55,9 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="auto: the checkpoint's dtype, but float32 on a CPU without native kernels",
     )
+    parser.add_argument(
+        "--head", metavar="DIR", type=Path, help="decode nodes draft with this drafter head, where it pays"
+    )
     parser.add_argument("--draft", metavar="PROPOSER", help=f"{', '.join(DRAFT_CHOICES)}; default ngram")
     for role in ("prefill", "decode", "draft"):
         parser.add_argument(f"--{role}-nodes", type=int, metavar="N", help=f"number of {role} nodes; default 1")
@@ -74,6 +77,7 @@ def make_cluster(
     flags = {
         "model.id": arguments.model,
         "model.dtype": arguments.dtype,
+        "model.head": arguments.head and arguments.head.absolute(),
         "cluster.draft": arguments.draft,
         "cluster.prefill_nodes": arguments.prefill_nodes,
         "cluster.decode_nodes": arguments.decode_nodes,

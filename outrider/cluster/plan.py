@@ -107,19 +107,23 @@ def _chosen(
             chosen["model.turns_file"] = turns_file
         if role == DRAFT:
             chosen["draft_node.look_ahead"] = "off" if share.is_shared else "auto"
+    head = config.draft_choice.model_id if config.draft_choice.proposer == "head" else ""
+    if head and role in (PREFILL, DECODE):
+        chosen["model.head"] = Path(head).absolute()
     if role == ROUTER:
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
         chosen["router.decode_targets"] = targets.get(DECODE, ())
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
     elif role == DECODE:
         chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
+        chosen["decode_node.local_head"] = not head
         if config.draft == "none":
             chosen["decode_node.local_fallback"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0
     elif role == DRAFT:
         chosen["draft_node.proposer"] = config.draft_choice.proposer
         if config.draft_choice.model_id:
-            chosen["draft_node.model"] = config.draft_choice.model_id
+            chosen["draft_node.model"] = Path(head).absolute() if head else config.draft_choice.model_id
     return chosen
 
 

@@ -188,6 +188,10 @@ class PathTree:
         self.num_wasted_tokens += path.num_decided
         path.kv.free()
 
+    def answer(self, *, may_be_spare: bool) -> DraftPath:
+        """The path to send: the main one, unless a head's guess from before the commit will do until that begins."""
+        return self.spare if may_be_spare and self.spare and not self.main.token_ids else self.main
+
     # --- growth ---------------------------------------------------------------------------
 
     def first_missing(self, path: DraftPath) -> int:

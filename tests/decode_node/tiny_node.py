@@ -20,10 +20,11 @@ class TinyNode(DrivenNode):
     max_tokens = 40
     reached_host = "127.0.0.1"
 
-    def __init__(self, model_path, *, drafts=None, **config):
+    def __init__(self, model_path, *, drafts=None, head="", **config):
         super().__init__()
         config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_fallback": "none", **config})
-        build = make_build(config, ModelConfig(id=str(model_path), num_threads=1), ServerConfig(), PLAINTEXT)
+        model = ModelConfig(id=str(model_path), head=head, num_threads=1)
+        build = make_build(config, model, ServerConfig(), PLAINTEXT)
         self.parts = build(bytes(16), "decode", self._emit)
         self.loop, self.groups, self.engine = self.parts.loop, self.parts.groups, self.parts.engine
         self.parts.ingest.start()

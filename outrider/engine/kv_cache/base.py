@@ -28,6 +28,9 @@ class KVCache(Protocol):
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         """The ranges of a plane's heads that are held together, in order; frames are cut at them."""
 
+    def layers(self, plane: str) -> tuple[Tensor, ...]:
+        """Only of planes whose heads are not shared among ranks, as those of features are."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None: ...

@@ -50,6 +50,11 @@ class ShardedKVCache:
         spec = self._plane(plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
+    def layers(self, plane: str) -> tuple[Tensor, ...]:
+        """Of a plane that rank 0 alone has."""
+        assert self._plane(plane).is_feature
+        return self.local.layers(plane)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             with self._ranks.running(CopyBlocks(tuple(pairs))):

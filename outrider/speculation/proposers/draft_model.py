@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.node import FeatureFormat
 from outrider.speculation.catch_up_budget import CatchUpBudget
 from outrider.speculation.draft_stream import most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
@@ -91,13 +92,14 @@ class DraftModelProposer:
         model_name: str,
         vocabulary_fingerprint: str,
         form: str = "draft_model",
+        features: FeatureFormat | None = None,
         max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
         catch_up_seconds: float = CATCH_UP_SECONDS,
         memory_bytes: int = 0,
         description: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`form`: of a head; the first part of the name. `memory_bytes`: of its KV cache."""
+        """`form` and `features` are of a head. `memory_bytes`: of the KV cache."""
         assert max_catch_up_rows >= 1
         self._forward = forward
         self._head = forward.head
@@ -106,6 +108,7 @@ class DraftModelProposer:
             vocabulary_fingerprint=vocabulary_fingerprint,
             num_extra_tokens=NUM_EXTRA_TOKENS,
             can_look_ahead=self._head is None or self._head.max_own_rows != 0,
+            features=features,
             memory_bytes=memory_bytes,
             description=description or {},
         )
@@ -191,7 +194,7 @@ class DraftModelProposer:
         """Whether there is an answer: the whole draft, or its first token if the rest may follow by look-ahead."""
         if request.num_wanted <= 0:
             return not tree.num_behind
-        answer = _answer(request, tree)
+        answer = tree.answer(may_be_spare=request.max_alternatives > 0)
         return len(answer.token_ids) >= (1 if request.max_alternatives else request.num_wanted) or (
             bool(answer.token_ids) and tree.is_over(answer)
         )
@@ -348,7 +351,7 @@ class DraftModelProposer:
                 ahead=tuple(self._due(request, tree)),
                 has_more=request.sequence_id in plan.looking_ahead,
             )
-        answer = _answer(request, tree)
+        answer = tree.answer(may_be_spare=request.max_alternatives > 0)
         progress = Progress.DRAFTING
         if request.sequence_id in plan.no_room or self._is_drafted(request, tree):
             progress = Progress.DONE
@@ -390,10 +393,3 @@ def _has_features(request: ProposalRequest) -> bool:
     """Whether a head can be fed with all committed tokens; the first has no row, so one token is not enough."""
     features, num_tokens = request.features, len(request.token_ids)
     return features is not None and len(features) >= num_tokens - 1 >= 1
-
-
-def _answer(request: ProposalRequest, tree: PathTree) -> DraftPath:
-    """The path that answers an update: where the rest may follow by look-ahead, a head's guess from before will do."""
-    if request.max_alternatives and tree.spare and not tree.main.token_ids:
-        return tree.spare
-    return tree.main

@@ -25,7 +25,7 @@ class ProposerSettings:
     """What proposers may need; each takes its own."""
 
     remembered_tokens: int = 0
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)  # of a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
     other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
 
@@ -38,6 +38,12 @@ def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Propose
     )
 
 
+def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
+    from outrider.speculation.proposers.head_proposer import HeadTarget, open_head_proposer
+
+    return open_head_proposer(settings.model.head, HeadTarget.locate(settings.model, progress=progress))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
     """One entry of `PROPOSERS`."""
@@ -45,7 +51,7 @@ class ProposerKind:
     name: str
     summary: str
     make: Callable[[ProposerSettings, Progress], Proposer]
-    needs_model: bool = False  # others work on any vocabulary, may be the second one, and may run in a decode node
+    needs: str = ""  # a "MODEL" or a "DIR"; those that need nothing work on any vocabulary and may be the second one
 
 
 PROPOSERS = (
@@ -55,16 +61,17 @@ PROPOSERS = (
         summary="what most often followed",
         make=lambda settings, _progress: SuffixProposer(remembered_tokens=settings.remembered_tokens),
     ),
-    ProposerKind(name="draft_model", summary="a smaller model", make=_make_draft_model, needs_model=True),
+    ProposerKind(name="draft_model", summary="a smaller model", make=_make_draft_model, needs="MODEL"),
+    ProposerKind(name="head", summary="a drafter head of the model", make=_make_head, needs="DIR"),
 )
 
 PROPOSER_NAMES = tuple(kind.name for kind in PROPOSERS)
-LOOKUP_NAMES = tuple(kind.name for kind in PROPOSERS if not kind.needs_model)
+LOOKUP_NAMES = tuple(kind.name for kind in PROPOSERS if not kind.needs)
 """Those without a model."""
 
 PROPOSER_SUMMARY = ", ".join(f"{kind.name} ({kind.summary})" for kind in PROPOSERS)
-DRAFT_CHOICES = (*(f"{kind.name}:MODEL" if kind.needs_model else kind.name for kind in PROPOSERS), NO_PROPOSER)
-"""What `--draft` takes; MODEL: a path or a hub id."""
+DRAFT_CHOICES = (*(":".join(filter(None, (kind.name, kind.needs))) for kind in PROPOSERS), NO_PROPOSER)
+"""What `--draft` takes; MODEL: a path or a hub id; DIR: a head's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +79,14 @@ class DraftChoice:
     """A parsed `--draft`."""
 
     proposer: str = NO_PROPOSER
-    model_id: str = ""  # of a proposer that needs a model
+    model_id: str = ""  # of a proposer that needs a model; of a head its folder
 
 
 def parse_draft_choice(text: str) -> DraftChoice:
     """Parses one of `DRAFT_CHOICES`. Raises: ValueError, which names them."""
     name, _, model_id = text.partition(":")
     kind = next((kind for kind in PROPOSERS if kind.name == name), None)
-    if text != NO_PROPOSER and (kind is None or kind.needs_model is not bool(model_id.strip())):
+    if text != NO_PROPOSER and (kind is None or bool(kind.needs) is not bool(model_id.strip())):
         raise ValueError(f"draft must be one of {', '.join(DRAFT_CHOICES)}, not {text!r}")
     return DraftChoice(name, model_id)
 

@@ -13,7 +13,7 @@ from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_runner import PagedStep
 from outrider.engine.sampler import Sampler
@@ -95,7 +95,7 @@ class HeadForward(PathSampler):
         )
         device = self.device
         fed, depths = batch.on(device), upload_ids([depth for row in rows for depth in _depths(row)], device)
-        features = torch.cat([part for row in rows for part in _fed_with(row)])
+        features = torch.cat([part for row in rows for part in self._fed_with(row)])
         step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -114,6 +114,17 @@ class HeadForward(PathSampler):
             else first
             for first, *following in self._decide(logits, rows)
         ]
+
+    def _fed_with(self, row: PathRows) -> list[Tensor]:
+        """Of the path's rows: [n, width] each, together as many as there are rows."""
+        parts: list[Tensor] = []
+        if num_true := _num_true(row):
+            assert row.features is not None
+            values = row.features.read(row.start_position - 1, row.start_position - 1 + num_true)
+            parts.append(values.to(self.device, TORCH_DTYPES[self.model.spec.dtype]))
+        if row.states:
+            parts.append(torch.stack([state for state in row.states if isinstance(state, Tensor)]))
+        return parts
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """[n, draft_vocab_size] → [n, vocab_size]: -inf where the head has no logit."""
@@ -138,14 +149,3 @@ def _depths(row: PathRows) -> range | list[int]:
     """Of each of the path's rows."""
     first = row.start_position + _num_true(row) - row.num_committed + 1
     return [*[0] * _num_true(row), *range(first, first + len(row.states))]
-
-
-def _fed_with(row: PathRows) -> list[Tensor]:
-    """Of the path's rows: [n, width] each, together as many as there are rows."""
-    parts: list[Tensor] = []
-    if num_true := _num_true(row):
-        assert row.features is not None
-        parts.append(row.features.read(row.start_position - 1, row.start_position - 1 + num_true))
-    if row.states:
-        parts.append(torch.stack([state for state in row.states if isinstance(state, Tensor)]))
-    return parts

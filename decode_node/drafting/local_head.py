@@ -1,0 +1,64 @@
+"""A drafter head in the decode node: fed with the features that the target leaves in the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from decode_node.config import DecodeNodeConfig
+from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
+from outrider.engine.kv_cache.base import KVCache
+from outrider.engine.scheduler import EngineSequence
+from outrider.engine.transfer import upload_ids
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.speculation.proposers.head_proposer import HeadTarget, open_head_proposer
+from outrider.speculation.proposers.isolated import IsolatedProposer
+
+CATCH_UP_SECONDS = 0.01
+MAX_CATCH_UP_ROWS = 256
+"""In one step: all sequences of the node wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneFeatures:
+    """The `Features` of a sequence on this node: of all tokens that are computed. Engine thread only."""
+
+    rows: Tensor  # [num_slots, width], of the cache
+    sequence: EngineSequence
+
+    def __len__(self) -> int:
+        return self.sequence.num_computed
+
+    def read(self, start: int, end: int) -> Tensor:
+        kv = self.sequence.kv
+        assert kv is not None
+        return self.rows.index_select(0, upload_ids([kv.slot(place) for place in range(start, end)], self.rows.device))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHead:
+    """What this node proposes with `model.head`."""
+
+    proposers: tuple[IsolatedProposer, ...] = ()  # at most one
+    features_of: FeaturesOf | None = None
+    name: str = ""
+
+
+def open_local_head(config: DecodeNodeConfig, folder: str, model: LoadedModel, kv_cache: KVCache) -> LocalHead:
+    """Of the head in that folder; nothing where there is none, or draft nodes propose. Raises: as `open_head_proposer`.
+
+    `kv_cache`: with the plane of its features.
+    """
+    if not folder or not config.local_head or not config.num_speculative_tokens:
+        return LocalHead()
+    proposer = open_head_proposer(
+        folder, HeadTarget.of(model), max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS
+    )
+    assert model.spec.features is not None
+    rows = kv_cache.layers(model.spec.features.name)[0].flatten(0, 1).flatten(1)
+    return LocalHead(
+        (IsolatedProposer(proposer, on_failure=log_failed_proposer),),
+        lambda sequence: PlaneFeatures(rows, sequence),
+        proposer.info.name,
+    )

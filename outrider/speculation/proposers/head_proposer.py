@@ -1,0 +1,118 @@
+"""READ FIRST: how a head becomes a proposer, in a decode node or in a draft node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, free_memory_bytes
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
+from outrider.model_hub.loaded_model import LoadedModel
+from outrider.model_hub.locate import locate_model
+from outrider.model_hub.progress import Progress, no_progress
+from outrider.model_hub.vocabulary import (
+    TOKENIZER_FILE,
+    known_token_ids,
+    read_tokenizer_files,
+    vocabulary,
+    vocabulary_fingerprint,
+)
+from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
+from outrider.speculation.proposers.head_forward import HeadForward, cache_planes
+
+MEMORY_SHARE = 0.03
+"""Of free memory, for keys and values of a head: it has one layer or few where its target has dozens."""
+
+MAX_CACHED_TOKENS = 1 << 20
+"""Of a head's keys and values, for all sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTarget:
+    """What a head's proposer needs to know of the model that it drafts for."""
+
+    directory: Path
+    device: torch.device
+    dtype: str  # of its features
+    known_token_ids: Tensor  # [vocab_size] bool, on the CPU
+    vocabulary_fingerprint: str
+    kernels: CpuKernels | None  # on a CPU: what computes the sampler and attention; None: torch
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> HeadTarget:
+        """Of a model that is in this process."""
+        return cls(
+            directory=model.directory,
+            device=model.device,
+            dtype=model.spec.dtype,
+            known_token_ids=model.known_token_ids,
+            vocabulary_fingerprint=model.info.vocabulary_fingerprint,
+            kernels=model.cpu_kernels,
+        )
+
+    @classmethod
+    def locate(cls, config: ModelConfig, *, progress: Progress = no_progress) -> HeadTarget:
+        """Of one that other nodes compute, as their section `model` says. Raises: as `locate_model`, ConfigError."""
+        from outrider.model_hub.load import read_config, resolve_dtype  # imports transformers
+
+        directory = locate_model(config, progress=progress).directory
+        device = resolve_device(config.device)
+        choice = choose_model_kernels(config, device, progress=progress)
+        strings = vocabulary(read_tokenizer_files(directory)[TOKENIZER_FILE])
+        known = torch.zeros(Target.open(directory).vocab_size, dtype=torch.bool)
+        known[known_token_ids(strings, len(known))] = True
+        return cls(
+            directory=directory,
+            device=device,
+            dtype=resolve_dtype(config.dtype, device, read_config(directory), is_native=choice.library is not None),
+            known_token_ids=known,
+            vocabulary_fingerprint=vocabulary_fingerprint(strings),
+            kernels=None if choice.library is None else start_kernels(choice, config),
+        )
+
+
+def open_head_proposer(
+    folder: Path | str,
+    target: HeadTarget,
+    *,
+    max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
+    catch_up_seconds: float = CATCH_UP_SECONDS,
+) -> DraftModelProposer:
+    """Loads the head of this folder. On a CPU it computes in float32: torch's bfloat16 is slow on few rows.
+
+    Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
+    """
+    dtype = "float32" if target.device.type == "cpu" else target.dtype
+    with torch.inference_mode():
+        model = open_head(Path(folder), Target.open(target.directory), target.device, TORCH_DTYPES[dtype])
+    spec = model.spec
+    token_bytes = sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in cache_planes(spec))
+    num_cached_tokens = 0
+    if token_bytes:
+        affordable = int(MEMORY_SHARE * free_memory_bytes(target.device)) // token_bytes
+        num_cached_tokens = max(2 * spec.max_model_len, min(affordable, MAX_CACHED_TOKENS))
+    forward = HeadForward.of(
+        model,
+        num_cached_tokens=num_cached_tokens,
+        known_token_ids=target.known_token_ids,
+        device=target.device,
+        kernels=target.kernels,
+    )
+    return DraftModelProposer(
+        forward,
+        form=spec.form,
+        model_name=spec.name,
+        vocabulary_fingerprint=target.vocabulary_fingerprint,
+        features=model.reduction.format(target.dtype),
+        max_catch_up_rows=max_catch_up_rows,
+        catch_up_seconds=catch_up_seconds,
+        memory_bytes=num_cached_tokens * token_bytes,
+        description={"dtype": spec.dtype, "fingerprint": spec.fingerprint, "device": str(target.device)},
+    )

@@ -1,0 +1,146 @@
+"""The decode loop with a drafter head beside it, fed from the paged plane of features."""
+
+from __future__ import annotations
+
+import pytest
+
+import outrider.heads.open
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.errors import ConfigError
+from outrider.speculation.step_cost import StepCostModel
+from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
+from tests.support.echo_head import ECHO, EchoHead, make_echo_folder, make_echo_model
+
+pytestmark = pytest.mark.usefixtures("steps_take_a_set_time")
+
+HOT = {"temperature": 1.0}
+LONG = tuple((7 * i) % 250 + 10 for i in range(90))
+
+
+@pytest.fixture(scope="module")
+def echo_path(tmp_path_factory):
+    return make_echo_model(tmp_path_factory.mktemp("echo"))
+
+
+@pytest.fixture
+def make_head_node(echo_path, tmp_path, monkeypatch):
+    """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified."""
+    monkeypatch.setattr(outrider.heads.open, "FORMS", (ECHO,))
+    monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
+    monkeypatch.setattr(EchoHead, "opened", [])
+    folder, nodes = make_echo_folder(tmp_path / "parrot"), []
+
+    def make(*, head=str(folder), **config):
+        nodes.append(TinyNode(echo_path, head=head, **config))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.parts.ingest.stop()
+
+
+def counts(node) -> tuple[int, int]:
+    """Drafted, accepted."""
+    return (
+        sum(stats.num_draft_tokens for stats in node.stats),
+        sum(stats.num_accepted_draft_tokens for stats in node.stats),
+    )
+
+
+def assert_fed_rightly(*texts) -> None:
+    """True rows were of these texts, each with the feature of the token before it."""
+    fed = [row for head in EchoHead.opened for row in head.fed]
+    known = {(place, *text[place : place + 2]) for text in texts for place in range(len(text) - 1)}
+    assert set(fed) <= known
+    assert len({place for place, *_ in fed}) > len(PROMPT)
+
+
+@pytest.mark.parametrize("sampling", [{}, HOT], ids=["greedy", "hot"])
+def test_drafts_of_a_head_are_verified_and_tokens_are_those_without(make_head_node, sampling):
+    plain = make_head_node(head="")
+    expected = generate(plain, sampling=sampling)
+    node = make_head_node()
+    assert generate(node, sampling=sampling) == expected
+    drafted, accepted = counts(node)
+    assert accepted == drafted > 25
+    assert len(node.stats) < len(plain.stats) / 3
+    assert_fed_rightly([*PROMPT, *expected])
+    node.assert_nothing_is_held()
+
+
+def test_samples_of_a_prompt_draft_alike_each_for_itself(make_head_node):
+    plain, node = make_head_node(head=""), make_head_node()
+    expected, group = plain.open(sampling={**HOT, "n": 3}), node.open(sampling={**HOT, "n": 3})
+    plain.run()
+    node.run()
+    texts = [plain.tokens(expected, sample) for sample in range(3)]
+    assert [node.tokens(group, sample) for sample in range(3)] == texts
+    drafted, accepted = counts(node)
+    assert accepted == drafted > 75
+    assert_fed_rightly(*([*PROMPT, *text] for text in texts))
+
+
+def test_prefix_hits_and_preemption_leave_features_as_they_were(make_head_node):
+    prompts = [(*LONG[:20], i, i + 1) for i in range(10, 14)]
+    sampling = {**HOT, "max_tokens": 120}
+    roomy = make_head_node(head="")
+    expected = [generate(roomy, prompt=prompt, sampling=sampling) for prompt in prompts]
+    tight = make_head_node()
+    assert generate(tight, prompt=prompts[0], sampling=sampling) == expected[0]
+    pool = tight.parts.engine.pool
+    groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
+    tight.iterate()
+    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
+    tight.run()
+    assert tight.num_preempted > 0
+    assert [tight.tokens(group) for group in groups] == expected
+    drafted, accepted = counts(tight)
+    assert accepted == drafted > 200
+    assert_fed_rightly(*([*prompt, *text] for prompt, text in zip(prompts, expected, strict=True)))
+    pool.release(held)
+    tight.assert_nothing_is_held()
+
+
+def test_a_long_prompt_is_caught_up_with_while_its_sequence_decodes(make_head_node):
+    plain, node = (make_head_node(max_local_prefill_tokens=999, **head) for head in ({"head": ""}, {}))
+    prompt = (LONG * 9)[:700]
+    expected = generate(plain, prompt=prompt, sampling={"max_tokens": 60})
+    assert generate(node, prompt=prompt, sampling={"max_tokens": 60}) == expected
+    drafted, accepted = counts(node)
+    assert accepted == drafted > 10
+    assert_fed_rightly([*prompt, *expected])
+
+
+@pytest.mark.parametrize("sampling", [{}, HOT], ids=["greedy", "hot"])
+def test_siblings_are_verified_where_trees_are_on(make_head_node, sampling, monkeypatch):
+    monkeypatch.setattr(EchoHead, "is_confused", True)
+    expected = generate(make_head_node(head=""), sampling=sampling)
+    accepted = {}
+    for draft_trees in ("off", "auto"):
+        node = make_head_node(draft_trees=draft_trees)
+        assert generate(node, sampling=sampling) == expected
+        drafted, accepted[draft_trees] = counts(node)
+        assert accepted[draft_trees] < drafted
+    assert accepted["auto"] > accepted["off"]
+    assert_fed_rightly([*PROMPT, *expected])
+
+
+def test_look_up_and_head_draft_side_by_side(make_head_node):
+    expected = generate(make_head_node(head=""), sampling=HOT)
+    node = make_head_node(local_fallback="ngram", kv_cache=KVCacheConfig(num_blocks=256, prefix_cache=False))
+    assert generate(node, sampling=HOT) == expected
+    assert counts(node)[1] > 20
+
+
+def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_node):
+    assert make_head_node().parts.model.proposer == "echo:parrot"
+    other = make_head_node(local_head=False, local_fallback="ngram")
+    assert other.parts.model.proposer == "ngram"
+    assert other.parts.model.features is not None
+
+
+def test_a_head_of_no_known_form_ends_the_start(make_head_node, tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"architectures": ["Odd"]}')
+    with pytest.raises(ConfigError, match="is of no known form"):
+        make_head_node(head=str(tmp_path / "odd"))

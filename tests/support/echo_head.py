@@ -1,0 +1,94 @@
+"""A target whose next token depends on the newest one alone, and a head that knows it: every draft is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outrider.engine.features import FeatureReduction
+from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
+from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.heads.form import HeadForm
+from tests.support.tiny_model import make_tiny_model
+
+
+def make_echo_model(folder: Path) -> Path:
+    """A tiny model whose layers add nothing to the embedding of the newest token."""
+    make_tiny_model(folder)
+    path = folder / "model.safetensors"
+    added = ("o_proj.weight", "down_proj.weight")
+    save_file(
+        {name: torch.zeros_like(value) if name.endswith(added) else value for name, value in load_file(path).items()},
+        path,
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def make_echo_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"echo": True}))
+    return folder
+
+
+class EchoHead(HeadModel):
+    """Computes what the target does, from the token alone; and notes with which feature it was fed."""
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, *_: object) -> None:
+        self.embedding, self._norm, self._output = (
+            each.float() for each in (target.embedding(), target.final_norm(), target.output_layer())
+        )
+        self.reduction = read_reduction(checkpoint, target)
+        self.fed: list[tuple[int, int, int]] = []  # of rows with true features: position, the feature's token, the next
+        EchoHead.opened.append(self)
+        self.spec = HeadSpec(
+            form="echo",
+            name=checkpoint.folder.name,
+            fingerprint="",
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=16,
+            width=target.hidden_size,
+            vocab_size=target.vocab_size,
+            max_model_len=2048,
+            dtype="float32",
+        )
+
+    opened: list[EchoHead] = []  # noqa: RUF012 a test empties it
+    is_confused = False  # takes the second best token for the best after half of all tokens
+
+    def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
+        one = torch.ones((len(rows.token_ids), 1, 16))
+        attended = attend(0, one, one, one * (rows.positions + 1.0)[:, None, None], 1.0)[:, 0, 0]
+        assert torch.allclose(attended, rows.positions / 2.0 + 1.0), "each row sees those before it, once each"
+        for token_id, feature, depth, position in zip(*vars_of(rows), strict=True):
+            if depth == 0:
+                nearest = (self.embedding - feature).abs().amax(1)
+                assert nearest.min() < 1e-5, "the target's hidden state, which is its embedding"
+                self.fed.append((int(position), int(nearest.argmin()), int(token_id)))
+        return self.embedding[rows.token_ids]
+
+    def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
+        logits = (hidden * scale * self._norm) @ self._output.T
+        if self.is_confused:
+            wrong = hidden[:, 0] > 0.0
+            best = logits[wrong].topk(2).indices
+            logits[wrong] = logits[wrong].scatter(1, best, logits[wrong].gather(1, best.flip(1)))
+        return logits
+
+
+def vars_of(rows: HeadRows) -> tuple[Tensor, ...]:
+    return rows.token_ids, rows.features, rows.depths, rows.positions
+
+
+def read_reduction(_checkpoint: Checkpoint, target: Target) -> FeatureReduction:
+    return FeatureReduction(taps=(2,), hidden_size=target.hidden_size)
+
+
+ECHO = HeadForm(name="echo", is_form_of=lambda config: "echo" in config, reduction=read_reduction, open=EchoHead)
