@@ -16,7 +16,6 @@ from outrider.config import add_settings_arguments, load_config
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import check_whole_files
 from outrider.model_hub.locate import locate_model
-from outrider.speculation.proposers.factory import LOOKUP_NAMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stderr)
     _fetch(sections["model"], "model", printer)
     draft_node = sections["draft_node"]
-    if draft_node.proposer not in LOOKUP_NAMES:
+    if draft_node.proposer == "draft_model":
         _fetch(draft_node.draft_model(sections["model"]), "draft model", printer)
     return 0
 

@@ -116,7 +116,8 @@ def _chosen(
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
     elif role == DECODE:
         chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
-        chosen["decode_node.local_head"] = not head
+        if head:
+            chosen["decode_node.local_head"] = "false"
         if config.draft == "none":
             chosen["decode_node.local_fallback"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0

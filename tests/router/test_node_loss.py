@@ -229,6 +229,13 @@ async def test_a_session_refused_by_the_node_names_both(cluster):
     assert MismatchError("").reason == "MISMATCH"
 
 
+async def test_a_head_in_decode_nodes_names_the_proposer_beside_draft_nodes_that_look_up(cluster):
+    cluster.decode.model = fake_model_info(proposer="eagle3:parrot")
+    cluster.nodes.append(FakeNode(NodeRole.DRAFT, name="draft-0", model=fake_model_info(proposer="ngram")))
+    await cluster.serve()
+    await cluster.eventually(lambda: cluster.service.nodes.proposer()[0] == "eagle3:parrot")
+
+
 async def test_draft_nodes_are_watched_and_name_the_proposer(cluster):
     model = fake_model_info(fingerprint="d" * 64, proposer="draft_model:tiny", num_speculative_tokens=6)
     cluster.nodes.append(FakeNode(NodeRole.DRAFT, name="draft-0", model=model))

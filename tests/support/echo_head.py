@@ -60,7 +60,7 @@ class EchoHead(HeadModel):
         )
 
     opened: list[EchoHead] = []  # noqa: RUF012 a test empties it
-    is_confused = False  # takes the second best token for the best after half of all tokens
+    is_confused = False  # takes the second best token for the best
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         one = torch.ones((len(rows.token_ids), 1, 16))
@@ -77,9 +77,8 @@ class EchoHead(HeadModel):
         scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
         logits = (hidden * scale * self._norm) @ self._output.T
         if self.is_confused:
-            wrong = hidden[:, 0] > 0.0
-            best = logits[wrong].topk(2).indices
-            logits[wrong] = logits[wrong].scatter(1, best, logits[wrong].gather(1, best.flip(1)))
+            best = logits.topk(2).indices
+            logits.scatter_(1, best, logits.gather(1, best.flip(1)))
         return logits
 
 

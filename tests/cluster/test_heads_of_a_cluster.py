@@ -1,0 +1,66 @@
+"""Who gets a drafter head, by `--head` and by `--draft head:DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import pytest
+
+from decode_node.config import DecodeNodeConfig
+from draft_node.config import DraftNodeConfig
+from outrider.cli.up import add_cluster_arguments, make_cluster
+from outrider.cluster import ClusterConfig, Launch
+from outrider.cluster.plan import child_command, plan_children
+from outrider.config import parse_role_arguments
+from outrider.model_hub.config import ModelConfig
+
+SECTIONS = {"model": ModelConfig, "decode_node": DecodeNodeConfig, "draft_node": DraftNodeConfig}
+
+
+def sections_of(config: ClusterConfig, *overrides: str) -> dict:
+    """What each process reads of its command line, by its name."""
+    launch = Launch(overrides=overrides, environ={})
+    found = {}
+    for spec in plan_children(config, launch):
+        command = child_command(spec, config, launch, targets={}, bound={}, turns_file=Path("/run/turns"))
+        arguments = [
+            part
+            for flag, setting in itertools.pairwise(command)
+            if flag in ("--default", "--set") and setting.partition(".")[0] in SECTIONS
+            for part in (flag, setting)
+        ]
+        found[spec.name] = parse_role_arguments(spec.role, SECTIONS, arguments)
+    return found
+
+
+def test_a_head_that_draft_nodes_propose_with_is_known_to_targets_which_do_not():
+    found = sections_of(ClusterConfig(draft="head:heads/parrot"))
+    folder = str(Path("heads/parrot").absolute())
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == folder
+    assert found["decode-0"]["decode_node"].local_head is False
+    draft = found["draft-0"]["draft_node"]
+    assert (draft.proposer, draft.model) == ("head", folder)
+    assert draft.draft_model(ModelConfig(id="target")) == ModelConfig(id="target", head=folder)
+
+
+def test_a_head_of_decode_nodes_proposes_there(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_cluster_arguments(parser)
+    cluster = make_cluster(parser.parse_args(["--head", "parrot", "--port", "0"]))
+    found = sections_of(cluster.config, *cluster.launch.overrides)
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == str(tmp_path / "parrot")
+    assert found["decode-0"]["decode_node"].local_head is True
+    assert found["draft-0"]["draft_node"].proposer == "ngram"
+
+
+def test_a_draft_model_beside_a_head_is_without_it():
+    config = DraftNodeConfig(proposer="draft_model", model="small")
+    assert config.draft_model(ModelConfig(id="target", head="parrot")).head == ""
+
+
+def test_a_head_needs_a_folder():
+    with pytest.raises(ValueError, match="needs draft_node"):
+        DraftNodeConfig(proposer="head")
