@@ -222,7 +222,15 @@ class DecodeLoop:
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self._clock() - started, self._time.take()
-        stats = step_stats(plan, draft_rows, verdicts, num_rows=num_rows, seconds=seconds, nanoseconds=nanoseconds)
+        stats = step_stats(
+            plan,
+            draft_rows,
+            verdicts,
+            sources=[item.draft.source for item in verifying],
+            num_rows=num_rows,
+            seconds=seconds,
+            nanoseconds=nanoseconds,
+        )
         self._unreported = StepReport(
             [item.sample for item in verifying], verdicts, drafts.requested, drafts.hits, stats
         )

@@ -57,7 +57,11 @@ class DecodeMetrics:
             self._engine.add_step_parts(stats.nanoseconds)
             self._engine.add_tokens(num_generated_tokens=stats.num_generated_tokens)
             self._engine.add_preemptions(stats.num_preempted)
-            self._engine.add_verified_drafts(stats.num_drafts_by_method)
+            self._engine.add_verified_drafts(
+                stats.num_drafts_by_method,
+                num_tokens_by_source=stats.num_draft_tokens_by_source,
+                num_accepted_by_source=stats.num_accepted_by_source,
+            )
 
     def sync(
         self,

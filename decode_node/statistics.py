@@ -26,6 +26,8 @@ class StepStats:
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)
+    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
+    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,10 +167,17 @@ def step_stats(
     drafts: Sequence[DraftRows],
     verdicts: Sequence[Verdict],
     *,
+    sources: Sequence[str],
     num_rows: int,
     seconds: float,
     nanoseconds: Mapping[str, int],
 ) -> StepStats:
+    """`sources`: of the drafts."""
+    num_tokens, num_accepted = Counter[str](), Counter[str]()
+    for source, verdict in zip(sources, verdicts, strict=True):
+        if verdict.num_draft_tokens:
+            num_tokens[source] += verdict.num_draft_tokens
+            num_accepted[source] += verdict.num_accepted
     return StepStats(
         seconds=seconds,
         nanoseconds=nanoseconds,
@@ -179,7 +186,9 @@ def step_stats(
         num_preempted=len(plan.preempted),
         num_generated_tokens=sum([len(verdict.token_ids) for verdict in verdicts]),
         num_drafts=sum([verdict.num_draft_tokens > 0 for verdict in verdicts]),
-        num_draft_tokens=sum([verdict.num_draft_tokens for verdict in verdicts]),
-        num_accepted_draft_tokens=sum([verdict.num_accepted for verdict in verdicts]),
+        num_draft_tokens=num_tokens.total(),
+        num_accepted_draft_tokens=num_accepted.total(),
         num_drafts_by_method=Counter([draft.method for draft in drafts if draft.rows.draft_token_ids]),
+        num_draft_tokens_by_source=num_tokens,
+        num_accepted_by_source=num_accepted,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decode_node.drafting.client import DraftClient, NoDrafts, StepDrafts
@@ -180,25 +180,30 @@ class DraftGatherer:
             return StepDrafts()
         wait_seconds = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
         taken = self._client.take([sample.sequence.key for sample in samples], wait_seconds=wait_seconds)
-        trees, requested = dict(taken.trees), set(taken.requested)
+        trees, requested = {key: tree for key, tree in taken.trees.items() if tree}, set(taken.requested)
         self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
+        wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         for local in sorted(self._local, key=lambda each: self._controller.sequence_seconds(each.source)):
-            requested.update(self._ask(local, samples, trees))
+            requested.update(self._ask(local, samples, wanted, trees))
         return replace(taken, trees=trees, requested=requested)
 
-    def _ask(self, local: LocalProposer, samples: Sequence[Sample], trees: dict[int, DraftTree]) -> Iterable[int]:
+    def _ask(
+        self, local: LocalProposer, samples: Sequence[Sample], wanted: Mapping[int, int], trees: dict[int, DraftTree]
+    ) -> Iterable[int]:
         """Betters the drafts at hand by that proposer's where this pays. Returns the sequences it is asked for."""
         controller, source = self._controller, local.source
         is_cheap = controller.is_cheap(source)
         asked = controller.choose_asked(
             source,
-            {sample.sequence.key: sample.max_draft_tokens for sample in samples},
+            wanted,
             trees,
             {} if is_cheap else {sample.sequence.key: local.num_missed(sample) for sample in samples},
         )
         started = self._clock()
-        wanted = [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked]
-        found = local.propose(wanted, reads_ahead=is_cheap)
+        found = local.propose(
+            [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
+            reads_ahead=is_cheap,
+        )
         controller.observe_asked(source, asked, found.trees, seconds=self._clock() - started, num_missed=found.num_read)
         for sequence_id, tree in found.trees.items():
             at_hand = trees.get(sequence_id)
@@ -246,6 +251,7 @@ class DraftGatherer:
             if sequence_id in self._reproducible:
                 for draft in self._drafts.pop(sequence_id, ()):
                     self._controller.observe_committed(sequence_id, draft, token_ids)
+                    self._misread.observe(draft.source, is_first_accepted=draft.token_ids[0] == token_ids[0])
         drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
         tables = {}
         if self._client.needs_features:

@@ -22,6 +22,9 @@ MISSED_SHARE = 0.03
 ASSUMPTION_WEIGHT = 0.05
 """How firmly, against calls."""
 
+FIT_CALLS = 8
+"""The fit is made anew after so many calls."""
+
 OUTLIER_FACTOR = 2.0
 MAX_OUTLIERS = 3
 """As for steps: see `step_cost`."""
@@ -41,7 +44,7 @@ class AskCost:
         self._sequence_seconds = 0.0  # running mean of a call's time by sequence
         self._squares = np.zeros((4, 4))
         self._products = np.zeros(4)
-        self._found: Seconds | None = None
+        self._found: tuple[float, float, float, float] | None = None
         self._num_outliers = 0
 
     @property
@@ -76,28 +79,31 @@ class AskCost:
         asked = np.array([1.0, depth, num_tokens, num_missed])
         self._squares = FORGETTING * self._squares + np.outer(asked, asked)
         self._products = FORGETTING * self._products + seconds * asked
-        self._found = None
+        if self._num_calls < 4 * FIT_CALLS or self._num_calls % FIT_CALLS == 0:
+            self._found = None
 
     def seconds(self, depth: int, num_tokens: int, num_missed: float) -> float:
         """Of a draft at most `depth` tokens long, `num_tokens` over all sequences, which read so many tokens first."""
         call, forward, token, missed = self._fitted()
-        return float(call + depth * forward + num_tokens * token + num_missed * missed)
+        return call + depth * forward + num_tokens * token + num_missed * missed
 
     def token_seconds(self) -> float:
         """Of a draft token more, in a forward that there is anyway."""
-        return float(self._fitted()[2])
+        return self._fitted()[2]
 
     def missed_seconds(self) -> float:
         """Of a token that the proposer has not read yet."""
-        return float(self._fitted()[3])
+        return self._fitted()[3]
 
-    def _fitted(self) -> Seconds:
-        """[4] seconds of a call, a forward, a draft token and a missed one."""
+    def _fitted(self) -> tuple[float, float, float, float]:
+        """Seconds of a call, a forward, a draft token and a missed one."""
         if self._found is None:
-            self._found = self._solve()
+            call, forward, token, missed = self._solve().tolist()
+            self._found = call, forward, token, missed
         return self._found
 
     def _solve(self) -> Seconds:
+        """[4]"""
         squares = self._squares.copy()
         # What a call takes beside its forwards, and the shares of a forward that its rows are taken for.
         for difference in ((1.0, 0.0, 0.0, 0.0), (0.0, -TOKEN_SHARE, 1.0, 0.0), (0.0, -MISSED_SHARE, 0.0, 1.0)):

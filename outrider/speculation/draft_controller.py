@@ -128,9 +128,7 @@ class DraftController:
         least = WORTH_ASKING * self.row_price
         chain = found.best().chain
         if chain[0] < least:
-            cost = self._sources[source].cost
-            pause = CHEAP_PROBE_STEPS if cost.is_known and cost.is_cheap else PROBE_STEPS
-            return int(self._step - found.last_step >= pause)
+            return int(self._step - found.last_step >= PROBE_STEPS)
         if chain[maximum - 1] >= least:
             return maximum
         return sum(each >= least for each in chain[:maximum])
@@ -156,7 +154,7 @@ class DraftController:
         """
         known = self._sources[source]
         if known.cost.is_cheap:
-            asked = {key: num for key, most in wanted.items() if (num := self.num_wanted(key, most, source)) > 0}
+            asked = self._ask_cheap(source, wanted)
         else:
             asked = self._choose_asked(source, wanted, drafts, num_missed)
         for sequence_id in asked:
@@ -285,6 +283,18 @@ class DraftController:
         """The sequence has ended; an unknown one is fine."""
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
+
+    def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
+        """For all that a draft of some grade could win: the answer says of which it is."""
+        least = WORTH_ASKING * self.row_price
+        asked: dict[int, int] = {}
+        for sequence_id, most in wanted.items():
+            if most > 0:
+                record = self._record(sequence_id, source)
+                is_due = self.verifies_all or self._step - record.last_step >= CHEAP_PROBE_STEPS
+                if is_due or record.reaches(least):
+                    asked[sequence_id] = min(most, self.num_speculative_tokens)
+        return asked
 
     def _choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]

@@ -112,6 +112,10 @@ class SourceRecord:
         grades = self._source.acceptance or (0,)
         return max((self._of(grade) for grade in grades), key=lambda record: record.chain[0])
 
+    def reaches(self, probability: float) -> bool:
+        """Whether the first token of a draft of some grade is as likely."""
+        return any(self._of(grade).chain[0] >= probability for grade in self._source.acceptance or (0,))
+
     @property
     def last_step(self) -> int:
         """In which a draft of any grade was judged."""
@@ -119,7 +123,8 @@ class SourceRecord:
 
     def expected(self) -> Iterator[tuple[float, Sequence[float]]]:
         """What an answer may be: its probability, and the probabilities of its tokens."""
-        for grade, share in self._answers.shares(self._source.answers.shares()).items():
+        others = self._source.answers.shares()
+        for grade, share in (self._answers.shares(others) if len(others) > 1 else others).items():
             if grade != NOTHING:
                 yield share, self._of(grade).chain
 

@@ -77,16 +77,24 @@ def choose_asked(candidates: Sequence[Candidate], cost: AskCost, prices: Prices)
 
 def _gains(candidate: Candidate, cost: AskCost, prices: Prices) -> Iterator[float]:
     """Of 1, 2, … tokens: what they add to the draft at hand, less what they add to a call that is made anyway."""
-    at_hand, price = worth(candidate.at_hand, prices.row_price), prices.row_price
+    price = prices.row_price
+    at_hand = worth(candidate.at_hand, price)
     token_price = prices.token_rate * cost.token_seconds()
-    missed = prices.token_rate * cost.missed_seconds() * candidate.num_missed / CATCH_UP_STEPS
-    won = [0.0] * len(candidate.answers)
-    for place in range(max((len(chain) for _, chain in candidate.answers), default=0)):
-        gain = 0.0
-        for answer, (share, chain) in enumerate(candidate.answers):
-            won[answer] += max(0.0, chain[place] - price) if place < len(chain) else 0.0
-            gain += share * max(0.0, won[answer] - at_hand)
-        yield gain - (place + 1) * token_price - missed
+    taken = prices.token_rate * cost.missed_seconds() * candidate.num_missed / CATCH_UP_STEPS
+    answers = candidate.answers
+    won = [0.0] * len(answers)
+    for place in range(max((len(chain) for _, chain in answers), default=0)):
+        taken += token_price
+        gain, is_over = -taken, True
+        for answer, (share, chain) in enumerate(answers):
+            if place < len(chain) and chain[place] > price:
+                won[answer] += chain[place] - price
+                is_over = False
+            if won[answer] > at_hand:
+                gain += share * (won[answer] - at_hand)
+        if is_over:  # probabilities never rise
+            return
+        yield gain
 
 
 def _best_number(gained: Sequence[float]) -> int:

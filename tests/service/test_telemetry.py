@@ -98,6 +98,7 @@ def test_engine_metrics_have_the_names_of_vllm():
         )
     )
     metrics.observe_transfer(connector="shared_memory", num_bytes=100, seconds=0.01, exposed_seconds=0.002)
+    metrics.add_verified_drafts({}, num_tokens_by_source={"ngram": 5}, num_accepted_by_source={"ngram": 2})
     metrics.add_dropped_frames("stale")
     metrics.add_refused_proposals("too_long", 2)
     metrics.set_breakers({"127.0.0.1:1": True})
@@ -109,6 +110,8 @@ def test_engine_metrics_have_the_names_of_vllm():
     assert figures[f"vllm:spec_decode_num_accepted_tokens_total{{{label}}}"] == 3
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert figures[f'{per_position}{{{label},position="0"}}'] == 2
+    assert figures[f'outrider:source_draft_tokens_total{{{label},source="ngram"}}'] == 5
+    assert figures[f'outrider:source_accepted_tokens_total{{{label},source="ngram"}}'] == 2
     assert figures[f'{per_position}{{{label},position="1"}}'] == 1
     assert figures[f'outrider:step_part_seconds_total{{{label},part="forward"}}'] == 0.015
     assert figures[f'outrider:kv_frames_dropped_total{{{label},reason="stale"}}'] == 1

@@ -140,6 +140,12 @@ class EngineMetrics:
         )
         self._draft_tokens = family.counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = family.counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._draft_tokens_of = family.labelled_counter(
+            "outrider:source_draft_tokens", "Draft tokens verified, by who proposed them.", "source"
+        )
+        self._accepted_of = family.labelled_counter(
+            "outrider:source_accepted_tokens", "Draft tokens accepted, by who proposed them.", "source"
+        )
         self._accepted_at = family.labelled_counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by position in the draft.",
@@ -203,10 +209,20 @@ class EngineMetrics:
         self._wanting.inc(counts.num_wanting_steps)
         self._hits.inc(counts.num_hit_steps)
 
-    def add_verified_drafts(self, num_drafts: Mapping[VerificationMethod, int]) -> None:
-        """Of one step."""
+    def add_verified_drafts(
+        self,
+        num_drafts: Mapping[VerificationMethod, int],
+        *,
+        num_tokens_by_source: Mapping[str, int],
+        num_accepted_by_source: Mapping[str, int],
+    ) -> None:
+        """Of one step. A source is "draft_node" or the name of a proposer in the decode node."""
         for method, number in num_drafts.items():
             self._drafts_by_method(method.label).inc(number)
+        for source, number in num_tokens_by_source.items():
+            self._draft_tokens_of(source).inc(number)
+        for source, number in num_accepted_by_source.items():
+            self._accepted_of(source).inc(number)
 
     def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
         """The first two are known on draft nodes, the last on decode nodes."""
