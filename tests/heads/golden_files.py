@@ -53,8 +53,10 @@ def unpack(name, folder: Path) -> Golden:
 class DenseAttention:
     """Causal attention of one sequence over all rows so far, in float32."""
 
-    def __init__(self):
+    def __init__(self, num_together=0):
+        """Of a forward's last rows, so many see each other."""
         self.kept = {}
+        self.num_together = num_together
 
     def __call__(self, layer, query, key, value, scaling):
         before = self.kept.get(layer)
@@ -65,7 +67,9 @@ class DenseAttention:
         keys, values = (each.repeat_interleave(group, dim=1).float() for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scaling
         places = torch.arange(len(key))
-        scores = scores.masked_fill(places > places[-len(query) :, None], float("-inf"))
+        last_seen = places[-len(query) :].clone()
+        last_seen[len(query) - self.num_together :] = places[-1]
+        scores = scores.masked_fill(places > last_seen[:, None], float("-inf"))
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
 
 

@@ -7,6 +7,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from tests.heads import golden_files
@@ -38,3 +39,25 @@ def rewrite_tensors(folder, change):
 
 def assert_logits(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def block_logits_of(golden, *, known_before=0):
+    """Of a parallel head: true rows, the first `known_before` of them in a forward of their own, and a block."""
+    head = opened(golden)
+    layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
+    features = head.reduction.to(CPU, torch.float32)(layers[:, head.reduction.taps].flatten(1))
+    num_true = len(features)
+    tokens = head.block_tokens(int(golden.token_ids[num_true]))
+    attend = golden_files.DenseAttention()
+    if known_before:
+        head.forward(golden_files.true_rows(golden.token_ids, features, 0, known_before), attend)
+    true = golden_files.true_rows(golden.token_ids, features, known_before, num_true)
+    rows = HeadRows(
+        token_ids=torch.cat([true.token_ids, torch.tensor(tokens)]),
+        features=torch.cat([true.features, head.block_feature.expand(len(tokens), -1)]),
+        depths=torch.cat([true.depths, 1 + torch.arange(len(tokens))]),
+        positions=known_before + torch.arange(num_true - known_before + len(tokens)),
+    )
+    attend.num_together = len(tokens) if head.spec.sees_block else 0
+    num = head.spec.num_parallel
+    return head.logits(head.forward(rows, attend)[-num:], rows.depths[-num:])

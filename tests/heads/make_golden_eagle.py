@@ -1,4 +1,4 @@
-"""Golden files of EAGLE and EAGLE-3, by their owners' code: `python -m tests.heads.make_golden_eagle`.
+"""Golden files of EAGLE, EAGLE-3, P-EAGLE and DFlash, by their owners' code: `python -m tests.heads.make_golden_eagle`.
 
 Needs speculators 0.9.0 (https://pypi.org/project/speculators) and, in PYTHONPATH, SafeAILab's EAGLE
 (https://github.com/SafeAILab/EAGLE, commit cb7e0841), which tests do not; made with torch 2.13.0 and transformers
@@ -19,7 +19,11 @@ import torch
 from eagle.model import cnets, cnets1
 from safetensors.torch import load_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+from speculators.models.peagle import core as peagle_core
 from speculators.models.utils import resolve_target_layer_ids
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config
@@ -46,6 +50,7 @@ FLAT = SIZES | {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+EAGER = resolve_loss_config("kl_div", "eager")
 UNSAID = {"rope_scaling": None, "pretraining_tp": 1}  # SafeAILab's defaults
 LLAMA3 = {
     "rope_type": "llama3",
@@ -62,6 +67,9 @@ def main() -> None:
     eagle3(target, "eagle3", LlamaConfig, 1, rope_parameters=LLAMA3)
     eagle3(target, "eagle3-residual", Qwen3Config, 2, norm_before_residual=True, norm_before_fc=True, ids=[1, 4, 6])
     eagle3(target, "eagle3.1", LlamaConfig, 1, fc_norm=True, norm_output=True, attention_bias=True, draft=VOCAB)
+    peagle(target)
+    dflash(target, "dflash", draft=DRAFT_VOCAB)
+    dflash(target, "dflash-anchor", draft=VOCAB, sample_from_anchor=True)
     flat_eagle3(target)
     eagle(target)
 
@@ -100,11 +108,85 @@ def eagle3(  # one file
             document_ids=torch.zeros(1, NUM_TOKENS - 1, dtype=torch.long),
             ttt_steps=NUM_STEPS,
         )
+    write_speculator(name, model, target, {}, hidden_states, token_ids, torch.stack(logits)[:, LAST])
+
+
+def peagle(target: LlamaConfig) -> None:
+    """Its training draws rows of masks at random: here they follow row LAST alone."""
+    masks = range(1, NUM_STEPS)
+    anchors, depths = [*range(NUM_TOKENS - 1), *(LAST for _ in masks)], [*[0] * (NUM_TOKENS - 1), *masks]
+    peagle_core.generate_cod_sample_indices = lambda **_: (torch.tensor(anchors), torch.tensor(depths))
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        written = json.loads((Path(folder) / "config.json").read_text())
-        saved = load_file(Path(folder) / "model.safetensors")
-    write(name, saved, written, target, {}, hidden_states, token_ids, torch.stack(logits)[:, LAST])
+        hidden_states, token_ids, _ = run_target(target, Path(folder))
+    config = PEagleSpeculatorConfig(
+        transformer_layer_config=layer_config(LlamaConfig, 2, False, None),
+        draft_vocab_size=DRAFT_VOCAB,
+        eagle_aux_hidden_state_layer_ids=[2, 4, 5],
+        norm_before_residual=True,
+        mask_token_id=7,
+        speculators_config=speculators_config("peagle", NUM_STEPS),
+    )
+    model = PEagleDraftModel(config)
+    randomize(model)
+    taps = torch.cat([hidden_states[tap, :-1] for tap in (2, 4, 5)], -1)
+    logits = logits_of(
+        model,
+        hidden_states=taps[None],
+        input_ids=token_ids[None, 1:],
+        document_ids=torch.zeros(1, NUM_TOKENS - 1, dtype=torch.long),
+        verifier_last_hidden_states=hidden_states[None, -1, 1:],
+        loss_config=EAGER,
+    )
+    decided = [LAST, *range(NUM_TOKENS - 1, NUM_TOKENS - 2 + NUM_STEPS)]
+    write_speculator("peagle", model, target, {}, hidden_states, token_ids, logits[decided])
+
+
+def dflash(target: LlamaConfig, name: str, *, draft: int, sample_from_anchor: bool = False) -> None:
+    """One block, whose anchor is the newest token; embedding and the whole output layer are the target's."""
+    block = NUM_STEPS + (not sample_from_anchor)
+    with tempfile.TemporaryDirectory() as folder:
+        hidden_states, token_ids, own = run_target(target, Path(folder))
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer_config(Qwen3Config, 2, False, None),
+        draft_vocab_size=draft,
+        block_size=block,
+        aux_hidden_state_layer_ids=[1, 3, 6],
+        mask_token_id=7,
+        sample_from_anchor=sample_from_anchor,
+        speculators_config=speculators_config("dflash", NUM_STEPS),
+    )
+    model = DFlashDraftModel(config)
+    randomize(model)
+    model.embed_tokens.weight.data.copy_(own["model.embed_tokens.weight"])
+    if draft == VOCAB:
+        model.lm_head.weight.data.copy_(own["lm_head.weight"])
+    anchor = LAST + 1
+    padding = 2 * block  # anchors lie before the last block_size tokens
+    logits = logits_of(
+        model,
+        hidden_states=pad(torch.cat([hidden_states[tap] for tap in (1, 3, 6)], -1), padding)[None],
+        input_ids=pad(token_ids[:, None], padding)[None, :, 0],
+        loss_mask=(torch.arange(NUM_TOKENS + padding) == anchor)[None].long(),
+        verifier_last_hidden_states=pad(hidden_states[-1], padding)[None],
+        document_ids=torch.zeros(1, NUM_TOKENS + padding, dtype=torch.long),
+        max_anchors=1,
+        loss_config=EAGER,
+    )
+    shared = {key: own[key] for key in ("model.embed_tokens.weight", "lm_head.weight")}
+    write_speculator(name, model, target, shared, hidden_states, token_ids, logits[-NUM_STEPS:])
+
+
+def pad(rows: torch.Tensor, num: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, num))
+
+
+def logits_of(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
+    """[num_rows, draft_vocab_size] of a forward that returns none."""
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
+    with torch.no_grad():
+        model(**inputs)
+    return logits[0]
 
 
 def flat_eagle3(target: LlamaConfig) -> None:
@@ -191,6 +273,23 @@ def randomize(model: torch.nn.Module) -> None:
             model.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
             model.t2d[ids] = True
     model.eval()
+
+
+def write_speculator(
+    name: str,
+    model: Any,
+    target: LlamaConfig,
+    shared: Mapping[str, torch.Tensor],
+    hidden_states: torch.Tensor,
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
+) -> None:
+    """As its library saves it."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        saved = load_file(Path(folder) / "model.safetensors")
+    write(name, saved, config, target, shared, hidden_states, token_ids, logits)
 
 
 def write(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from outrider.heads.form import HeadForm
-from outrider.heads.forms import eagle, eagle3, medusa, mlp_speculator, mtp
+from outrider.heads.forms import dflash, eagle, eagle3, medusa, mlp_speculator, mtp, peagle
 
-FORMS: tuple[HeadForm, ...] = (eagle3.FORM, eagle.FORM, medusa.FORM, mlp_speculator.FORM, mtp.FORM)
+FORMS: tuple[HeadForm, ...] = (
+    *(eagle3.FORM, peagle.FORM, dflash.FORM, medusa.FORM, mlp_speculator.FORM, mtp.FORM),
+    eagle.FORM,  # its configuration says little
+)

@@ -1,0 +1,58 @@
+"""P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward.
+
+After the last true row come rows of a mask token, fed with one learned vector in place of the target's taps: row i of
+them gives the token i places further. All rows attend causally.
+
+Layouts: speculators (`speculators_model_type` peagle), and SpecForge's flat one (`PEagleDraftModel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from outrider.heads.checkpoint import refuse
+from outrider.heads.form import HeadForm
+from outrider.heads.forms.eagle3 import Eagle3, read_reduction
+from outrider.heads.layouts import Layout, architectures
+from outrider.heads.weights import Weights
+
+_DEFAULT_NUM_TOKENS = 8
+"""That owners train, where the configuration does not say."""
+
+
+def _is_form_of(config: Mapping[str, Any]) -> bool:
+    if "speculators_model_type" in config:
+        return bool(config["speculators_model_type"] == "peagle")
+    return architectures(config) == {"PEagleDraftModel"}
+
+
+class PEagle(Eagle3):
+    """A loaded P-EAGLE head."""
+
+    form = "peagle"
+
+    def _read_more(self, layout: Layout, weights: Weights) -> None:
+        mask_token_id = layout.options.get("mask_token_id")
+        if mask_token_id is None:
+            raise refuse(layout.folder, "mask_token_id", None, "an id of the target's vocabulary")
+        self._mask_token_id = int(mask_token_id)
+        taps = weights.take("mask_hidden", 1, 1, len(self.reduction.taps) * layout.target_hidden_size)
+        self.block_feature = self.reduction.to(weights.device, weights.dtype)(taps[0])[0]
+        self.spec = replace(self.spec, num_parallel=_num_tokens(layout.options))
+
+    def block_tokens(self, token_id: int) -> tuple[int, ...]:
+        return (self._mask_token_id,) * (self.spec.num_parallel - 1)
+
+
+def _num_tokens(options: Mapping[str, Any]) -> int:
+    """Of the proposal method that the configuration prefers."""
+    config = options.get("speculators_config") or {}
+    for method in config.get("proposal_methods", ()):
+        if method.get("proposal_type") == config.get("default_proposal_method"):
+            return int(method["speculative_tokens"])
+    return _DEFAULT_NUM_TOKENS
+
+
+FORM = HeadForm(name=PEagle.form, is_form_of=_is_form_of, reduction=read_reduction, open=PEagle)
