@@ -97,6 +97,9 @@ class ReloadingProposer(Generic[Loaded]):
             loading.set_exception(error)
 
     def _replace(self, loading: Future[Loaded]) -> None:
+        if _stamp_of(self._folder) != self._tried:
+            self._tried = ()  # it changed while it was read
+            return
         try:
             proposer = self._build(loading.result())
             _check_fits(proposer.info, self.info)

@@ -110,6 +110,18 @@ def test_a_folder_that_changes_between_two_looks_is_not_read_yet(folder):
     assert folder.proposed(proposer) == 6
 
 
+def test_what_changes_while_it_is_read_is_read_again(folder):
+    proposer = folder.proposer()
+    folder.gate.clear()
+    folder.put("4")
+    folder.proposed(proposer)
+    folder.put("5")
+    folder.gate.set()
+    assert folder.proposed(proposer, num_looks=6) == 5
+    assert folder.news == ["in use"]
+    assert len(folder.loaded_by) == 3
+
+
 @pytest.mark.parametrize("does_it_look", [True, False])
 def test_it_looks_once_a_second_at_most(folder, does_it_look, monkeypatch):
     proposer = folder.proposer()
