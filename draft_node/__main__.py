@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from prometheus_client import REGISTRY
 
@@ -19,6 +20,7 @@ from outrider.service.announce import announce_progress
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.security import make_security
 from outrider.service.server import run_service
+from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.proposers.factory import ProposerSettings, make_ladder
 
 
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         remembered_tokens=config.remembered_tokens,
         model=config.draft_model(sections["model"]),
         kv_cache=sections["kv_cache"],
+        on_reload=_log_reload,
         other_memory_bytes=max_held_bytes(has_head=config.proposer == "head"),
     )
     service = DraftNode(
@@ -57,6 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         security=make_security(sections["security"]),
         role="draft_node",
     )
+
+
+def _log_reload(folder: Path, error: Exception | None) -> None:
+    log = get_logger("draft_node")
+    if error is None:
+        log.info("new head in use", folder=str(folder))
+    else:
+        log.error("new head refused, the old one goes on", folder=str(folder), error=str(error))
 
 
 if __name__ == "__main__":

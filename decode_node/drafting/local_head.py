@@ -12,7 +12,7 @@ from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.scheduler import EngineSequence
 from outrider.engine.transfer import upload_ids
 from outrider.model_hub.loaded_model import LoadedModel
-from outrider.speculation.proposers.head_proposer import HeadTarget, open_head_proposer
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
 
 CATCH_UP_SECONDS = 0.01
@@ -46,14 +46,15 @@ class LocalHead:
 
 
 def open_local_head(config: DecodeNodeConfig, folder: str, model: LoadedModel, kv_cache: KVCache) -> LocalHead:
-    """Of the head in that folder; nothing where there is none, or draft nodes propose. Raises: as `open_head_proposer`.
+    """Of the head in that folder; nothing where there is none, or draft nodes propose. Raises: as `load_head`.
 
     `kv_cache`: with the plane of its features.
     """
     if not folder or not config.local_head or not config.num_speculative_tokens:
         return LocalHead()
-    proposer = open_head_proposer(
-        folder, HeadTarget.of(model), max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS
+    target = HeadTarget.of(model)
+    proposer = make_head_proposer(
+        load_head(folder, target), target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS
     )
     assert model.spec.features is not None
     rows = kv_cache.layers(model.spec.features.name)[0].flatten(0, 1).flatten(1)

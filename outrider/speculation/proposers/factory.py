@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
@@ -15,6 +16,7 @@ from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.proposers.base import Proposer
 from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.ngram import NgramProposer
+from outrider.speculation.proposers.reloading import OnReload, ReloadingProposer, no_report
 from outrider.speculation.proposers.suffix import SuffixProposer
 
 NO_PROPOSER = "none"
@@ -27,6 +29,7 @@ class ProposerSettings:
     remembered_tokens: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)  # of a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+    on_reload: OnReload = no_report  # of a head, whose folder is watched
     other_memory_bytes: int = 0  # of main memory, that the node takes besides: a model's cache leaves it free
 
 
@@ -39,9 +42,15 @@ def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Propose
 
 
 def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
-    from outrider.speculation.proposers.head_proposer import HeadTarget, open_head_proposer
+    from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 
-    return open_head_proposer(settings.model.head, HeadTarget.locate(settings.model, progress=progress))
+    folder, target = Path(settings.model.head), HeadTarget.locate(settings.model, progress=progress)
+    return ReloadingProposer(
+        folder,
+        load=lambda: load_head(folder, target),
+        build=lambda head: make_head_proposer(head, target),
+        on_reload=settings.on_reload,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

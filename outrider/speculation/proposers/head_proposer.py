@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, free_memory_bytes
+from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.model_hub.config import ModelConfig
@@ -78,20 +79,24 @@ class HeadTarget:
         )
 
 
-def open_head_proposer(
-    folder: Path | str,
-    target: HeadTarget,
-    *,
-    max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
-    catch_up_seconds: float = CATCH_UP_SECONDS,
-) -> DraftModelProposer:
-    """Loads the head of this folder. On a CPU it computes in float32: torch's bfloat16 is slow on few rows.
+def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
+    """The head of this folder. On a CPU it computes in float32: torch's bfloat16 is slow on few rows.
 
     Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
     """
     dtype = "float32" if target.device.type == "cpu" else target.dtype
     with torch.inference_mode():
-        model = open_head(Path(folder), Target.open(target.directory), target.device, TORCH_DTYPES[dtype])
+        return open_head(Path(folder), Target.open(target.directory), target.device, TORCH_DTYPES[dtype])
+
+
+def make_head_proposer(
+    model: HeadModel,
+    target: HeadTarget,
+    *,
+    max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
+    catch_up_seconds: float = CATCH_UP_SECONDS,
+) -> DraftModelProposer:
+    """Proposes with a loaded head. In the thread that runs its steps."""
     spec = model.spec
     token_bytes = sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in cache_planes(spec))
     num_cached_tokens = 0
