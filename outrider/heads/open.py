@@ -33,7 +33,10 @@ def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> Fe
     """Of the head that `model.head` names; None without one. Raises: as `open_head` and `locate_model`."""
     if not config.head:
         return None
-    return read_reduction(Path(config.head), Target.open(locate_model(config, progress=progress).directory))
+    folder = Path(config.head)
+    if not folder.is_dir():
+        raise ConfigError(f"model.head is {config.head!r}: there is no such folder")
+    return read_reduction(folder, Target.open(locate_model(config, progress=progress).directory))
 
 
 def form_of(checkpoint: Checkpoint) -> HeadForm:

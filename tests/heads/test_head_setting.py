@@ -9,7 +9,7 @@ import pytest
 from decode_node.__main__ import make_build as make_decode
 from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.errors import ConfigError, ModelError
+from outrider.errors import ConfigError
 from outrider.heads.open import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PLAINTEXT
@@ -55,5 +55,5 @@ def test_a_head_of_another_target_is_refused_at_the_start(config, tmp_path, open
     other = replace(config, head=str(make_tiny_head(tmp_path / "head", hidden_size=48)))
     with pytest.raises(ConfigError, match="made for another target: hidden_size 48 of the head, 64 of the target"):
         open_node(other)
-    with pytest.raises(ModelError, match=r"nowhere has no config\.json"):
+    with pytest.raises(ConfigError, match=r"model\.head is '.*nowhere': there is no such folder"):
         open_node(replace(config, head=str(tmp_path / "nowhere")))
