@@ -10,8 +10,9 @@ from torch import Tensor
 
 from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
 from outrider.engine.attention.native import NativeAttention
+from outrider.engine.cpu_kernels.decoder import NativeStep
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
@@ -41,6 +42,7 @@ class HeadForward(PathSampler):
     sampler: Sampler
     head: HeadRules
     device: torch.device
+    native: NativeStep | None = None  # of the model, where kernels can compute it
 
     @classmethod
     def of(
@@ -72,7 +74,8 @@ class HeadForward(PathSampler):
         warm_up_sampler(sampler, device)
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
         rules = HeadRules(keeps_kv=spec.num_layers > 0, max_own_rows=0 if spec.num_parallel > 1 else max_own_rows)
-        return cls(pool, cache, attention, model, sampler, rules, device)
+        native = None if kernels is None or cache is None else model.native_step(kernels, cache)
+        return cls(pool, cache, attention, model, sampler, rules, device, native)
 
     @property
     def max_model_len(self) -> int:
@@ -93,20 +96,11 @@ class HeadForward(PathSampler):
             ],
             self.pool.block_size,
         )
-        device = self.device
-        fed, depths = batch.on(device), upload_ids([depth for row in rows for depth in _depths(row)], device)
-        features = torch.cat([part for row in rows for part in self._fed_with(row)])
-        step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            assert step is not None, "a head without layers asks for attention"
-            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
-
-        hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
+        parts = [part for row in rows for part in self._fed_with(row)]
+        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        hidden, logits = self._forward(batch, features, rows)
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
-        hidden = hidden.index_select(0, fed.logits_rows)  # [num_logits, width]
-        logits = self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
         states = iter(hidden)
         return [
             Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
@@ -114,6 +108,24 @@ class HeadForward(PathSampler):
             else first
             for first, *following in self._decide(logits, rows)
         ]
+
+    def _forward(self, batch: InputBatch, features: Tensor, rows: Sequence[PathRows]) -> tuple[Tensor, Tensor]:
+        """Own hidden states [num_logits, width], and logits of the target's vocabulary."""
+        if self.native is not None:
+            return self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
+        device = self.device
+        fed, depths = batch.on(device), upload_ids([depth for row in rows for depth in _depths(row)], device)
+        step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            assert step is not None, "a head without layers asks for attention"
+            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
+
+        hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
+        hidden = hidden.index_select(0, fed.logits_rows)
+        if not batch.num_logits:
+            return hidden, hidden
+        return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
 
     def _fed_with(self, row: PathRows) -> list[Tensor]:
         """Of the path's rows: [n, width] each, together as many as there are rows."""
