@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
-from outrider.heads.open import open_head, read_reduction
+from outrider.heads.open import read_reduction
 from tests.heads import golden_files
+from tests.heads.golden_heads import opened, rewrite_config, rewrite_tensors
 
-CPU = torch.device("cpu")
 NAMES = [
     *("medusa-own-output", "medusa-targets-output", "medusa-truncated"),
     *("mlp-speculator", "mlp-speculator-tied"),
 ]
-
-
-def opened(golden):
-    return open_head(golden.head, Target.open(golden.target), CPU, torch.float32)
-
-
-def rewrite_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def rewrite_tensors(folder, change):
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,15 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
-from outrider.heads.open import open_head, read_reduction
+from outrider.heads.open import read_reduction
 from tests.heads import golden_files
+from tests.heads.golden_heads import opened, rewrite_tensors
 
-CPU = torch.device("cpu")
 NAMES = ["mtp-glm", "mtp-speculators", "mtp-qwen"]
-
-
-def opened(golden):
-    return open_head(golden.head, Target.open(golden.target), CPU, torch.float32)
 
 
 def logits_of(golden):
@@ -33,11 +29,6 @@ def rewrite_config(folder, **changes):
     nested = config.get("transformer_layer_config") or config.get("text_config") or config
     nested |= changes
     path.write_text(json.dumps(config))
-
-
-def rewrite_tensors(folder, change):
-    path = folder / "model.safetensors"
-    save_file(change(load_file(path)), path)
 
 
 @pytest.mark.parametrize("name", NAMES)

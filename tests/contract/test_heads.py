@@ -1,0 +1,136 @@
+"""What a head of every form promises, on the same suite for all: tokens are those without drafts, some are accepted.
+
+Whole decode loops on a tiny random target: its forward makes features, they lie in the paged plane, a random head
+drafts from them, the target verifies. Such a head is right by chance only; but at a high temperature the shared race
+decides more than the logits do.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.request import VerificationMethod
+from outrider.speculation.step_cost import StepCostModel
+from outrider.speculation.verify.by_request import RequestVerifier
+from tests.decode_node.tiny_node import TinyNode, generate
+from tests.support.head_files import CHAINED, make_head
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("steps_take_a_set_time", "one_thread")
+
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+HOT = {"temperature": 5.0, "max_tokens": 60}
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+FILTERED = {"temperature": 4.0, "max_tokens": 60, "top_p": 0.97, "min_p": 0.01, "top_k": 250, **PENALTIES}
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def make_node(target_path, tmp_path, monkeypatch):
+    """Decode loops in which rows and drafts are free, so that every draft is verified."""
+    monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
+    nodes = []
+
+    def make(form="", **config):
+        head = str(make_head(form, tmp_path / f"{form}-{len(nodes)}", target_path)) if form else ""
+        nodes.append(TinyNode(target_path, head=head, **config))
+        nodes[-1].loop._drafts._clock = lambda: 0.0
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.parts.ingest.stop()
+
+
+def num_drafted(node):
+    return sum(stats.num_draft_tokens for stats in node.stats)
+
+
+def num_accepted(node):
+    return sum(stats.num_accepted_draft_tokens for stats in node.stats)
+
+
+@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("sampling", [HOT, FILTERED], ids=["hot", "filtered"])
+def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, sampling, make_node):
+    expected = generate(make_node(), sampling=sampling)
+    node = make_node(form)
+    assert generate(node, sampling=sampling) == expected
+    assert num_accepted(node) > 5
+    assert node.parts.model.proposer.startswith(f"{form}:")
+    node.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("method", VerificationMethod)
+def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, make_node):
+    expected = generate(make_node(), sampling=GREEDY)
+    node = make_node(form)
+    assert generate(node, sampling=GREEDY, verification_method=method) == expected
+    assert num_drafted(node) > 20
+
+
+@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.TYPICAL])
+def test_other_methods_take_its_drafts_and_give_the_same_again(form, method, make_node):
+    """Of what distribution these tokens are: tests/statistical/test_heads.py."""
+    nodes = [make_node(form) for _ in range(2)]
+    first, second = (generate(node, sampling=HOT, verification_method=method) for node in nodes)
+    assert first == second
+    assert len(first) == HOT["max_tokens"]
+    assert num_accepted(nodes[0]) > 5
+
+
+@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
+def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_node, monkeypatch):
+    expected = generate(make_node(), sampling=sampling)
+    verified, queue = [], RequestVerifier.queue
+    monkeypatch.setattr(
+        RequestVerifier, "queue", lambda self, logits, drafts: verified.extend(drafts) or queue(self, logits, drafts)
+    )
+    node = make_node(form, draft_trees="auto")
+    assert generate(node, sampling=sampling) == expected
+    assert any(draft.parents for draft in verified)
+
+
+@pytest.mark.parametrize("form", CHAINED)
+def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node):
+    settings = [GREEDY, HOT, FILTERED, {**HOT, "n": 2}]
+    texts = []
+    for node in (make_node(), make_node(form)):
+        groups = [
+            node.open(prompt=(11 + place, *range(20, 24 + 5 * place)), sampling=each)
+            for place, each in enumerate(settings)
+        ]
+        node.run()
+        texts.append([*(node.tokens(group) for group in groups), node.tokens(groups[-1], 1)])
+    assert texts[0] == texts[1]
+    assert num_accepted(node) > 10
+    node.assert_nothing_is_held()
+
+
+# Negative controls
+
+
+@pytest.mark.parametrize("form", CHAINED)
+def test_tokens_would_differ_if_drafts_were_committed_unverified(form, make_node, monkeypatch):
+    """Mistake: what was drafted is taken for decided."""
+    expected = generate(make_node(), sampling=HOT)
+    # The verifier reads the row of each draft token as if the target had been sure of it.
+    queue = RequestVerifier.queue
+
+    def sure_of_drafts(self, logits, drafts):
+        row = 0
+        for draft in drafts:
+            for place, token_id in enumerate(draft.draft_token_ids):
+                logits[row + place, token_id] = 1e4
+            row += draft.rows.num_rows
+        return queue(self, logits, drafts)
+
+    monkeypatch.setattr(RequestVerifier, "queue", sure_of_drafts)
+    assert generate(make_node(form), sampling=HOT) != expected

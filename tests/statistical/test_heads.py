@@ -1,0 +1,214 @@
+"""Heads of every form behind every verification method: what is committed has the target's distribution.
+
+Random heads draft for a target whose every position has the same logits, from features that have nothing to do with
+them; what matters is that tokens and the probabilities beside them are what the head has drawn, and from what. The
+negative controls are mistakes of such code, built in by a patch. Seeds are fixed: a passing test passes always.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from outrider.engine.sampler import SampleRows
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+from outrider.request import RequestOptions, SamplingParams, VerificationMethod
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.path_sampler import PathSampler
+from outrider.speculation.verify.base import DraftRows
+from outrider.speculation.verify.by_request import RequestVerifier
+from tests.statistical.chi_square import PASS, probabilities, worst_z
+from tests.statistical.samplers import sampler_of
+from tests.support.head_files import CHAINED, WITH_OWN_IDS, make_head
+from tests.support.native_kernels import native_kernels
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COUPLED, REJECTION, TYPICAL = VerificationMethod
+VOCAB_SIZE = 320
+MAX_DRAFT = 4
+NUM_STREAMS = 64
+PROMPT_LENGTH = 3
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("target"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture
+def make_proposer(target_path, tmp_path):
+    names = itertools.count()
+
+    def make(form):
+        head = open_head(
+            make_head(form, tmp_path / f"{form}-{next(names)}", target_path),
+            Target.open(target_path),
+            torch.device("cpu"),
+            torch.float32,
+        )
+        known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+        forward = HeadForward.of(
+            head, num_cached_tokens=NUM_STREAMS * 256, known_token_ids=known, device=torch.device("cpu")
+        )
+        return DraftModelProposer(forward, form=form, model_name="random", vocabulary_fingerprint="")
+
+    return make
+
+
+def target_logits():
+    return np.random.default_rng(0).standard_normal(VOCAB_SIZE) * 1.5
+
+
+class RandomFeatures:
+    """Of all tokens of one text but the newest."""
+
+    def __init__(self, table, num_tokens):
+        self._table, self._num_tokens = table, num_tokens
+
+    def __len__(self):
+        return self._num_tokens - 1
+
+    def read(self, start, end):
+        return self._table[start:end]
+
+
+def drafts_of(proposer, requests):
+    """Asks until all are done; in the order of `requests`."""
+    found = {}
+    for _ in range(100):
+        asked = [request for request in requests if request.sequence_id not in found]
+        if not asked:
+            return [found[request.sequence_id] for request in requests]
+        for proposal in proposer.propose(asked):
+            if proposal.progress is Progress.DONE:
+                found[proposal.sequence_id] = proposal.tree
+    raise AssertionError("never done")
+
+
+def generate(proposer, method, *, num_tokens=60, **settings):
+    """Tokens of many streams, [NUM_STREAMS, num_tokens], and the share of draft tokens that was accepted."""
+    logits = target_logits()
+    sampler = sampler_of(logits, native_kernels())
+    verifier, row = RequestVerifier(sampler), torch.from_numpy(logits.astype(np.float32))
+    params = SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
+    options = RequestOptions(sampling=params, verification_method=method)
+    random = torch.Generator().manual_seed(2)
+    width = proposer._forward.model.spec.width
+    tables = torch.randn((NUM_STREAMS, PROMPT_LENGTH + num_tokens + MAX_DRAFT + 1, width), generator=random)
+    texts = torch.randint(0, VOCAB_SIZE, (NUM_STREAMS, PROMPT_LENGTH), generator=random).tolist()
+    states = [sampler.start(params, sample=i, prompt_token_ids=text) for i, text in enumerate(texts)]
+    num_drafted = num_accepted = step = 0
+    end = PROMPT_LENGTH + num_tokens
+    while open_ones := [i for i, text in enumerate(texts) if len(text) < end]:
+        requests = [
+            ProposalRequest(
+                i,
+                list(texts[i]),
+                (step + i) % (MAX_DRAFT + 1),
+                SequenceStart(options=options, sample=i, prompt_length=PROMPT_LENGTH),
+                features=RandomFeatures(tables[i], len(texts[i])),
+            )
+            for i in open_ones
+        ]
+        with torch.inference_mode():
+            trees = drafts_of(proposer, requests)
+        drafts = [
+            DraftRows(SampleRows(states[i], len(texts[i]), tree.token_ids), tree.distributions, method)
+            for i, tree in zip(open_ones, trees, strict=True)
+        ]
+        step += 1
+        verified = verifier.verify(row.expand(sum(draft.rows.num_rows for draft in drafts), -1), drafts)
+        for i, draft, outcome in zip(open_ones, drafts, verified, strict=True):
+            texts[i].extend(outcome.token_ids)
+            num_drafted += len(draft.draft_token_ids)
+            num_accepted += outcome.num_accepted
+    assert num_drafted > NUM_STREAMS * num_tokens / 2
+    return np.asarray([text[PROMPT_LENGTH:end] for text in texts]), num_accepted / num_drafted
+
+
+@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [(COUPLED, {}), (REJECTION, {}), (REJECTION, {"temperature": 1.3, "top_p": 0.95})],
+    ids=["coupled", "rejection", "rejection, filtered"],
+)
+def test_exact_methods_commit_the_targets_distribution(method, settings, form, make_proposer, is_full):
+    tokens, acceptance = generate(make_proposer(form), method, num_tokens=400 if is_full else 40, **settings)
+    assert worst_z(tokens, probabilities(target_logits(), **settings)) < PASS
+    assert acceptance > 0.02, "or no draft was tested"
+
+
+# Negative controls
+
+
+@pytest.mark.parametrize("form", WITH_OWN_IDS)
+def test_typical_acceptance_is_lossy(form, make_proposer):
+    """It is named so everywhere because of this."""
+    tokens, _ = generate(make_proposer(form), TYPICAL, num_tokens=40)
+    assert worst_z(tokens, probabilities(target_logits())) > PASS
+
+
+@pytest.mark.parametrize("form", WITH_OWN_IDS)
+def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_proposer, monkeypatch):
+    """Mistake: a part of the vocabulary races by its places and gets its ids after. Exact, but worth little."""
+    _, acceptance = generate(make_proposer(form), COUPLED, num_tokens=40, temperature=4.0)
+    decide = HeadForward._decide
+
+    def rename_after(self, logits, rows, **options):
+        ids = self.model.target_ids.tolist()
+        return [
+            [replace(each, token_ids=tuple(ids[token_id] for token_id in each.token_ids)) for each in found]
+            for found in decide(self, logits, rows, **options)
+        ]
+
+    monkeypatch.setattr(
+        HeadForward, "_of_target", lambda _, logits: pad(logits, (0, VOCAB_SIZE - logits.shape[1]), value=-torch.inf)
+    )
+    monkeypatch.setattr(HeadForward, "_decide", rename_after)
+    tokens, without = generate(make_proposer(form), COUPLED, num_tokens=40, temperature=4.0)
+    assert acceptance > 4 * without
+    assert worst_z(tokens, probabilities(target_logits(), temperature=4.0)) < PASS
+
+
+def rejection_z(proposer, **settings):
+    tokens, _ = generate(proposer, REJECTION, num_tokens=120, **settings)
+    return worst_z(tokens, probabilities(target_logits(), **settings))
+
+
+@pytest.mark.parametrize("form", ["eagle3", "mlp_speculator"])
+def test_the_probabilities_of_another_row_are_noticed(form, make_proposer, monkeypatch):
+    """Mistake: of a batch, each draft token goes along with what its neighbour was drawn from."""
+    proposer = make_proposer(form)
+    distributions = PathSampler._distributions
+
+    def of_the_next(self, logits, samples, places):
+        return distributions(self, logits.roll(1, 0), samples, places)
+
+    monkeypatch.setattr(PathSampler, "_distributions", of_the_next)
+    assert rejection_z(proposer, temperature=2.0) > PASS
+
+
+def test_draws_beyond_what_is_sent_are_noticed(make_proposer, monkeypatch):
+    """Mistake: the head draws from all of its ids and sends the likeliest, renormalised."""
+    proposer = make_proposer("mtp")
+    monkeypatch.setattr("outrider.speculation.proposers.path_sampler.MAX_DISTRIBUTION_IDS", 8)
+    start = PathSampler.start
+
+    def start_uncut(self, start_of, token_ids):
+        with monkeypatch.context() as patch:
+            patch.setattr(SequenceStart, "wants_distributions", False)
+            return start(self, start_of, token_ids)
+
+    monkeypatch.setattr(PathSampler, "start", start_uncut)
+    assert rejection_z(proposer, temperature=2.0) > PASS
