@@ -26,3 +26,6 @@ class HeadRules:
 
     keeps_kv: bool = True  # else a row sees nothing but its state
     max_own_rows: int | None = None  # that one path feeds with own states; None: any number
+    num_block_rows: int = (
+        0  # of a parallel head: after a path's, in a forward that decides; they need places in the cache
+    )

@@ -42,16 +42,21 @@ def assert_logits(found, expected):
 
 
 def block_logits_of(golden, *, known_before=0):
-    """Of a parallel head: true rows, the first `known_before` of them in a forward of their own, and a block."""
+    """Of a parallel head after the golden text."""
     head = opened(golden)
     layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
     features = head.reduction.to(CPU, torch.float32)(layers[:, head.reduction.taps].flatten(1))
+    return block_logits(head, golden.token_ids[: len(features) + 1], features, known_before=known_before)
+
+
+def block_logits(head, token_ids, features, *, known_before=0):
+    """True rows, the first `known_before` of them in a forward of their own, and a block: its logits."""
     num_true = len(features)
-    tokens = head.block_tokens(int(golden.token_ids[num_true]))
+    tokens = head.block_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()
     if known_before:
-        head.forward(golden_files.true_rows(golden.token_ids, features, 0, known_before), attend)
-    true = golden_files.true_rows(golden.token_ids, features, known_before, num_true)
+        head.forward(golden_files.true_rows(token_ids, features, 0, known_before), attend)
+    true = golden_files.true_rows(token_ids, features, known_before, num_true)
     rows = HeadRows(
         token_ids=torch.cat([true.token_ids, torch.tensor(tokens)]),
         features=torch.cat([true.features, head.block_feature.expand(len(tokens), -1)]),

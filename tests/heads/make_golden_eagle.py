@@ -36,9 +36,9 @@ SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
     "max_position_embeddings": 64,
 }
 FLAT = SIZES | {

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
 from outrider.engine.attention.native import NativeAttention
-from outrider.engine.cpu_kernels.decoder import NativeStep
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -42,7 +42,6 @@ class HeadForward(PathSampler):
     sampler: Sampler
     head: HeadRules
     device: torch.device
-    native: NativeStep | None = None  # of the model, where kernels can compute it
 
     @classmethod
     def of(
@@ -73,9 +72,12 @@ class HeadForward(PathSampler):
         sampler = Sampler(vocab_size=spec.vocab_size, known_token_ids=known_token_ids, device=device, kernels=kernels)
         warm_up_sampler(sampler, device)
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
-        rules = HeadRules(keeps_kv=spec.num_layers > 0, max_own_rows=0 if spec.num_parallel > 1 else max_own_rows)
-        native = None if kernels is None or cache is None else model.native_step(kernels, cache)
-        return cls(pool, cache, attention, model, sampler, rules, device, native)
+        rules = HeadRules(
+            keeps_kv=spec.num_layers > 0,
+            max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
+            num_block_rows=len(model.block_tokens(0)),
+        )
+        return cls(pool, cache, attention, model, sampler, rules, device)
 
     @property
     def max_model_len(self) -> int:
@@ -89,32 +91,26 @@ class HeadForward(PathSampler):
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if self.kv_cache is not None:
             self.kv_cache.copy_blocks(block_copies)
+        device, num_parallel = self.device, self.model.spec.num_parallel
+        blocks = [self.model.block_tokens(row.token_ids[-1]) if row.num_decisions else () for row in rows]
+        fed_rows = list(zip(rows, blocks, strict=True))
         batch = build_input_batch(
             [
-                SequenceRows(row.token_ids, row.start_position - 1, row.block_ids, min(row.num_decisions, 1))
-                for row in rows
+                SequenceRows(
+                    [*row.token_ids, *block],
+                    row.start_position - 1,
+                    row.block_ids,
+                    num_parallel if row.num_decisions else 0,
+                )
+                for row, block in fed_rows
             ],
             self.pool.block_size,
         )
-        parts = [part for row in rows for part in self._fed_with(row)]
-        features = parts[0] if len(parts) == 1 else torch.cat(parts)
-        hidden, logits = self._forward(batch, features, rows)
-        if not batch.num_logits:
-            return [Decided(()) for _ in rows]
-        states = iter(hidden)
-        return [
-            Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
-            if first.token_ids
-            else first
-            for first, *following in self._decide(logits, rows)
-        ]
-
-    def _forward(self, batch: InputBatch, features: Tensor, rows: Sequence[PathRows]) -> tuple[Tensor, Tensor]:
-        """Own hidden states [num_logits, width], and logits of the target's vocabulary."""
-        if self.native is not None:
-            return self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
-        device = self.device
-        fed, depths = batch.on(device), upload_ids([depth for row in rows for depth in _depths(row)], device)
+        fed = batch.on(device)
+        depths = upload_ids([depth for row, block in fed_rows for depth in _depths(row, len(block))], device)
+        features = torch.cat([part for row, block in fed_rows for part in self._fed_with(row, len(block))])
+        if self.model.spec.sees_block:
+            batch = see_blocks(batch, [len(block) for block in blocks])
         step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -122,13 +118,20 @@ class HeadForward(PathSampler):
             return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
 
         hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
-        hidden = hidden.index_select(0, fed.logits_rows)
         if not batch.num_logits:
-            return hidden, hidden
-        return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
+            return [Decided(()) for _ in rows]
+        hidden = hidden.index_select(0, fed.logits_rows)  # [num_logits, width]
+        logits = self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
+        states = iter(hidden[::num_parallel])
+        return [
+            Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
+            if first.token_ids
+            else first
+            for first, *following in self._decide(logits, rows, num_parallel=num_parallel)
+        ]
 
-    def _fed_with(self, row: PathRows) -> list[Tensor]:
-        """Of the path's rows: [n, width] each, together as many as there are rows."""
+    def _fed_with(self, row: PathRows, num_block_rows: int) -> list[Tensor]:
+        """Of the path's rows and its block's: [n, width] each, together as many as there are rows."""
         parts: list[Tensor] = []
         if num_true := _num_true(row):
             assert row.features is not None
@@ -136,6 +139,9 @@ class HeadForward(PathSampler):
             parts.append(values.to(self.device, TORCH_DTYPES[self.model.spec.dtype]))
         if row.states:
             parts.append(torch.stack([state for state in row.states if isinstance(state, Tensor)]))
+        if num_block_rows:
+            assert self.model.block_feature is not None, "a parallel head has one"
+            parts.append(self.model.block_feature.expand(num_block_rows, -1))
         return parts
 
     def _of_target(self, logits: Tensor) -> Tensor:
@@ -145,6 +151,27 @@ class HeadForward(PathSampler):
             return logits
         scattered = torch.full((len(logits), self.vocab_size), -torch.inf, device=logits.device)
         return scattered.index_copy_(1, target_ids, logits)
+
+
+def see_blocks(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
+    """The same rows, of which each sequence's last `num_together` see all of each other, besides what comes before.
+
+    Attention takes them for rows at the last of their positions, each with a path of all their slots.
+    """
+    arrays = batch.arrays
+    positions, path_starts, path_slots = array("q", arrays.positions), array("q", (0,)), array("q")
+    for first_row, end_row, num in zip(
+        arrays.query_start_loc[:-1], arrays.query_start_loc[1:], num_together, strict=True
+    ):
+        path_starts.extend([len(path_slots)] * (end_row - num - first_row))
+        for row in range(end_row - num, end_row):
+            positions[row] = arrays.positions[end_row - 1]
+            path_slots.extend(arrays.slot_mapping[end_row - num : end_row])
+            path_starts.append(len(path_slots))
+    if not path_slots:
+        return batch
+    arrays = replace(arrays, positions=positions, path_starts=path_starts, path_slots=path_slots)
+    return InputBatch(arrays, batch.max_blocks, batch.block_size)
 
 
 def cache_planes(spec: HeadSpec) -> tuple[PlaneSpec, ...]:
@@ -157,7 +184,7 @@ def _num_true(row: PathRows) -> int:
     return len(row.token_ids) - len(row.states)
 
 
-def _depths(row: PathRows) -> range | list[int]:
-    """Of each of the path's rows."""
+def _depths(row: PathRows, num_block_rows: int) -> list[int]:
+    """Of each of the path's rows, and of its block's."""
     first = row.start_position + _num_true(row) - row.num_committed + 1
-    return [*[0] * _num_true(row), *range(first, first + len(row.states))]
+    return [*[0] * _num_true(row), *range(first, first + len(row.states)), *range(1, num_block_rows + 1)]

@@ -1,0 +1,95 @@
+"""The proposer on heads that draft all tokens in one forward, compared with the same head over dense attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+from outrider.speculation.proposers.head_forward import HeadForward
+from tests.heads import golden_files
+from tests.heads.golden_heads import block_logits, opened
+from tests.speculation.draft_trees import likeliest_path
+from tests.support.native_kernels import native_kernels
+
+VOCAB_SIZE, WIDTH = 96, 32
+FEATURES = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(4))
+GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
+
+
+class OfText:
+    """Features of a text: the same for equal positions and tokens."""
+
+    def __init__(self, token_ids):
+        self.values = FEATURES[: len(token_ids) - 1] + torch.tensor(token_ids[:-1])[:, None] / VOCAB_SIZE
+
+    def __len__(self):
+        return len(self.values)
+
+    def read(self, start, end):
+        return self.values[start:end]
+
+
+@pytest.fixture(params=["peagle", "dflash", "dflash-anchor"])
+def head(request, tmp_path):
+    return opened(golden_files.unpack(request.param, tmp_path))
+
+
+@pytest.fixture(params=["torch", "native"])
+def proposer(request, head):
+    kernels = native_kernels() if request.param == "native" else None
+    forward = HeadForward.of(
+        head,
+        num_cached_tokens=256,
+        known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
+        device=torch.device("cpu"),
+        kernels=kernels,
+    )
+    return DraftModelProposer(forward, form="toy", model_name="tiny", vocabulary_fingerprint="", max_catch_up_rows=7)
+
+
+def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY):
+    start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=4)
+    requests = [
+        ProposalRequest(key, text, num_wanted, start, features=OfText(text)) for key, text in enumerate(texts, start=1)
+    ]
+    done = {}
+    while len(done) < len(texts):
+        asked = [each for each in requests if each.sequence_id not in done]
+        proposals = proposer.propose(asked)
+        proposer.check_integrity()
+        is_alone = len(texts) == 1
+        assert not is_alone or proposals[0].progress is not Progress.DRAFTING, "one forward is enough"
+        done |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
+    return [list(likeliest_path(done[each.sequence_id]).token_ids) for each in requests]
+
+
+def expected(head, text):
+    best = block_logits(head, torch.tensor(text), OfText(text).values).argmax(-1)
+    return (best if head.target_ids is None else head.target_ids[best]).tolist()
+
+
+def test_a_draft_is_what_the_head_makes_of_true_features_after_each_commit(head, proposer):
+    text = [11, 40, 7, 93, 5, 66, 31, 8, 77, 19, 4, 8, 15, 16, 23, 42, 1]
+    for num_agreeing in (0, 2, 3, 1, 3):
+        assert drafts_of(proposer, text) == [expected(head, text)]
+        text = [*text, *expected(head, text)[:num_agreeing], 3]
+    proposer.forget(1)
+    assert proposer._forward.pool.num_free_blocks == proposer._forward.pool.num_blocks
+
+
+def test_a_batch_drafts_for_each_what_it_does_alone(head, proposer):
+    texts = [
+        [7 * i % VOCAB_SIZE for i in range(start, start + num)] for start, num in ((0, 2), (3, 30), (9, 15), (2, 16))
+    ]
+    drafts_of(proposer, texts[0], texts[1])
+    assert drafts_of(proposer, *texts) == [expected(head, text) for text in texts]
+
+
+def test_it_drafts_no_more_than_one_block(head, proposer):
+    text = [5, 6, 7]
+    assert drafts_of(proposer, text, num_wanted=9) == [expected(head, text)]
+    assert drafts_of(proposer, text, num_wanted=2) == [expected(head, text)[:2]]
