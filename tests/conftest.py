@@ -187,11 +187,14 @@ def certificate(tls_folder):
 
 @pytest.fixture
 def steps_take_a_set_time(monkeypatch):
-    """Which drafts are verified follows from the times of steps: here it does not depend on how busy the machine is."""
+    """Who drafts and what is verified follows from times: here it does not depend on how busy the machine is."""
+    from outrider.speculation.ask_cost import AskCost
     from outrider.speculation.step_cost import StepCostModel
 
     observe = StepCostModel.observe
     monkeypatch.setattr(StepCostModel, "observe", lambda cost, **step: observe(cost, **{**step, "step_seconds": 0.01}))
+    ask = AskCost.observe
+    monkeypatch.setattr(AskCost, "observe", lambda cost, _seconds, **asked: ask(cost, 1e-5, **asked))
 
 
 @pytest.fixture(scope="session", params=["torch", "native"])

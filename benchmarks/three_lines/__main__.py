@@ -31,6 +31,21 @@ def main(argv: list[str] | None = None) -> int:
     drafter = parser.add_mutually_exclusive_group(required=True)
     drafter.add_argument("--simulated", action="store_true", help="a target and a drafter of set step times")
     drafter.add_argument("--draft", metavar="PROPOSER", help=f"one of {', '.join(DRAFT_CHOICES[:-1])}")
+    simulated = parser.add_argument_group("with --simulated")
+    simulated.add_argument(
+        "--acceptance",
+        type=_shares,
+        default=(0.8,),
+        metavar="A,A",
+        help="of a draft token after right ones, by depth; the last one for all further tokens; default 0.8",
+    )
+    simulated.add_argument("--step-ms", type=float, default=30.0, metavar="MS", help="of the target, of one row")
+    simulated.add_argument("--row-ms", type=float, default=0.0, metavar="MS", help="of each further row")
+    simulated.add_argument("--draft-ms", type=float, default=2.0, metavar="MS", help="of a draft token")
+    simulated.add_argument("--head", dest="is_head", action="store_true", help="the drafter is fed with features")
+    simulated.add_argument(
+        "--draft-tokens", dest="num_speculative_tokens", type=int, default=8, metavar="N", help="at most, in a step"
+    )
     parser.add_argument("--model", metavar="ID", help="as for `outrider up`")
     parser.add_argument("--dtype", default="auto", help="as for `outrider up`")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, metavar="FILE", help="JSONL file")
@@ -81,7 +96,16 @@ def _pair(arguments: argparse.Namespace) -> Pair:
     if arguments.simulated:
         from benchmarks.three_lines.simulation import SimulatedPair, Simulation
 
-        return SimulatedPair(Simulation())
+        return SimulatedPair(
+            Simulation(
+                step_seconds=arguments.step_ms / 1000.0,
+                row_seconds=arguments.row_ms / 1000.0,
+                token_seconds=arguments.draft_ms / 1000.0,
+                acceptance=arguments.acceptance,
+                is_head=arguments.is_head,
+                num_speculative_tokens=arguments.num_speculative_tokens,
+            )
+        )
     from outrider.engine.processor import prepare_environment, usable_cpus
 
     cpus = tuple(cpu for cpu in usable_cpus() if cpu not in arguments.draft_cpus)
@@ -98,6 +122,13 @@ def _pair(arguments: argparse.Namespace) -> Pair:
         prompts_file=arguments.prompts,
         draft_cpus=arguments.draft_cpus,
     )
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    values = tuple(float(part) for part in text.split(","))
+    if any(not 0.0 < value < 1.0 for value in values):
+        raise argparse.ArgumentTypeError(f"{text} are no shares between 0 and 1")
+    return values
 
 
 def _processors(text: str) -> tuple[int, ...]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from benchmarks.three_lines.pair import Pair
 from decode_node.admission import Admission
 from decode_node.commands import EventsBySession, GroupOpened
 from decode_node.decode_loop import DecodeLoop
-from decode_node.drafting.client import NO_TABLES, DraftClient, NoDrafts, StepDrafts
-from decode_node.drafting.gather import DraftGatherer
+from decode_node.drafting.client import DraftClient, NoDrafts
+from decode_node.drafting.gather import DraftGatherer, FeaturesOf
 from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.statistics import StepStats
-from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.engine import Engine
 from outrider.engine.step_profiler import StepProfiler
 from outrider.errors import InternalError
 from outrider.request import RequestOptions, SamplingParams
@@ -31,9 +31,7 @@ from outrider.session import (
     SpeculationCounts,
 )
 from outrider.speculation.draft_controller import DraftController
-from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import Progress, ProposalRequest, Proposer
+from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
 from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.verify.by_request import RequestVerifier
 
@@ -51,41 +49,29 @@ class NoIngest:
         return False
 
 
-class ColocatedDrafts(NoDrafts):
-    """The drafter on the target's device: a step begins when all drafts for it are made."""
+class TimedProposer:
+    """The drafter beside the target, as a decode node has it."""
 
-    def __init__(self, proposer: Proposer) -> None:
-        self._proposer = proposer
-        self._requests: dict[int, ProposalRequest] = {}
+    def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
+        self.info = proposer.info
+        self.features_of = features_of
         self.seconds = 0.0  # spent on drafts
         self.num_tokens = 0  # drafted
+        self._proposer = proposer
 
-    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        self._requests[sequence_id] = ProposalRequest(sequence_id, list(token_ids), num_wanted, start)
+    @property
+    def num_wasted_tokens(self) -> int:
+        return self._proposer.num_wasted_tokens
 
-    def update(
-        self, updates: Sequence[tuple[int, Sequence[int], int]], tables: Mapping[int, SequenceKV] = NO_TABLES
-    ) -> None:
-        for sequence_id, token_ids, num_wanted in updates:
-            request = self._requests[sequence_id]
-            request = replace(request, token_ids=[*request.token_ids, *token_ids], num_wanted=num_wanted)
-            self._requests[sequence_id] = request
-
-    def close(self, sequence_id: int) -> None:
-        if self._requests.pop(sequence_id, None) is not None:
-            self._proposer.forget(sequence_id)
-
-    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
-        waiting = [self._requests[each] for each in sequence_ids if self._requests[each].num_wanted > 0]
-        trees: dict[int, DraftTree] = {}
+    def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         started = time.perf_counter()
-        while waiting:
-            proposals = self._proposer.propose(waiting)
-            trees |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
-            waiting = [request for request in waiting if request.sequence_id not in trees]
+        proposals = self._proposer.propose(requests)
         self.seconds += time.perf_counter() - started
-        self.num_tokens += sum(map(len, trees.values()))
-        return StepDrafts(trees)
+        self.num_tokens += sum(len(each.tree) for each in proposals if each.progress is Progress.DONE)
+        return proposals
+
+    def forget(self, sequence_id: int) -> None:
+        self._proposer.forget(sequence_id)
 
 
 @dataclass(slots=True)
@@ -102,14 +88,22 @@ class LineNode:
     """The real decode loop; the caller's thread is its engine thread."""
 
     def __init__(
-        self, pair: Pair, drafts: DraftClient | ColocatedDrafts | NoDrafts, *, takes_trees: bool = False
+        self,
+        pair: Pair,
+        engine: Engine,
+        *,
+        client: DraftClient | None = None,
+        beside: TimedProposer | None = None,
+        takes_trees: bool = False,
     ) -> None:
-        self.drafts = drafts
+        """`client`: of a drafter across a network. `beside`: one in this process. Neither: plain decoding."""
         self.passed = Passed()
-        self._engine = pair.engine()
-        num_speculative_tokens = 0 if type(drafts) is NoDrafts else pair.num_speculative_tokens
+        self._engine = engine
+        num_speculative_tokens = 0 if client is None and beside is None else pair.num_speculative_tokens
         gatherer = DraftGatherer(
-            client=drafts,
+            client=NoDrafts() if client is None else client,
+            proposers=() if beside is None else (beside,),
+            features_of=None if beside is None else beside.features_of,
             controller=DraftController(
                 num_speculative_tokens=num_speculative_tokens,
                 cost=StepCostModel(buckets=self._engine.runner.padded_rows),

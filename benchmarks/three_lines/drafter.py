@@ -11,16 +11,19 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import grpc.aio
+import torch
 from prometheus_client import CollectorRegistry
+from torch import Tensor
 
 from benchmarks.three_lines.simulation import Simulation, simulated_drafter
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
+from outrider.node import FeatureFormat
 from outrider.request import RequestOptions, SamplingParams
 from outrider.rpc.channels import server_options
 from outrider.speculation.draft_stream import SequenceStart
@@ -42,12 +45,26 @@ async def serve(config: DraftNodeConfig, proposer: Proposer) -> None:
     await node.stop()
 
 
+@dataclass(frozen=True, slots=True)
+class NoFeatures:
+    """Of any text: zeros."""
+
+    format: FeatureFormat
+
+    def __len__(self) -> int:
+        return 3
+
+    def read(self, start: int, end: int) -> Tensor:
+        return torch.zeros(end - start, self.format.width)
+
+
 def warm_up(proposer: DraftModelProposer) -> None:
     """The first forwards of a process are slow, which a breaker would remember for a second."""
     start = SequenceStart(
         options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=64)), sample=0, prompt_length=4
     )
-    request = ProposalRequest(0, (1, 2, 3, 4), 8, start, max_alternatives=4)
+    features = None if proposer.info.features is None else NoFeatures(proposer.info.features)
+    request = ProposalRequest(0, (1, 2, 3, 4), 8, start, max_alternatives=4, features=features)
     while proposer.propose([request])[0].progress is not Progress.DONE:
         continue
     while proposer.propose([replace(request, looks_ahead=True)])[0].has_more:
@@ -59,11 +76,11 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "simulated":
         simulation = Simulation(**json.loads(arguments[2]))
         config = DraftNodeConfig(num_speculative_tokens=simulation.num_speculative_tokens)
-        proposer: Proposer = simulated_drafter(simulation, noise=float(arguments[1]))
+        proposer: Proposer = simulated_drafter(simulation, noises=json.loads(arguments[1]))
     else:
         settings = json.loads(arguments[1])
         model, kv_cache = ModelConfig(**settings.pop("model")), KVCacheConfig(**settings.pop("kv_cache"))
-        config = DraftNodeConfig(**settings, model=model.id)
+        config = DraftNodeConfig(**settings, model=model.head or model.id)
         if model.cpus:
             os.sched_setaffinity(0, model.cpus)
         proposer = make_proposer(config.proposer, ProposerSettings(model=model, kv_cache=kv_cache))

@@ -9,11 +9,12 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode, Passed
+from benchmarks.three_lines.decode_side import LineNode, Passed, TimedProposer
 from benchmarks.three_lines.delayed_link import delayed_link
 from benchmarks.three_lines.pair import Pair
 from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
-from decode_node.drafting.client import DraftClient, NoDrafts
+from decode_node.drafting.client import DraftClient
+from outrider.engine.engine import Engine
 from outrider.errors import InternalError, PeerLostError
 from outrider.speculation.draft_stream import DraftHello
 
@@ -74,12 +75,14 @@ async def _at_temperature(comparison: Comparison, temperature: float) -> list[Li
     pair = comparison.pair
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(_drafter_process(pair.drafter_arguments(temperature=temperature)))
-        beside = ColocatedDrafts(pair.proposer(temperature=temperature))
-        nodes = {PLAIN: LineNode(pair, NoDrafts()), COLOCATED: LineNode(pair, beside)}
+        engine = pair.engine()
+        beside = TimedProposer(*pair.drafter_beside(engine, temperature=temperature))
+        nodes = {PLAIN: LineNode(pair, pair.engine()), COLOCATED: LineNode(pair, engine, beside=beside)}
         for round_trip_ms in comparison.round_trips_ms:
             link = await stack.enter_async_context(delayed_link(port, round_trip_seconds=round_trip_ms / 1000.0))
-            client = await stack.enter_async_context(_connected(link, pair))
-            nodes[remote(round_trip_ms)] = LineNode(pair, client)
+            engine = pair.engine()
+            client = await stack.enter_async_context(_connected(link, pair, engine))
+            nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client)
         for node in nodes.values():  # a process is slow at first
             await asyncio.to_thread(
                 node.answer,
@@ -158,7 +161,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def _measured(passed: Mapping[str, Passed], beside: ColocatedDrafts, *, num_sequences: int) -> SpeedModel:
+def _measured(passed: Mapping[str, Passed], beside: TimedProposer, *, num_sequences: int) -> SpeedModel:
     """The speed model's terms as the plain and the colocated line had them."""
     plain, colocated = passed[PLAIN], passed[COLOCATED]
     counts = colocated.counts
@@ -209,15 +212,16 @@ def _predicted(model: SpeedModel, line: str, drafted_share: float) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _connected(port: int, pair: Pair) -> AsyncIterator[DraftClient]:
+async def _connected(port: int, pair: Pair, engine: Engine) -> AsyncIterator[DraftClient]:
     hello = DraftHello(
         incarnation=os.urandom(16),
         name="three-lines",
         vocab_size=pair.vocab_size,
         vocabulary_fingerprint=pair.vocabulary_fingerprint,
         max_model_len=pair.max_model_len,
+        features=pair.features,
     )
-    client = DraftClient([f"127.0.0.1:{port}"], hello)
+    client = DraftClient([f"127.0.0.1:{port}"], hello, feature_plane=pair.feature_plane(engine))
     await client.start()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):

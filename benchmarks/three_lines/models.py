@@ -8,11 +8,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from decode_node.config import DecodeNodeConfig
+from decode_node.drafting.feature_plane import FeaturePlane
+from decode_node.drafting.local_head import open_local_head
 from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.client import ChatMessage
 from outrider.engine.engine import Engine
+from outrider.engine.features import FeatureReduction
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_graphs import GraphShapes
+from outrider.heads.open import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
@@ -20,8 +25,10 @@ from outrider.speculation.proposers.model_forward import ModelForward
 
 if TYPE_CHECKING:
     from benchmarks.three_lines.speed_model import SpeedModel
+    from decode_node.drafting.gather import FeaturesOf
     from outrider.engine.kv_cache.config import KVCacheConfig
     from outrider.model_hub.loaded_model import LoadedModel
+    from outrider.node import FeatureFormat
     from outrider.speculation.proposers.base import Proposer
 
 PROMPT_TOKENS = 160
@@ -36,6 +43,7 @@ class ModelPair:
     """A target model, and the proposer of a draft node, with its own model where it needs one."""
 
     model: LoadedModel
+    reduction: FeatureReduction | None  # of a head
     proposer_name: str
     settings: ProposerSettings
     kv_cache: KVCacheConfig
@@ -56,9 +64,15 @@ class ModelPair:
     ) -> ModelPair:
         """`drafter` as in `--draft`. Raises: what `open_model` raises, for the target's model."""
         choice = parse_draft_choice(drafter)
-        own = replace(config, id=choice.model_id or config.id, cpus=tuple(draft_cpus))
+        own = replace(config, cpus=tuple(draft_cpus))
+        if choice.proposer == "head":
+            config, own = replace(config, head=choice.model_id), replace(own, head=choice.model_id)
+        elif choice.model_id:
+            own = replace(own, id=choice.model_id)
+        reduction = reduction_of(config)
         return cls(
-            model=open_model(config),
+            model=open_model(config).with_features(reduction),
+            reduction=reduction,
             proposer_name=choice.proposer,
             settings=ProposerSettings(model=own, kv_cache=kv_cache),
             kv_cache=kv_cache,
@@ -70,7 +84,7 @@ class ModelPair:
     def description(self) -> str:
         drafter = self.proposer_name
         if drafter not in LOOKUP_NAMES:
-            drafter += f":{self.settings.model.id}"
+            drafter += f":{self.settings.model.head or self.settings.model.id}"
         where = "the target's processors" if self.shares_processors else "processors of its own"
         return (
             f"{self.model.info.name}, drafter {drafter} on {where}, at most {self.num_speculative_tokens} draft tokens"
@@ -93,12 +107,25 @@ class ModelPair:
             self.model,
             kv_cache=replace(self.kv_cache, prefix_cache=False),
             graphs=GraphShapes(has_trees=True) if self.settings.model.cuda_graphs else None,
+            features=self.reduction,
         )
         scheduler = Scheduler(forward.pool, max_running=MAX_RUNNING, max_rows_per_step=MAX_ROWS)
         return Engine(forward.pool, scheduler, forward.kv_cache, forward.runner, forward.sampler)
 
-    def proposer(self, *, temperature: float) -> Proposer:
-        return make_proposer(self.proposer_name, self.settings)
+    @property
+    def features(self) -> FeatureFormat | None:
+        return self.model.info.features
+
+    def feature_plane(self, engine: Engine) -> FeaturePlane | None:
+        plane = self.model.spec.features
+        return None if plane is None else FeaturePlane(engine.kv_cache, plane)
+
+    def drafter_beside(self, engine: Engine, *, temperature: float) -> tuple[Proposer, FeaturesOf | None]:
+        if self.reduction is None:
+            return make_proposer(self.proposer_name, self.settings), None
+        config = DecodeNodeConfig(num_speculative_tokens=self.num_speculative_tokens)
+        head = open_local_head(config, self.settings.model.head, self.model, engine.kv_cache)
+        return head.proposers[0], head.features_of
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
         settings = {

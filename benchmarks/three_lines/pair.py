@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from benchmarks.three_lines.speed_model import SpeedModel
+    from decode_node.drafting.feature_plane import FeaturePlane
+    from decode_node.drafting.gather import FeaturesOf
     from outrider.engine.engine import Engine
+    from outrider.node import FeatureFormat
     from outrider.speculation.proposers.base import Proposer
 
 
@@ -38,8 +41,15 @@ class Pair(Protocol):
     def engine(self) -> Engine:
         """Of the target, with a KV cache for one line."""
 
-    def proposer(self, *, temperature: float) -> Proposer:
-        """The drafter beside the target."""
+    @property
+    def features(self) -> FeatureFormat | None:
+        """That the target's side sends to the drafter; None: it needs none."""
+
+    def feature_plane(self, engine: Engine) -> FeaturePlane | None:
+        """Where they are read from."""
+
+    def drafter_beside(self, engine: Engine, *, temperature: float) -> tuple[Proposer, FeaturesOf | None]:
+        """In the target's process: and what features it is fed with."""
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
         """Of `python -m benchmarks.three_lines.drafter`: the same drafter as a process of its own."""

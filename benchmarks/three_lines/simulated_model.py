@@ -6,8 +6,9 @@ only be guessed.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,26 +87,45 @@ class SimulatedKVCache:
 
 
 @dataclass(slots=True)
-class SimulatedRunner:
-    """In place of a ModelRunner: reads texts from the cache, and takes `seconds` for each forward.
+class SetTime:
+    """A device on which a forward takes `seconds`, and `row_seconds` for each row after the first.
 
     `hides_overhead`: what its caller does between two forwards is part of the second one's time, as on a device that
     computes while its host prepares. Without, it comes on top.
     """
 
+    seconds: float
+    row_seconds: float = 0.0
+    hides_overhead: bool = False
+    _ended_at: float = field(default=float("-inf"), init=False)
+
+    @contextlib.contextmanager
+    def forward(self, num_rows: int) -> Iterator[None]:
+        """What is done inside is part of it."""
+        started_at = time.perf_counter()
+        is_next = self.hides_overhead and started_at - self._ended_at < self.seconds
+        ends_at = (self._ended_at if is_next else started_at) + self.seconds + self.row_seconds * (num_rows - 1)
+        yield
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
+        self._ended_at = max(ends_at, started_at)
+
+
+@dataclass(slots=True)
+class SimulatedRunner:
+    """In place of a ModelRunner: reads texts from the cache."""
+
     model: SimulatedModel
     kv_cache: SimulatedKVCache
-    seconds: float
-    hides_overhead: bool = False
+    time: SetTime
     is_asynchronous: bool = field(default=False, init=False)
     padded_rows: tuple[int, ...] = field(default=(), init=False)
-    _ended_at: float = field(default=float("-inf"), init=False)
 
     def forward(self, batch: InputBatch) -> Tensor:
         """Logits of the rows that need them.  # [num_logits, vocab_size] float32"""
-        started_at = time.perf_counter()
-        is_next = self.hides_overhead and started_at - self._ended_at < self.seconds
-        ends_at = (self._ended_at if is_next else started_at) + self.seconds
+        with self.time.forward(len(batch.arrays.token_ids)):
+            return self._logits(batch)
+
+    def _logits(self, batch: InputBatch) -> Tensor:
         arrays, size = batch.arrays, batch.block_size
         slots = self.kv_cache.slots
         slots[np.asarray(arrays.slot_mapping)] = np.asarray(arrays.token_ids)
@@ -120,6 +140,4 @@ class SimulatedRunner:
                 path = arrays.path_slots[arrays.path_starts[row] : arrays.path_starts[row + 1]][-ORDER:]
                 places[len(places) - len(path) :] = path
             found[index] = self.model.logits(slots[places].tolist())
-        time.sleep(max(0.0, ends_at - time.perf_counter()))
-        self._ended_at = max(ends_at, started_at)
         return torch.from_numpy(found)

@@ -6,12 +6,28 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any, cast
 
 import torch
 
-from benchmarks.three_lines.simulated_model import SimulatedKVCache, SimulatedModel, SimulatedRunner, noise_for
-from benchmarks.three_lines.speed_model import SpeedModel
+from benchmarks.three_lines.simulated_head import (
+    FORMAT,
+    SimulatedFeaturePlane,
+    SimulatedFeatures,
+    SimulatedHeadForward,
+)
+from benchmarks.three_lines.simulated_model import (
+    SetTime,
+    SimulatedKVCache,
+    SimulatedModel,
+    SimulatedRunner,
+    noise_for,
+)
+from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
+from decode_node.drafting.feature_plane import FeaturePlane
+from decode_node.drafting.gather import FeaturesOf
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -19,6 +35,8 @@ from outrider.engine.sampler import Sampler
 from outrider.engine.scheduler import Scheduler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
+from outrider.node import FeatureFormat
+from outrider.speculation.proposers.base import Proposer
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 
@@ -33,9 +51,11 @@ PROMPT_TOKENS = 24
 class Simulation:
     """The set times and the acceptance of one comparison."""
 
-    step_seconds: float = 0.030  # of the target, whatever its rows
+    step_seconds: float = 0.030  # of the target, of one row
+    row_seconds: float = 0.0  # of each further row
     token_seconds: float = 0.002  # of a draft token: forward and decision
-    acceptance: float = 0.8  # of a draft token after right ones
+    acceptance: Sequence[float] = (0.8,)  # of a draft token after right ones, by depth; the last for all further ones
+    is_head: bool = False  # the drafter needs the target's features: what it drafts ahead of them is of further depths
     num_speculative_tokens: int = 8
     vocab_size: int = 512
 
@@ -49,10 +69,11 @@ class SimulatedPair:
     @property
     def description(self) -> str:
         simulation = self.simulation
+        acceptance = ", ".join(f"{each:g}" for each in simulation.acceptance)
         return (
-            f"simulated: target step {1000 * simulation.step_seconds:g} ms, draft token "
-            f"{1000 * simulation.token_seconds:g} ms, acceptance {simulation.acceptance:g}, at most "
-            f"{simulation.num_speculative_tokens} draft tokens"
+            f"simulated: target step {1000 * simulation.step_seconds:g} ms + {1000 * simulation.row_seconds:g} ms a "
+            f"further row, draft token {1000 * simulation.token_seconds:g} ms{' by a head' * simulation.is_head}, "
+            f"acceptance {acceptance}, at most {simulation.num_speculative_tokens} draft tokens"
         )
 
     @property
@@ -78,28 +99,42 @@ class SimulatedPair:
     def engine(self) -> Engine:
         return simulated_engine(self.simulation)
 
-    def proposer(self, *, temperature: float) -> DraftModelProposer:
-        return simulated_drafter(self.simulation, noise=self._noise(temperature))
+    @property
+    def features(self) -> FeatureFormat | None:
+        return FORMAT if self.simulation.is_head else None
+
+    def feature_plane(self, engine: Engine) -> FeaturePlane | None:
+        return cast("Any", SimulatedFeaturePlane()) if self.simulation.is_head else None
+
+    def drafter_beside(self, engine: Engine, *, temperature: float) -> tuple[Proposer, FeaturesOf | None]:
+        proposer = simulated_drafter(self.simulation, noises=self._noises(temperature))
+        return proposer, SimulatedFeatures if self.simulation.is_head else None
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
-        return ("simulated", str(self._noise(temperature)), json.dumps(asdict(self.simulation)))
+        return ("simulated", json.dumps(self._noises(temperature)), json.dumps(asdict(self.simulation)))
 
     def speed_model(self, measured: SpeedModel) -> SpeedModel:
         simulation = self.simulation
+        most = simulation.num_speculative_tokens
+        by_depth = [*simulation.acceptance, *[simulation.acceptance[-1]] * most][:most]
         return SpeedModel(
-            acceptance=simulation.acceptance,
-            num_draft_tokens=simulation.num_speculative_tokens,
+            acceptance=acceptance_of(1.0 + sum(accumulate(by_depth, mul)), most),
+            num_draft_tokens=most,
             step_seconds=simulation.step_seconds,
             token_seconds=simulation.token_seconds,
+            verify_seconds=simulation.step_seconds + most * simulation.row_seconds,
         )
 
     def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
         chosen = random.Random(number)  # noqa: S311 prompts, no secret
         return [[chosen.randrange(self.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(num_sequences)]
 
-    def _noise(self, temperature: float) -> float:
+    def _noises(self, temperature: float) -> list[float]:
+        """Of the drafter, by depth."""
         simulation = self.simulation
-        return noise_for(simulation.acceptance, temperature=temperature, vocab_size=simulation.vocab_size)
+        return [
+            noise_for(each, temperature=temperature, vocab_size=simulation.vocab_size) for each in simulation.acceptance
+        ]
 
 
 def simulated_engine(simulation: Simulation) -> Engine:
@@ -111,19 +146,23 @@ def simulated_engine(simulation: Simulation) -> Engine:
         pool=pool,
         scheduler=Scheduler(pool, max_running=MAX_RUNNING, max_rows_per_step=4096),
         kv_cache=cast("Any", cache),
-        runner=cast("Any", SimulatedRunner(model, cache, simulation.step_seconds)),
+        runner=cast("Any", SimulatedRunner(model, cache, SetTime(simulation.step_seconds, simulation.row_seconds))),
         sampler=_sampler(simulation),
     )
 
 
-def simulated_drafter(simulation: Simulation, *, noise: float) -> DraftModelProposer:
-    """A proposer whose model has the target's logits with noise."""
-    model = SimulatedModel(simulation.vocab_size, noise=noise)
+def simulated_drafter(simulation: Simulation, *, noises: Sequence[float]) -> DraftModelProposer:
+    """A proposer whose model has the target's logits with noise, by depth where it is a head."""
+    models = [SimulatedModel(simulation.vocab_size, noise=noise) for noise in noises]
     cache = SimulatedKVCache(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    time = SetTime(simulation.token_seconds, hides_overhead=True)
+    if simulation.is_head:
+        head = SimulatedHeadForward(_pool(), cache, models, time, _sampler(simulation), MAX_MODEL_LEN)
+        return DraftModelProposer(head, form="head", model_name="simulated", vocabulary_fingerprint="", features=FORMAT)
     forward = ModelForward(
         pool=_pool(),
         kv_cache=cast("Any", cache),
-        runner=cast("Any", SimulatedRunner(model, cache, simulation.token_seconds, hides_overhead=True)),
+        runner=cast("Any", SimulatedRunner(models[0], cache, time)),
         sampler=_sampler(simulation),
         max_model_len=MAX_MODEL_LEN,
         vocab_size=simulation.vocab_size,

@@ -23,7 +23,10 @@ ASSUMPTION_WEIGHT = 0.05
 """How firmly, against calls."""
 
 FIT_CALLS = 8
-"""The fit is made anew after so many calls."""
+"""The fit is made anew after so many calls, and after a surprise."""
+
+SURPRISE = 0.25
+"""A call is one that differs from the expected time by more than this share."""
 
 OUTLIER_FACTOR = 2.0
 MAX_OUTLIERS = 3
@@ -71,15 +74,17 @@ class AskCost:
         self._sequence_seconds = mean + SMOOTHING * (min(each, OUTLIER_FACTOR * mean) - mean)
         if self.is_cheap:
             return
+        is_surprise = True
         if self._squares[0, 0]:
-            most = OUTLIER_FACTOR * self.seconds(depth, num_tokens, num_missed)
-            self._num_outliers = self._num_outliers + 1 if seconds > most else 0
+            expected = self.seconds(depth, num_tokens, num_missed)
+            is_surprise = abs(seconds - expected) > SURPRISE * expected
+            self._num_outliers = self._num_outliers + 1 if seconds > OUTLIER_FACTOR * expected else 0
             if self._num_outliers <= MAX_OUTLIERS:
-                seconds = min(seconds, most)
+                seconds = min(seconds, OUTLIER_FACTOR * expected)
         asked = np.array([1.0, depth, num_tokens, num_missed])
         self._squares = FORGETTING * self._squares + np.outer(asked, asked)
         self._products = FORGETTING * self._products + seconds * asked
-        if self._num_calls < 4 * FIT_CALLS or self._num_calls % FIT_CALLS == 0:
+        if is_surprise or self._num_calls % FIT_CALLS == 0:
             self._found = None
 
     def seconds(self, depth: int, num_tokens: int, num_missed: float) -> float:

@@ -3,7 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.three_lines.simulated_model import ORDER, SimulatedKVCache, SimulatedModel, SimulatedRunner, noise_for
+from benchmarks.three_lines.simulated_model import (
+    ORDER,
+    SetTime,
+    SimulatedKVCache,
+    SimulatedModel,
+    SimulatedRunner,
+    noise_for,
+)
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 
 MODEL = SimulatedModel(vocab_size=64)
@@ -29,7 +36,7 @@ def test_a_drafter_agrees_as_often_as_it_was_asked_to(temperature):
 
 def test_the_runner_reads_texts_through_block_tables_and_follows_copies():
     cache = SimulatedKVCache(num_blocks=8, block_size=4)
-    runner = SimulatedRunner(MODEL, cache, 0.0)
+    runner = SimulatedRunner(MODEL, cache, SetTime(0.0))
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
     runner.forward(build_input_batch([SequenceRows(text, 0, [5, 2, 7], num_logits=0)], 4))
     cache.copy_blocks([(7, 1)])
@@ -47,7 +54,7 @@ def test_overhead_between_forwards_is_hidden_where_it_is_asked_for(monkeypatch):
     cache = SimulatedKVCache(num_blocks=8, block_size=4)
     batch = build_input_batch([SequenceRows([1], 0, [0], num_logits=1)], 4)
     for hides_overhead in (False, True):
-        runner = SimulatedRunner(MODEL, cache, 0.01, hides_overhead=hides_overhead)
+        runner = SimulatedRunner(MODEL, cache, SetTime(0.01, hides_overhead=hides_overhead))
         for pause in (0.0, 0.004, 1.0):
             now[0] += pause
             runner.forward(batch)

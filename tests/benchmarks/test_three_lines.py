@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.three_lines.__main__ import main
-from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode
+from benchmarks.three_lines.decode_side import LineNode, TimedProposer
 from benchmarks.three_lines.lines import Comparison, LineFigures, compare_lines, summary
 from benchmarks.three_lines.models import ModelPair, mixed
 from benchmarks.three_lines.simulation import SimulatedPair, Simulation, simulated_drafter
-from decode_node.drafting.client import NoDrafts
 from outrider.bench.prompts import DEFAULT_PROMPTS as PROMPTS
 from outrider.bench.prompts import load_prompts
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
+from tests.support.tiny_head import make_tiny_head
+from tests.support.tiny_model import make_tiny_model
 
 QUICK = Simulation(step_seconds=0.0, token_seconds=0.0, num_speculative_tokens=4, vocab_size=64)
 PAIR = SimulatedPair(QUICK)
@@ -30,13 +32,53 @@ def test_a_round_trip_is_no_negative_time():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_beside_the_target_changes_no_token(temperature):
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
-    plain = LineNode(PAIR, NoDrafts())
-    colocated = LineNode(PAIR, ColocatedDrafts(simulated_drafter(QUICK, noise=0.1)))
+    plain = LineNode(PAIR, PAIR.engine())
+    colocated = LineNode(PAIR, PAIR.engine(), beside=TimedProposer(simulated_drafter(QUICK, noises=[0.1])))
     answers = [node.answer(prompts, temperature=temperature, max_tokens=12) for node in (plain, colocated)]
     assert answers[0] == answers[1]
     assert [len(answer) for answer in answers[0]] == [12, 12]
     assert colocated.passed.counts.num_accepted_draft_tokens > 0
     assert plain.passed.counts.num_draft_tokens == 0
+
+
+HEAD = SimulatedPair(replace(QUICK, acceptance=(0.9, 0.4), is_head=True))
+
+
+@pytest.mark.usefixtures("steps_take_a_set_time")
+def test_a_simulated_head_beside_the_target_is_accepted_by_depth():
+    engine = HEAD.engine()
+    plain = LineNode(HEAD, HEAD.engine())
+    colocated = LineNode(HEAD, engine, beside=TimedProposer(*HEAD.drafter_beside(engine, temperature=0.0)))
+    prompts = HEAD.prompts(0, 4)
+    assert colocated.answer(prompts, temperature=0.0, max_tokens=80) == plain.answer(
+        prompts, temperature=0.0, max_tokens=80
+    )
+    counts = colocated.passed.counts
+    reached = [sum(counts.acceptance_histogram[depth:]) for depth in range(1, len(counts.acceptance_histogram))]
+    assert 0.75 < reached[0] / counts.num_spec_steps < 1.0
+    assert 0.2 < reached[1] / reached[0] < 0.6
+
+
+@pytest.mark.usefixtures("steps_take_a_set_time", "one_thread")
+def test_a_real_head_beside_the_target_changes_no_token(tmp_path):
+    models = ModelPair.open(
+        ModelConfig(id=str(make_tiny_model(tmp_path / "model"))),
+        f"head:{make_tiny_head(tmp_path / 'head')}",
+        kv_cache=KVCacheConfig(num_blocks=128),
+        prompts_file=PROMPTS,
+        draft_cpus=(),
+    )
+    prompts = [list(range(5, 30)), list(range(40, 52))]
+    engine = models.engine()
+    beside = TimedProposer(*models.drafter_beside(engine, temperature=0.0))
+    colocated = LineNode(models, engine, beside=beside)
+    plain = LineNode(models, models.engine())
+    answers = [node.answer(prompts, temperature=0.0, max_tokens=12) for node in (plain, colocated)]
+    assert answers[0] == answers[1]
+    assert colocated.passed.counts.num_draft_tokens > 0
+    assert models.features is not None
+    assert models.feature_plane(engine) is not None
+    assert "head" in models.description
 
 
 def test_the_summary_has_every_line_in_order():

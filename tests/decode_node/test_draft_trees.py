@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.three_lines.decode_side import ColocatedDrafts, LineNode
+from benchmarks.three_lines.decode_side import LineNode, TimedProposer
 from benchmarks.three_lines.simulation import SimulatedPair, Simulation
 from outrider.speculation.verify.by_request import RequestVerifier
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 PAIR = SimulatedPair(
-    Simulation(step_seconds=0.0, token_seconds=0.0, acceptance=0.4, num_speculative_tokens=8, vocab_size=64)
+    Simulation(step_seconds=0.0, token_seconds=0.0, acceptance=(0.4,), num_speculative_tokens=8, vocab_size=64)
 )
 
 
@@ -23,7 +23,9 @@ def test_texts_are_the_same_with_and_without_siblings(temperature, monkeypatch):
         RequestVerifier, "queue", lambda self, logits, drafts: verified.extend(drafts) or queue(self, logits, drafts)
     )
     for takes_trees in (False, True):
-        node = LineNode(PAIR, ColocatedDrafts(PAIR.proposer(temperature=temperature)), takes_trees=takes_trees)
+        engine = PAIR.engine()
+        beside = TimedProposer(*PAIR.drafter_beside(engine, temperature=temperature))
+        node = LineNode(PAIR, engine, beside=beside, takes_trees=takes_trees)
         texts.append(node.answer(PROMPTS, temperature=temperature, max_tokens=60))
         accepted.append(node.passed.counts.num_accepted_draft_tokens)
         assert any(draft.parents for draft in verified) == takes_trees

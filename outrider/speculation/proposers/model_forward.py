@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -50,8 +51,12 @@ class ModelForward(PathSampler):
         attention: str = "auto",
         graphs: GraphShapes | None = None,
         main_memory_bytes: int = 0,
+        features: FeatureReduction | None = None,
     ) -> ModelForward:
-        """With a cache for this model alone. Raises ConfigError when the cache does not fit."""
+        """With a cache for this model alone. Raises ConfigError when the cache does not fit.
+
+        `features`: of every row; the model's specification has their plane.
+        """
         backend = make_attention_backend(attention, model.device, model.spec.dtype)
         cache, runner = open_runner(
             model,
@@ -61,6 +66,7 @@ class ModelForward(PathSampler):
             num_logits=MAX_FORWARD_LOGITS,
             graphs=graphs,
             main_memory_bytes=main_memory_bytes,
+            features=features,
         )
         pool = BlockPool(
             num_blocks=cache.num_blocks,

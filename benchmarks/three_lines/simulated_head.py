@@ -1,0 +1,86 @@
+"""A drafter head of set acceptance by depth: fed with features that say nothing, so that their way is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from benchmarks.three_lines.simulated_model import ORDER, SetTime, SimulatedKVCache, SimulatedModel
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.sampler import Sampler
+from outrider.engine.scheduler import EngineSequence
+from outrider.node import FeatureFormat
+from outrider.speculation.features import HeadRules
+from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.proposers.path_sampler import PathSampler
+
+FORMAT = FeatureFormat(fingerprint="simulated", width=576, dtype="bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFeatures:
+    """Of a sequence in the target's process."""
+
+    sequence: EngineSequence
+
+    def __len__(self) -> int:
+        return self.sequence.num_computed
+
+    def read(self, start: int, end: int) -> bytes:
+        return bytes((end - start) * FORMAT.bytes_per_token)
+
+
+class SimulatedFeaturePlane:
+    """In place of a FeaturePlane."""
+
+    def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
+        return [bytes((end - start) * FORMAT.bytes_per_token) for _, start, end in ranges]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedHeadForward(PathSampler):
+    """A `DraftForward` whose model depends on how many of its own states a row was fed after."""
+
+    pool: BlockPool
+    kv_cache: SimulatedKVCache
+    models: Sequence[SimulatedModel]  # by depth; the last one serves all further ones
+    time: SetTime
+    sampler: Sampler
+    max_model_len: int
+    head: HeadRules = field(default_factory=HeadRules)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.models[0].vocab_size
+
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
+        with self.time.forward(sum(len(row.token_ids) for row in rows)):
+            if block_copies:
+                self.kv_cache.copy_blocks(block_copies)
+            for row in rows:  # all are written before any is read
+                self.kv_cache.slots[self._slots(row, row.start_position - 1, self._end(row))] = row.token_ids
+            found = [self._logits(row) for row in rows if row.num_decisions]
+            if not found:
+                return [Decided(()) for _ in rows]
+            decided = self._decide(torch.from_numpy(np.stack(found)), rows)
+            return [replace(first, state=self._depth(row)) for row, (first, *_) in zip(rows, decided, strict=True)]
+
+    def _logits(self, row: PathRows) -> np.ndarray:
+        end = self._end(row)
+        text = self.kv_cache.slots[self._slots(row, max(0, end - ORDER), end)].tolist()
+        return self.models[min(self._depth(row), len(self.models) - 1)].logits(text)
+
+    def _end(self, row: PathRows) -> int:
+        return row.start_position - 1 + len(row.token_ids)
+
+    def _depth(self, row: PathRows) -> int:
+        return max(0, row.start_position + len(row.token_ids) - row.num_committed)
+
+    def _slots(self, row: PathRows, start: int, end: int) -> np.ndarray:
+        """The first token of a text has no row: row p is of token p + 1."""
+        places, size = np.arange(start, end), self.pool.block_size
+        return np.asarray(np.asarray(row.block_ids)[places // size] * size + places % size)
