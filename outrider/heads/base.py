@@ -5,10 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
+
+if TYPE_CHECKING:
+    from outrider.engine.cpu_kernels.decoder import NativeStep
+    from outrider.engine.cpu_kernels.kernels import CpuKernels
+    from outrider.engine.kv_cache.paged_cache import PagedKVCache
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling): writes the rows' keys and values to the head's paged cache and attends
@@ -73,3 +79,10 @@ class HeadModel(ABC):
     def block_tokens(self, token_id: int) -> tuple[int, ...]:
         """That a block's rows are fed with, where `token_id` is the newest token; empty without blocks."""
         return ()
+
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
+        """What computes forward and logits in one call, over the head's own cache. None: torch does.
+
+        It takes the weights along: torch cannot compute this head any more.
+        """
+        return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from outrider.engine.cpu_kernels.decoder_packing import DecoderPacking
 from outrider.engine.features import rms_norm
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.base import Attend
@@ -110,6 +111,12 @@ class Attention:
         attended = attend(self._index, query, key, value, head_dim**-0.5)
         return self._output(attended.reshape(len(rows), -1))
 
+    def pack(self, packing: DecoderPacking, name: str) -> None:
+        packing.add(f"{name}.query_norm", as_float32(self._query_norm))
+        packing.add(f"{name}.key_norm", as_float32(self._key_norm))
+        packing.add_matrix(f"{name}.qkv", [self._projections])
+        packing.add_matrix(f"{name}.output", [self._output])
+
 
 class FeedForward:
     """SwiGLU."""
@@ -122,6 +129,10 @@ class FeedForward:
     def __call__(self, rows: Tensor) -> Tensor:
         gate, up = self._inputs(rows).chunk(2, -1)
         return self._output(torch.nn.functional.silu(gate) * up)
+
+    def pack(self, packing: DecoderPacking, name: str) -> None:
+        packing.add_matrix(f"{name}.gate_up", self._inputs.halves(), interleave=True)
+        packing.add_matrix(f"{name}.down", [self._output])
 
 
 class DecoderLayer:
@@ -148,3 +159,15 @@ class DecoderLayer:
         """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise."""
         rows = rows + self._attention(self.normed(rows) if attention_input is None else attention_input, angles, attend)
         return rows + self._feed_forward(rms_norm(rows, self._norm, self._epsilon))
+
+    def pack(self, packing: DecoderPacking, name: str) -> None:
+        """For the kernels, by the names of DecoderWeights: `name` is "0" of the first layer."""
+        packing.add(f"{name}.input_norm", as_float32(self._input_norm))
+        packing.add(f"{name}.post_attention_norm", as_float32(self._norm))
+        self._attention.pack(packing, name)
+        self._feed_forward.pack(packing, name)
+
+
+def as_float32(norm: Tensor | None) -> Tensor | None:
+    """A norm's weight as the kernels read it."""
+    return None if norm is None else norm.float()

@@ -64,6 +64,12 @@ class Linear:
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.linear(rows, self.weight, self.bias)
 
+    def halves(self) -> tuple[Linear, Linear]:
+        """Of the outputs."""
+        biases = (None, None) if self.bias is None else self.bias.chunk(2)
+        first, second = map(Linear, self.weight.chunk(2), biases)
+        return first, second
+
 
 def take_embedding(weights: Weights, target: Target, vocab_size: int, width: int) -> Tensor:
     """[vocab_size, width]: the head's own, or else the target's."""

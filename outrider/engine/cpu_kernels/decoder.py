@@ -25,8 +25,15 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 class NativeDecoder:
     """The forward of a whole model over our paged cache. Steps keep theirs in a workspace."""
 
-    def __init__(self, kernels: CpuKernels, weights: DecoderWeights) -> None:
-        """`weights` are packed for the path of `kernels`."""
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weights: DecoderWeights,
+        *,
+        begins_normalised: bool = False,
+        keeps_normalised: bool = False,
+    ) -> None:
+        """`weights` are packed for the path of `kernels`. The others are of a drafter head, see OutriderDecoder."""
         self.kernels = kernels
         self.weights = weights  # keeps what the structures point to
         shape = weights.shape
@@ -49,6 +56,9 @@ class NativeDecoder:
             weights.address("final_norm"),
             head,
             self._layers,
+            weights.address("feature_norm"),
+            begins_normalised,
+            keeps_normalised,
         )
 
 
@@ -100,6 +110,28 @@ class NativeStep:
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
         logits = torch.empty((batch.num_logits, self._struct.vocab_size))
+        self._write_logits(batch, logits)
+        return logits
+
+    def draft(
+        self, batch: InputBatch, features: Tensor, target_ids: Tensor | None, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of a drafter head, whose rows are fed with `features` [num_rows, hidden_size] beside their tokens.
+
+        `target_ids` [own vocab_size] int64: where its logits belong among `vocab_size`; None: all, in order. Returns
+        (own hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32, -inf where it has none).
+        """
+        struct = batch_struct(batch)
+        struct.features = features.data_ptr()
+        self._run_layers(struct, 0, self._struct.num_layers)
+        states = torch.empty((batch.num_logits, self._struct.hidden_size), dtype=features.dtype)
+        logits = torch.empty((batch.num_logits, vocab_size))
+        self._write_logits(batch, logits, target_ids, states)
+        return states, logits
+
+    def _write_logits(
+        self, batch: InputBatch, logits: Tensor, columns: Tensor | None = None, states: Tensor | None = None
+    ) -> None:
         self._functions.outrider_decoder_logits(
             self._team.handle,
             self._workspace.handle,
@@ -107,8 +139,10 @@ class NativeStep:
             _address(batch.arrays.logits_rows),
             batch.num_logits,
             logits.data_ptr(),
+            None if columns is None else columns.data_ptr(),
+            logits.shape[1],
+            None if states is None else states.data_ptr(),
         )
-        return logits
 
     def _run_layers(self, batch: BatchStruct, first: int, last: int) -> None:
         self._functions.outrider_decoder_layers(

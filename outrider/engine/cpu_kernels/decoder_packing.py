@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_WIDTH_STEP = 32
+WIDTH_STEP = 32
 """Widths of activations are multiples of it, so that no row needs padding on any instruction path."""
 
 _POSITIONS_AT_ONCE = 4096
@@ -38,8 +38,8 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     widths = (config.hidden_size, config.intermediate_size, spec.num_heads * spec.head_dim)
-    if any(width % _WIDTH_STEP for width in widths):
-        return f"its widths {widths} are not multiples of {_WIDTH_STEP}"
+    if any(width % WIDTH_STEP for width in widths):
+        return f"its widths {widths} are not multiples of {WIDTH_STEP}"
     if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
         return "its layers attend with a soft cap or with different scales"
     base: Any = model.base_model
@@ -77,7 +77,7 @@ def pack_decoder(
         layers: what each layer asks of attention.
         quantise: keep linear layers as int8 (lossy); the output layer stays as it is.
     """
-    packing = _Packing(kernels, quantise=quantise)
+    packing = DecoderPacking(kernels, quantise=quantise)
     base: Any = model.base_model
     head: Any = model.get_output_embeddings()
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
@@ -108,10 +108,10 @@ def pack_decoder(
     return DecoderWeights(shape, packing.blobs)
 
 
-class _Packing:
-    """What has been packed so far."""
+class DecoderPacking:
+    """What has been packed so far, by its name in DecoderWeights."""
 
-    def __init__(self, kernels: CpuKernels, *, quantise: bool) -> None:
+    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
         self._kernels = kernels
         self._quantise = quantise
         self._arena = WeightArena()

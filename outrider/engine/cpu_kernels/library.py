@@ -18,7 +18,7 @@ from typing import Any
 
 from outrider.errors import InternalError
 
-API_VERSION = 8
+API_VERSION = 9
 
 
 class ElementType(IntEnum):
@@ -55,6 +55,7 @@ class BatchStruct(ctypes.Structure):
         ("block_tables", c_void_p),
         ("path_starts", c_void_p),
         ("path_slots", c_void_p),
+        ("features", c_void_p),
     )
 
 
@@ -101,6 +102,9 @@ class DecoderStruct(ctypes.Structure):
         ("final_norm", c_void_p),
         ("head", MatrixStruct),
         ("layers", POINTER(LayerStruct)),
+        ("feature_norm", c_void_p),
+        ("begins_normalised", c_int32),
+        ("keeps_normalised", c_int32),
     )
 
 
@@ -178,7 +182,17 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "outrider_decoder_logits": (
         _Status,
-        (c_void_p, c_void_p, POINTER(DecoderStruct), c_void_p, c_int64, c_void_p),
+        (
+            c_void_p,
+            c_void_p,
+            POINTER(DecoderStruct),
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_void_p,
+            c_int64,
+            c_void_p,
+        ),
     ),
     "outrider_sampler_create": (c_void_p, (c_void_p, c_int64, c_int64, c_void_p, c_int64)),
     "outrider_sampler_free": (None, (c_void_p,)),

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
+from outrider.engine.cpu_kernels.decoder_packing import WIDTH_STEP, DecoderPacking
+from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.matrices import ELEMENT_TYPES
+from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
 from outrider.engine.features import FeatureReduction, rms_norm
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.checkpoint import Checkpoint, Target, refuse
 from outrider.heads.form import HeadForm
-from outrider.heads.layers import DecoderLayer, Rotation
+from outrider.heads.layers import DecoderLayer, Rotation, as_float32
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
 from outrider.heads.weights import Weights, take_embedding, take_output_layer, take_target_ids
 
@@ -86,6 +93,7 @@ class Eagle3(HeadModel):
             "fc.weight", "input_norm.weight", *(f"fc_norm.{tap}.weight" for tap in range(len(self.reduction.taps)))
         )
         self.target_ids = take_target_ids(weights, layout.draft_vocab_size, layout.vocab_size)
+        self._shape = shape
         self._epsilon = shape.epsilon
         self._keeps_unnormed = not layout.options.get("norm_before_residual")
         self._feeds_back_normed = bool(layout.options.get("norm_output"))
@@ -125,6 +133,51 @@ class Eagle3(HeadModel):
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._epsilon)
         return self._output(normed).float()
+
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
+        shape, dtype = self._shape, self._embedding.dtype
+        widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
+        if (
+            type(self) is not Eagle3  # other forms feed rows in other ways
+            or dtype not in ELEMENT_TYPES
+            or any(width % WIDTH_STEP for width in widths)
+            or shape.head_dim % HEAD_DIM_STEP
+        ):
+            return None
+        packing = DecoderPacking(kernels)
+        for index, layer in enumerate(self._layers):
+            layer.pack(packing, str(index))
+        positions = torch.arange(self.spec.max_model_len)
+        for name, table in zip(("cosines", "sines"), self._rotation.at(positions, torch.float32), strict=True):
+            packing.add(name, table)
+        packing.add("embedding", self._embedding)
+        packing.add("feature_norm", as_float32(self._hidden_norm))
+        packing.add("final_norm", as_float32(self._norm))
+        packing.add_matrix("head", [self._output])
+        del self._layers, self._output
+        weights = DecoderWeights(
+            DecoderShape(
+                num_layers=shape.num_layers,
+                hidden_size=shape.hidden_size,
+                intermediate_size=shape.intermediate_size,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                scaling=shape.head_dim**-0.5,
+                epsilon=shape.epsilon,
+                element_type=ELEMENT_TYPES[dtype],
+                sliding_windows=(0,) * shape.num_layers,
+                matrix_sizes=packing.matrix_sizes,
+            ),
+            packing.blobs,
+        )
+        decoder = NativeDecoder(
+            kernels,
+            weights,
+            begins_normalised=not self._keeps_unnormed,
+            keeps_normalised=self._feeds_back_normed,
+        )
+        return NativeStep(decoder, kv_cache)
 
 
 FORM = HeadForm(name=Eagle3.form, is_form_of=_is_form_of, reduction=read_reduction, open=Eagle3)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.engine.attention import AttentionBackend, AttentionOptions, make_attention_backend
 from outrider.engine.attention.native import NativeAttention
+from outrider.engine.cpu_kernels.decoder import NativeStep
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
@@ -42,6 +43,7 @@ class HeadForward(PathSampler):
     sampler: Sampler
     head: HeadRules
     device: torch.device
+    native: NativeStep | None = None  # of the model, where kernels can compute it
 
     @classmethod
     def of(
@@ -77,7 +79,8 @@ class HeadForward(PathSampler):
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
             num_block_rows=len(model.block_tokens(0)),
         )
-        return cls(pool, cache, attention, model, sampler, rules, device)
+        native = None if kernels is None or cache is None else model.native_step(kernels, cache)
+        return cls(pool, cache, attention, model, sampler, rules, device, native)
 
     @property
     def max_model_len(self) -> int:
@@ -91,7 +94,7 @@ class HeadForward(PathSampler):
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         if self.kv_cache is not None:
             self.kv_cache.copy_blocks(block_copies)
-        device, num_parallel = self.device, self.model.spec.num_parallel
+        num_parallel = self.model.spec.num_parallel
         blocks = [self.model.block_tokens(row.token_ids[-1]) if row.num_decisions else () for row in rows]
         fed_rows = list(zip(rows, blocks, strict=True))
         batch = build_input_batch(
@@ -106,22 +109,11 @@ class HeadForward(PathSampler):
             ],
             self.pool.block_size,
         )
-        fed = batch.on(device)
-        depths = upload_ids([depth for row, block in fed_rows for depth in _depths(row, len(block))], device)
-        features = torch.cat([part for row, block in fed_rows for part in self._fed_with(row, len(block))])
-        if self.model.spec.sees_block:
-            batch = see_blocks(batch, [len(block) for block in blocks])
-        step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            assert step is not None, "a head without layers asks for attention"
-            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
-
-        hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
+        parts = [part for row, block in fed_rows for part in self._fed_with(row, len(block))]
+        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        hidden, logits = self._forward(batch, features, fed_rows)
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
-        hidden = hidden.index_select(0, fed.logits_rows)  # [num_logits, width]
-        logits = self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
         states = iter(hidden[::num_parallel])
         return [
             Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
@@ -129,6 +121,29 @@ class HeadForward(PathSampler):
             else first
             for first, *following in self._decide(logits, rows, num_parallel=num_parallel)
         ]
+
+    def _forward(
+        self, batch: InputBatch, features: Tensor, fed_rows: Sequence[tuple[PathRows, Sequence[int]]]
+    ) -> tuple[Tensor, Tensor]:
+        """Own hidden states [num_logits, width], and logits of the target's vocabulary. `fed_rows`: with blocks."""
+        if self.native is not None:
+            return self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
+        device = self.device
+        fed = batch.on(device)
+        depths = upload_ids([depth for row, block in fed_rows for depth in _depths(row, len(block))], device)
+        if self.model.spec.sees_block:
+            batch = see_blocks(batch, [len(block) for _, block in fed_rows])
+        step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            assert step is not None, "a head without layers asks for attention"
+            return step.attend(layer, query, key, value, AttentionOptions(scaling), {})
+
+        hidden = self.model.forward(HeadRows(fed.token_ids, features, depths, fed.positions), attend)
+        hidden = hidden.index_select(0, fed.logits_rows)
+        if not batch.num_logits:
+            return hidden, hidden
+        return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
 
     def _fed_with(self, row: PathRows, num_block_rows: int) -> list[Tensor]:
         """Of the path's rows and its block's: [n, width] each, together as many as there are rows."""

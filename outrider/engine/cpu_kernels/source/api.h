@@ -17,7 +17,7 @@ struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch of one runner, grown to its largest step
 
 // Changes whenever a function or struct below or in sampler_api.h does; library.py refuses another one.
-constexpr int32_t OUTRIDER_API_VERSION = 8;
+constexpr int32_t OUTRIDER_API_VERSION = 9;
 
 OUTRIDER_API int32_t outrider_api_version(void);
 OUTRIDER_API const char* outrider_path(void);  // "portable", "avx512_bf16" or "amx"
@@ -96,6 +96,7 @@ struct OutriderBatch {
   const int32_t* block_tables;      // [num_seqs, max_blocks]
   const int64_t* path_starts;       // [num_rows + 1], into path_slots; null: no row is in a tree
   const int64_t* path_slots;        // of a row in a tree: the slots of the last keys that it sees, its own last
+  const void* features;             // [num_rows, hidden] of the decoder's type; of a drafter head alone
 };
 
 // ---- paged_attention.cpp
@@ -146,6 +147,11 @@ struct OutriderDecoder {
   const float* final_norm;
   OutriderMatrix head;
   const OutriderLayer* layers;
+  // Of a drafter head (EAGLE-3), else null and 0. Its first layer attends with the embedding and the feature of a row,
+  // each normalised, one after the other; its residual stream begins with the feature.
+  const float* feature_norm;  // [hidden]
+  int32_t begins_normalised;  // the residual stream, with the feature as it is normalised
+  int32_t keeps_normalised;   // what is kept of a row as its own hidden state: behind the final norm
 };
 
 // What is kept of each row for a drafter head (../../features.py): the residual stream after some layers ("taps"), in the
@@ -171,10 +177,11 @@ OUTRIDER_API int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspa
                                              const OutriderFeatures* features, int64_t first, int64_t last);
 
 // Logits [num_logits, vocab_size] of the given rows [num_logits] after the last layer; for none of
-// them nothing is done.
+// them nothing is done. With `columns` [decoder->vocab_size], each logit goes to that one of num_columns, and the others
+// are -infinity. `states` [num_logits, hidden] of the decoder's type or null: hidden states of these rows.
 OUTRIDER_API int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace,
                                              const OutriderDecoder* decoder, const int64_t* rows, int64_t num_logits,
-                                             float* logits);
+                                             float* logits, const int64_t* columns, int64_t num_columns, void* states);
 
 // ---- turns.cpp: turns of processes that compute on the same processors. `turns` is memory that they share, zeros
 // at first, of outrider_turns_size() bytes and aligned to 64; each has a slot of its own, below outrider_turns_slots().

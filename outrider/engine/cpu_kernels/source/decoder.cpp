@@ -44,7 +44,7 @@ class DecoderStep final : public Job {
         phases_(1 + layers_.size() * kPhasesOfLayer + kPhasesOfFeatures) {
     heads_ = decoder.num_heads + 2 * decoder.num_kv_heads;
     residual_ = workspace.residual.of<float>(num_rows_ * decoder.hidden_size);
-    normalised_ = workspace.activations.of<Row>(num_rows_ * decoder.hidden_size);
+    normalised_ = workspace.activations.of<Row>(num_rows_ * decoder.hidden_size * (batch.features == nullptr ? 1 : 2));
     projected_ = workspace.projected.of<Type>(num_rows_ * heads_ * decoder.head_dim);
     attended_ = workspace.attended.of<Row>(num_rows_ * decoder.num_heads * decoder.head_dim);
     gated_ = workspace.gated.of<Row>(num_rows_ * decoder.intermediate_size);
@@ -107,9 +107,22 @@ class DecoderStep final : public Job {
   void embed(int64_t row) {
     const int64_t width = decoder_.hidden_size;
     float* to = residual_ + row * width;
+    if (batch_.features != nullptr) return embed_with_feature(row, to);
     if (decoder_.embedding == nullptr) return unpack_row(decoder_.head, batch_.token_ids[row], to);
     const Type* from = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
     for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
+  }
+
+  // What a drafter head's first layer is given in the place of a normalised row.
+  void embed_with_feature(int64_t row, float* residual) {
+    const int64_t width = decoder_.hidden_size;
+    const Type* feature = static_cast<const Type*>(batch_.features) + row * width;
+    const Type* embedding = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
+    Row* to = normalised_ + row * 2 * width;
+    rms_norm_row<Type>(embedding, width, layers_[0].input_norm, decoder_.epsilon, to);
+    rms_norm_row<Type>(feature, width, decoder_.feature_norm, decoder_.epsilon, to + width);
+    for (int64_t i = 0; i < width; i++)
+      residual[i] = decoder_.begins_normalised ? widen(to[width + i]) : widen(feature[i]);
   }
 
   // Keeps a row of the residual stream, rounded, where a tap is after so many layers.
@@ -182,7 +195,8 @@ class DecoderStep final : public Job {
     const auto note = [&](OutriderPhase kind) {
       if (member == 0) workspace_.times.note(kind);  // the caller, who is never late
     };
-    normalise(phases[0], layer.input_norm, first_ + static_cast<int64_t>(index));
+    if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
+      normalise(phases[0], layer.input_norm, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
     multiply(phases[1], normalised_, layer.qkv, StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
     note(OUTRIDER_LINEAR);
@@ -271,23 +285,46 @@ class DecoderStep final : public Job {
   float* partials_ = nullptr;
 };
 
+// Stored where its column belongs.
+struct ScatterTo {
+  float* y;
+  int64_t width;
+  const int64_t* columns;
+
+  void operator()(const TileRow& tile) const {
+    float* to = y + tile.row * width;
+    for (int c = 0; c < tile.num; c++) to[columns[tile.column + c]] = tile.values[c];
+  }
+};
+
 template <class Type, class Weight>
 void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const int64_t* rows,
-               int64_t num, float* logits) {
+               int64_t num, float* logits, const int64_t* columns, int64_t num_columns, Type* states) {
   workspace.times.begin();
   const int64_t width = decoder.hidden_size;
   const float* residual = workspace.residual.get<float>();
   auto* normalised = workspace.activations.of<Activation<Weight>>(num * width);
   team.share(row_units(num), [&](int64_t unit, int) {
     for_rows(unit, num, [&](int64_t i) {
-      rms_norm_row<Type>(residual + rows[i] * width, width, decoder.final_norm, decoder.epsilon, normalised + i * width);
+      const float* from = residual + rows[i] * width;
+      if (columns != nullptr) std::fill_n(logits + i * num_columns, num_columns, -INFINITY);
+      rms_norm_row<Type>(from, width, decoder.final_norm, decoder.epsilon, normalised + i * width);
+      for (int64_t d = 0; states != nullptr && d < width; d += kWidth)
+        store_rounded(states + i * width + d,
+                      decoder.keeps_normalised ? load_wide(normalised + i * width + d) : load(from + d));
     });
   });
   const Matrix<Weight> head(decoder.head);
-  const StoreTo<float> store_logits{logits, decoder.vocab_size};
-  team.share(num_units(head), [&](int64_t unit, int) {
-    multiply_unit<Weight>(unit, normalised, width, num, head, store_logits);
-  });
+  const auto multiply = [&](const auto& store) {
+    team.share(num_units(head), [&](int64_t unit, int) {
+      multiply_unit<Weight>(unit, normalised, width, num, head, store);
+    });
+  };
+  if (columns == nullptr) {
+    multiply(StoreTo<float>{logits, decoder.vocab_size});
+  } else {
+    multiply(ScatterTo{logits, num_columns, columns});
+  }
   workspace.times.note(OUTRIDER_HEAD);
 }
 
@@ -322,13 +359,15 @@ int32_t outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* workspace
 }
 
 int32_t outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* workspace, const OutriderDecoder* decoder,
-                                const int64_t* rows, int64_t num_logits, float* logits) {
+                                const int64_t* rows, int64_t num_logits, float* logits, const int64_t* columns,
+                                int64_t num_columns, void* states) {
   if (num_logits == 0) return 0;
   return call([&] {
     with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {
       using Type = std::remove_pointer_t<decltype(type)>;
       using Weight = std::remove_pointer_t<decltype(weight)>;
-      logits_of<Type, Weight>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits);
+      logits_of<Type, Weight>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits, columns,
+                              num_columns, static_cast<Type*>(states));
     });
   });
 }

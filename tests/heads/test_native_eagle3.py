@@ -1,0 +1,141 @@
+"""EAGLE-3 by native kernels: what torch computes of the same head, and the same bits in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.heads.base import HeadRows
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import start_kernels
+from outrider.speculation.proposers.head_forward import HeadForward, cache_planes
+from tests.heads.golden_files import DenseAttention
+from tests.support.random_eagle3 import make_random_eagle3
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_TOKENS, VOCAB_SIZE, HIDDEN = 16, 40, 320, 64
+TOKEN_IDS = torch.randint(0, VOCAB_SIZE, (2, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1))
+FEATURES = 3 * torch.randn((2, NUM_TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2))
+KINDS = {
+    "plain": {},
+    "residual behind its norm": {"norm_before_residual": True},
+    "normed states": {"norm_output": True, "draft_vocab_size": VOCAB_SIZE},
+    "qwen3": {"model_type": "qwen3", "norm_before_residual": True, "norm_output": True},
+    "biases": {"has_biases": True, "num_kv_heads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    chosen = choose_kernels()
+    if chosen.library is None:
+        pytest.skip("no native kernels were built")
+    return start_kernels(chosen, ModelConfig(num_threads=2))
+
+
+@pytest.fixture(params=KINDS)
+def folders(request, tmp_path):
+    return make_random_eagle3(tmp_path, **KINDS[request.param])
+
+
+def opened(folders, dtype):
+    head, target = folders
+    return open_head(head, Target.open(target), CPU, dtype)
+
+
+class Native:
+    """A head's native step over a cache of its own; `run` takes (sequence, first row, end) each."""
+
+    def __init__(self, head, kernels):
+        self.head = head
+        self.dtype = getattr(torch, head.spec.dtype)
+        self.step = head.native_step(
+            kernels, PagedKVCache(cache_planes(head.spec), num_blocks=8, block_size=BLOCK_SIZE)
+        )
+
+    def run(self, *parts, num_logits=None, features=FEATURES):
+        """(states, logits) of each part's rows, or of its last `num_logits`."""
+        rows = [
+            SequenceRows(
+                TOKEN_IDS[index, start + 1 : end + 1].tolist(),
+                start,
+                (1, 6, 3) if index else (4, 0, 7),
+                end - start if num_logits is None else num_logits,
+            )
+            for index, start, end in parts
+        ]
+        fed = torch.cat([features[index, start:end] for index, start, end in parts]).to(self.dtype)
+        batch = build_input_batch(rows, BLOCK_SIZE)
+        states, logits = self.step.draft(batch, fed, self.head.target_ids, VOCAB_SIZE)
+        sizes = [each.num_logits for each in rows]
+        return list(zip(states.split(sizes), logits.split(sizes), strict=True))
+
+
+def by_torch(head, index, num_rows=NUM_TOKENS, features=FEATURES):
+    """(states, logits) of the first rows, in one dense forward."""
+    depths = torch.zeros(num_rows, dtype=torch.int64)
+    rows = HeadRows(TOKEN_IDS[index, 1 : num_rows + 1], features[index, :num_rows], depths, torch.arange(num_rows))
+    states = head.forward(rows, DenseAttention())
+    own = head.logits(states, depths)
+    if head.target_ids is None:
+        return states, own
+    return states, torch.full((num_rows, VOCAB_SIZE), -torch.inf).index_copy_(1, head.target_ids, own)
+
+
+def assert_close(found, expected, tolerance=1e-4):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        is_known = ~theirs.isinf()
+        difference = (ours.float()[is_known] - theirs.float()[is_known]).abs().max()
+        assert float(difference) < tolerance * float(theirs[is_known].abs().max())
+
+
+def test_states_and_logits_are_those_of_torch_in_float32(folders, kernels):
+    native, head = Native(opened(folders, torch.float32), kernels), opened(folders, torch.float32)
+    assert_close(native.run((0, 0, NUM_TOKENS))[0], by_torch(head, 0))
+    native.run((1, 0, 20), num_logits=0)
+    (first, second) = native.run((1, 20, 31), (0, 3, 4))
+    expected = by_torch(head, 1)
+    assert_close(first, [each[20:31] for each in expected])
+    assert_close(second, [each[3:4] for each in by_torch(head, 0)])
+
+
+def test_own_states_are_fed_back_as_by_torch(folders, kernels):
+    native, head = Native(opened(folders, torch.float32), kernels), opened(folders, torch.float32)
+    features = {each: FEATURES.clone() for each in (native, head)}
+    ((states, _),) = native.run((0, 0, 30))
+    expected, _ = by_torch(head, 0, 30)
+    for place in range(30, 34):
+        features[native][0, place], features[head][0, place] = states[-1], expected[-1]
+        ((states, logits),) = native.run((0, place, place + 1), features=features[native])
+        expected, expected_logits = by_torch(head, 0, place + 1, features[head])
+        assert_close((states, logits), (expected[-1:], expected_logits[-1:]))
+
+
+def test_bfloat16_is_near_and_has_the_same_bits_in_any_batch(folders, kernels):
+    native = Native(opened(folders, torch.bfloat16), kernels)
+    rows = [native.run((0, at, at + 1))[0] for at in range(NUM_TOKENS)]
+    alone = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    assert alone[0].dtype == torch.bfloat16
+    assert_close(alone, by_torch(opened(folders, torch.float32), 0), tolerance=0.05)
+    native.run((0, 0, 7), num_logits=0)
+    in_company = native.run((1, 0, 11), (0, 7, NUM_TOKENS))[1]
+    assert all(map(torch.equal, in_company, (each[7:] for each in alone)))
+
+
+def test_a_proposers_forward_asks_the_kernels_where_there_are_some(folders, kernels):
+    known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
+    options = {"num_cached_tokens": 512, "known_token_ids": known, "device": CPU}
+    assert HeadForward.of(opened(folders, torch.float32), kernels=kernels, **options).native is not None
+    assert HeadForward.of(opened(folders, torch.float32), **options).native is None
+
+
+def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
+    head = opened(make_random_eagle3(tmp_path, head_dim=8), torch.float32)
+    assert Native(head, kernels).step is None
+    assert by_torch(head, 0)[1].isfinite().any()
