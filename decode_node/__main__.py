@@ -69,6 +69,7 @@ def make_build(
         from decode_node.drafting.gather import DraftGatherer, log_failed_proposer
         from decode_node.drafting.local_head import open_local_head
         from decode_node.ingest import Ingest
+        from decode_node.kept_answers import open_kept_answers
         from decode_node.node import DecodeParts
         from decode_node.sequence_group_manager import SequenceGroupManager
         from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, open_turns
@@ -185,8 +186,8 @@ def make_build(
             ),
             max_local_prefill_tokens=config.max_local_prefill_tokens,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
+            kept_answers=open_kept_answers(config.keep_features, max_bytes=config.keep_features_bytes),
         )
-        profiler = StepProfiler(engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock())
         cpu_turns = open_turns(
             model_config.turns_file,
             model.cpu_kernels,
@@ -197,7 +198,9 @@ def make_build(
             engine=engine,
             drafts=drafts,
             groups=groups,
-            profiler=profiler,
+            profiler=StepProfiler(
+                engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()
+            ),
             verifier=RequestVerifier(sampler),
             emit=emit,
             cpu_turns=cpu_turns,

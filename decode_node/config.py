@@ -53,6 +53,12 @@ class DecodeNodeConfig:
     max_rows_per_step: int = setting(
         512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."
     )
+    keep_features: str = setting(
+        "",
+        help="A folder to keep answers and prompts in, for train-head --from-traffic: texts of users, as token ids. "
+        "Bounded, the oldest go first; empty: none are kept.",
+    )
+    keep_features_bytes: int = fixed(256 << 20)  # of all nodes that share the folder: forty million tokens
     resolve_interval_seconds: float = fixed(2.0)  # new draft nodes are found soon, and a look-up is cheap
     draft_wait_seconds: float = fixed(0.002)  # a step's wait for drafts, and never over 20 % of a step
     max_local_prefill_tokens: int = fixed(32)  # computed here rather than transferred: as many rows as drafts may take

@@ -152,6 +152,8 @@ class DecodeNode:
             await asyncio.to_thread(self._thread.join, 5.0)
         await parts.drafts.stop()
         await asyncio.to_thread(parts.ingest.stop)
+        if parts.groups.kept_answers is not None:
+            await asyncio.to_thread(parts.groups.kept_answers.close)
 
     def describe(self) -> dict[str, Any]:
         return dict(self._parts.description) if self._parts else {}

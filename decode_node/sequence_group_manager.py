@@ -19,6 +19,7 @@ from decode_node.drafting.gather import DraftGatherer
 from decode_node.fair_shares import FairShares
 from decode_node.groups import GroupTable, Sample, SequenceGroup, cached_table
 from decode_node.ingest import Ingest
+from decode_node.kept_answers import KeptAnswers
 from decode_node.reservations import Reservations
 from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
@@ -54,11 +55,13 @@ class SequenceGroupManager:
         admission: Admission,
         max_local_prefill_tokens: int,
         transfer_timeout_seconds: float,
+        kept_answers: KeptAnswers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._drafts = drafts
         self._admission = admission
+        self.kept_answers = kept_answers
         self._fair_shares = FairShares(engine.pool, max_running_sequences=admission.max_running_sequences, clock=clock)
         self._max_local_prefill_tokens = max_local_prefill_tokens
         self._groups = GroupTable()
@@ -302,6 +305,13 @@ class SequenceGroupManager:
         """Its tokens are all decided."""
         fault_point("decode.done")
         self._admission.observe_finished(sample.num_generated)
+        if self.kept_answers is not None:
+            opened = sample.group.opened
+            self.kept_answers.keep(
+                sample.sequence.token_ids,
+                prompt_length=len(opened.prompt_token_ids),
+                temperature=opened.options.sampling.temperature,
+            )
         self._drop(sample)
 
     def cancel(self, command: GroupCancelled) -> None:

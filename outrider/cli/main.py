@@ -19,6 +19,7 @@ COMMANDS = {
     "demo": "stream three prompts with and without speculation, and one whose decode node is killed",
     "bench": "run a load test",
     "profile": "show where the time of a running node's steps goes",
+    "train-head": "train a drafter head for a model; needs no data",
     "fetch": "download and verify the models; also validates every setting",
     "probe": "check a service's health; exit status 0 if it serves",
 }
@@ -61,7 +62,7 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=f"{summary}.", allow_abbrev=False)
         if name == chosen:
-            module = importlib.import_module(f"outrider.cli.{name}")
+            module = importlib.import_module(f"outrider.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

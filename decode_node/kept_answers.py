@@ -1,0 +1,71 @@
+"""What this node has answered, kept in files for `outrider train-head --from-traffic`.
+
+Tokens, not features: a trainer computes the same features from them again, and they take a thousandth of the space
+(docs/adr/0031-answers-are-kept-as-tokens.md). They are texts of users.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.errors import ConfigError
+from outrider.service.telemetry.logging import get_logger
+from outrider.training.answer_files import AnswerWriter, KeptAnswer
+
+MAX_WAITING = 256
+CLOSE_SECONDS = 2.0
+KIND = "traffic"
+
+_log = get_logger("kept_answers")
+
+
+def open_kept_answers(folder: str, *, max_bytes: int) -> KeptAnswers | None:
+    """None for no folder. Raises: ConfigError where it cannot be written to."""
+    return KeptAnswers(Path(folder).expanduser(), max_bytes=max_bytes) if folder else None
+
+
+class KeptAnswers:
+    """A thread that writes, and a short queue to it. What does not fit, as with a slow disk, is dropped and counted."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        """Raises: ConfigError where the folder cannot be written to."""
+        self.num_dropped = 0
+        self._waiting: queue.Queue[KeptAnswer | None] = queue.Queue(MAX_WAITING)
+        try:
+            self._writer = AnswerWriter(folder, max_bytes=max_bytes)
+        except OSError as error:
+            raise ConfigError(f"decode_node.keep_features {folder} cannot be written to: {error}") from error
+        self._thread = threading.Thread(target=self._write, name="kept-answers", daemon=True)
+        self._thread.start()
+
+    def keep(self, token_ids: Sequence[int], *, prompt_length: int, temperature: float) -> None:
+        """A whole text. From the engine thread: never waits, never raises."""
+        answer = KeptAnswer(list(token_ids[:prompt_length]), list(token_ids[prompt_length:]), temperature, KIND)
+        try:
+            self._waiting.put_nowait(answer)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Writes what waits, for at most CLOSE_SECONDS."""
+        try:
+            self._waiting.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            return  # the disk hangs; the thread ends with the process
+        self._thread.join(CLOSE_SECONDS)
+
+    def _write(self) -> None:
+        num_reported = 0
+        while (answer := self._waiting.get()) is not None:
+            try:
+                self._writer.append(answer)
+            except OSError as error:
+                self.num_dropped += 1
+                _log.warning("answers are not kept", error=str(error))
+            if self.num_dropped > num_reported:
+                num_reported = self.num_dropped
+                _log.warning("answers were not kept: the disk is behind", num_dropped=num_reported)
+        self._writer.close()

@@ -1,0 +1,74 @@
+"""`outrider train-head`: a drafter head for a model, from nothing but that model.
+
+Ctrl-C, or a kill, loses little: the same command goes on where the run stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from outrider.cli.config import sections_of
+from outrider.cli.progress import EventPrinter
+from outrider.cli.up import add_cluster_arguments, make_cluster
+from outrider.cluster import ClusterEvent, EventKind
+from outrider.config import load_config
+
+PLAN_ARGUMENTS = {  # by name of the plan's field: flag, metavariable, help
+    "form": ("--form", "FORM", "eagle3, medusa or mlp; default eagle3"),
+    "minutes": ("--minutes", "N", "the time that all of it may take; default 60"),
+    "prompts": ("--prompts", "FILE", 'JSONL of prompts: {"text": …} or {"messages": […]}; default: the model\'s own'),
+    "traffic": ("--from-traffic", "DIR", "learn from what decode nodes kept there (decode_node.keep_features)"),
+    "init_from": ("--init-from", "HEAD", "go on from this eagle3 head, and keep its features valid"),
+    "draft_vocab_size": ("--draft-vocab", "N", "tokens that it can draft, the most frequent ones; default 4096"),
+    "num_steps": ("--steps", "N", "of its own outputs that it learns by; default 4"),
+    "batch_size": ("--batch", "N", "texts of a training step; default 6"),
+    "learning_rate": ("--rate", "R", "learning rate; default 0.0012"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="the head's folder; made if need be")
+    kinds = {"minutes": float, "learning_rate": float, "draft_vocab_size": int, "num_steps": int, "batch_size": int}
+    for name, (flag, metavar, text) in PLAN_ARGUMENTS.items():
+        kind = kinds.get(name, str if name == "form" else Path)
+        parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
+    add_cluster_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises: OutriderError."""
+    from outrider.training.plan import TrainingPlan
+    from outrider.training.run import train_head  # imports torch
+
+    if arguments.port is None:
+        arguments.port = 0
+    flags = {"model.id": arguments.model, "model.dtype": arguments.dtype}
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
+    settings = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
+    given = {name: getattr(arguments, name) for name in PLAN_ARGUMENTS if getattr(arguments, name) is not None}
+    plan = TrainingPlan(out=arguments.out, model=settings.sections["model"], **given)
+    printer = EventPrinter(sys.stdout)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+
+    def progress(stage: str, done: int, total: int) -> None:
+        printer.show(ClusterEvent(kind=EventKind.PROGRESS, name="train-head", message=stage, done=done, total=total))
+
+    @contextlib.contextmanager
+    def serve() -> Iterator[str]:
+        cluster = make_cluster(arguments)
+        cluster.on_event = printer.show
+        with cluster:
+            yield cluster.router_address
+
+    try:
+        printer.say(train_head(plan, serve, say=printer.say, progress=progress))
+    except KeyboardInterrupt:
+        printer.say(f"interrupted; the same command goes on with what {plan.work} keeps")
+        raise
+    return 0

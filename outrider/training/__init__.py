@@ -1,0 +1,1 @@
+"""Trains drafter heads on what their target says: `outrider train-head`."""

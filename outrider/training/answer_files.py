@@ -1,0 +1,106 @@
+"""Answers kept in files: what training takes from a cluster, and what a decode node keeps of its traffic. Torch-free.
+
+A line is one answer as JSON, with token ids in place of text. Each writer begins files of its own, so that a killed one
+leaves at most a line without its end, which readers pass over. All writers of a folder share its bound: whoever begins
+a file removes the oldest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from outrider.errors import ConfigError
+
+SUFFIX = ".answers.jsonl"
+FILES_IN_BOUND = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """One answer of the target."""
+
+    prompt: Sequence[int]  # token ids, with the chat template's
+    response: Sequence[int]  # with the token that ended it, if one did
+    temperature: float = 0.0
+    kind: str = "other"  # of text: "chat", "code"; for held-out figures
+
+    @classmethod
+    def from_line(cls, line: str) -> KeptAnswer:
+        """Raises: ValueError for what is no answer."""
+        try:
+            fields = json.loads(line)
+            prompt, response = ([int(token_id) for token_id in fields[name]] for name in ("prompt", "response"))
+            return cls(prompt, response, float(fields.get("temperature", 0.0)), str(fields.get("kind", "other")))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no answer: {error!r}") from error
+
+    def to_line(self) -> str:
+        fields = {"prompt": list(self.prompt), "response": list(self.response)}
+        return json.dumps(fields | {"temperature": self.temperature, "kind": self.kind}) + "\n"
+
+
+class AnswerWriter:
+    """Appends answers to files of one folder, of at most `max_bytes` in all. One owner thread."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        """Raises: OSError where the folder cannot be made."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._file: TextIO | None = None
+        self._num_bytes = 0  # of the open file
+
+    def append(self, answer: KeptAnswer) -> None:
+        """The line is the system's when this returns: it outlives the process. Raises: OSError."""
+        line = answer.to_line()
+        if self._file is None or self._num_bytes + len(line) > self._max_bytes // FILES_IN_BOUND:
+            self._begin_file(len(line))
+        assert self._file is not None
+        self._file.write(line)
+        self._file.flush()
+        self._num_bytes += len(line)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin_file(self, num_bytes: int) -> None:
+        self.close()
+        held = self._max_bytes - max(num_bytes, self._max_bytes // FILES_IN_BOUND)
+        for path in reversed(_files(self._folder)):  # newest first
+            held -= path.stat().st_size
+            if held < 0:
+                path.unlink(missing_ok=True)
+        path = self._folder / f"{time.time_ns():020}-{os.getpid()}{SUFFIX}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "w", encoding="ascii")
+        self._num_bytes = 0
+
+
+def read_answers(folder: Path) -> Iterator[KeptAnswer]:
+    """Every whole answer, the oldest first. Raises: ConfigError for a line that is none, or a folder without files."""
+    files = _files(folder)
+    if not files:
+        raise ConfigError(
+            f"{folder} has no kept answers (*{SUFFIX}): let a decode node run with decode_node.keep_features={folder}"
+        )
+    for path in files:
+        with path.open(encoding="ascii") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    continue  # its writer was killed, or is writing
+                try:
+                    yield KeptAnswer.from_line(line)
+                except ValueError as error:
+                    raise ConfigError(f"{path}, line {number}: {error}; remove the line or the file") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))

@@ -1,0 +1,112 @@
+"""Phase 2: the target's hidden states at every token of the chosen texts, by the runner that serves it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outrider.engine.features import FeatureReduction
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.errors import InternalError
+from outrider.model_hub.compute import PROMPT_ROWS, Compute, open_compute
+from outrider.model_hub.config import ModelConfig
+from outrider.training.dataset import Dataset, features_folder
+from outrider.training.plan import PhaseClock, Progress, TrainingPlan
+
+if TYPE_CHECKING:
+    from outrider.engine.ranks.channel import RankLostError
+
+CLIENTS = (1, 4, 16)
+MAX_DRAFT_TOKENS = 5
+PRICED_CONTEXT = 256  # tokens before the priced rows: a prompt and half an answer
+
+
+def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> Compute:
+    """The target, whose cache keeps those taps as they are. Raises: what `open_compute` does."""
+
+    def on_rank_lost(error: RankLostError) -> None:
+        raise InternalError(f"a rank of the target was lost: {error}; run the same command again") from error
+
+    identity = FeatureReduction(taps=tuple(taps), hidden_size=hidden_size, takes_final_norm=True)
+    return open_compute(
+        config, KVCacheConfig(), max_rows_per_step=max_length, features=identity, on_rank_lost=on_rank_lost
+    )
+
+
+def write_hidden_states(
+    plan: TrainingPlan, target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
+) -> None:
+    """Goes on with hidden.bin, until it is whole or the phase has taken `seconds`, and some texts are there."""
+    cache, index = target.kv_cache, dataset.index
+    plane = target.model.spec.features
+    assert plane is not None
+    most_rows = PROMPT_ROWS[target.model.device.type]
+    start = len(dataset)
+    with (features_folder(plan) / "hidden.bin").open("ab") as file:
+        os.ftruncate(file.fileno(), int(dataset.starts[start]) * index.row_bytes)
+        while start < len(index.lengths):
+            if clock.seconds > seconds and start > 2 * index.num_held_out:
+                return
+            end = start + 1
+            while end < len(index.lengths) and dataset.starts[end + 1] - dataset.starts[start] <= most_rows:
+                end += 1
+            rows, slots, num_blocks = [], [], 0
+            for text in range(start, end):
+                own = dataset.rows(text)
+                blocks = range(num_blocks, num_blocks - (-index.lengths[text] // cache.block_size))
+                rows.append(SequenceRows(dataset.tokens[own].tolist(), 0, blocks, num_logits=0))
+                slots.append(torch.arange(index.lengths[text]) + blocks.start * cache.block_size)
+                num_blocks = blocks.stop
+            target.runner.forward(build_input_batch(rows, cache.block_size))
+            file.write(cache.read(plane.name, range(1), torch.cat(slots)).data)
+            start = end
+            clock.keep()
+            progress("features, tokens", int(dataset.starts[start]), int(dataset.starts[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class RowPrices:
+    """Seconds of a step, by clients and rows of each: one row is plain decoding, k + 1 verify k draft tokens."""
+
+    seconds: dict[int, list[float]]
+
+    @classmethod
+    def measure(cls, target: Compute, *, limit_seconds: float) -> RowPrices:
+        """Of the forward alone, the fastest of several: what the machine can do. Writes to the cache's first blocks.
+
+        `limit_seconds`: for each of the figures.
+        """
+        size = target.kv_cache.block_size
+        seconds: dict[int, list[float]] = {}
+        per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
+        for clients in CLIENTS:
+            seconds[clients] = []
+            for num_rows in range(1, MAX_DRAFT_TOKENS + 2):
+                rows = [
+                    SequenceRows([0] * num_rows, PRICED_CONTEXT, range(first, first + per_text), num_logits=num_rows)
+                    for first in itertools.islice(itertools.count(0, per_text), clients)
+                ]
+                batch = build_input_batch(rows, size)
+                seconds[clients].append(fastest(partial(target.runner.forward, batch), limit_seconds))
+        return cls(seconds)
+
+
+def fastest(call: Callable[[], Tensor], limit_seconds: float) -> float:
+    """Seconds of the fastest call within that time, its result in main memory, after one that warms up."""
+    call().cpu()
+    times: list[float] = []
+    until = time.monotonic() + limit_seconds
+    while not times or time.monotonic() < until:
+        started = time.perf_counter()
+        call().cpu()
+        times.append(time.perf_counter() - started)
+    return min(times)

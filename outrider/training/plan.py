@@ -1,0 +1,163 @@
+"""What is to be trained, what time it has, and how far it has come."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.model_hub.config import ModelConfig
+
+FORMS = ("eagle3", "medusa", "mlp")
+ANSWERS, FEATURES, TRAINING = PHASES = ("answers", "features", "training")
+
+ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
+"""Of the whole time, at most. Training takes what is left: two cores write as much in a quarter of an hour as they
+learn from in half an hour."""
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """One `outrider train-head`."""
+
+    out: Path  # the head's folder; what the run keeps for itself is in out/work
+    model: ModelConfig
+    form: str = "eagle3"
+    minutes: float = 60.0
+    prompts: Path | None = None  # JSONL; None: the target writes them
+    traffic: Path | None = None  # a folder of kept answers, in place of new ones
+    init_from: Path | None = None  # a head whose reduction is kept, and whose weights are the start
+    draft_vocab_size: int = 4096
+    num_steps: int = 4  # of its own outputs that a head is trained on: draft tokens
+    batch_size: int = 6  # sequences
+    learning_rate: float = 1.2e-3
+    concurrency: int = 64  # requests at once
+    max_answer_tokens: int = 256
+    max_length: int = 1024  # tokens of a prompt and its answer; longer ones are left out
+    max_feature_bytes: int = 8 << 30
+    held_out_share: float = 0.05
+    checkpoint_seconds: float = 60.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError."""
+        if self.form not in FORMS:
+            raise ConfigError(f"--form {self.form!r} is not one of {', '.join(FORMS)}")
+        if not 0 < self.minutes < 1e6:
+            raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
+        if self.prompts is not None and self.traffic is not None:
+            raise ConfigError("--prompts and --from-traffic are two sources of answers: give one of them")
+        for name, value in (("--draft-vocab", self.draft_vocab_size), ("--batch", self.batch_size)):
+            if value < 1:
+                raise ConfigError(f"{name} {value} is not at least 1")
+        if self.init_from is not None and self.form != "eagle3":
+            raise ConfigError("--init-from takes up an eagle3 head: leave --form at eagle3")
+
+    @property
+    def work(self) -> Path:
+        return self.out / "work"
+
+    @property
+    def seconds(self) -> float:
+        return 60 * self.minutes
+
+    @property
+    def price_seconds(self) -> float:
+        """For each figure of what a step costs."""
+        return min(0.25, self.seconds / 1000)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What must be the same when a run goes on: its files depend on it."""
+        return {
+            "model": self.model.id,
+            "form": self.form,
+            "prompts": _name(self.prompts),
+            "from-traffic": _name(self.traffic),
+            "init-from": _name(self.init_from),
+            "draft-vocab": self.draft_vocab_size,
+        }
+
+
+@dataclass(slots=True)
+class RunState:
+    """How far a run has come, in out/work/state.json. A killed run loses a few seconds of it."""
+
+    fixed: Mapping[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)  # spent, by phase
+    done: list[str] = field(default_factory=list)  # phases
+
+    @classmethod
+    def open(cls, plan: TrainingPlan) -> RunState:
+        """That of the run which is in the folder, or of a new one. Raises: ConfigError for another run's folder."""
+        plan.work.mkdir(parents=True, exist_ok=True)
+        path = plan.work / "state.json"
+        if not path.is_file():
+            return cls(plan.fixed)
+        state = cls(**json.loads(path.read_text(encoding="utf-8")))
+        for name, value in plan.fixed.items():
+            if state.fixed.get(name) != value:
+                raise ConfigError(
+                    f"{plan.out} holds a run with --{name} {state.fixed.get(name)}, not {value}: "
+                    f"give that again to go on, or another --out"
+                )
+        return state
+
+    def write(self, plan: TrainingPlan) -> None:
+        write_atomically(plan.work / "state.json", json.dumps(asdict(self), indent=2) + "\n")
+
+    @contextmanager
+    def phase(self, name: str, plan: TrainingPlan) -> Iterator[PhaseClock]:
+        """Counts the time that is spent inside, also when it ends by an error."""
+        clock = PhaseClock(self, name, plan)
+        try:
+            yield clock
+        finally:
+            clock.keep()
+
+    def finish(self, name: str, plan: TrainingPlan) -> None:
+        self.done.append(name)
+        self.write(plan)
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+class PhaseClock:
+    """The time of one phase, over all runs that worked at it."""
+
+    def __init__(self, state: RunState, name: str, plan: TrainingPlan) -> None:
+        self._state, self._name, self._plan = state, name, plan
+        self._before = state.seconds.get(name, 0.0)
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.monotonic() - self._started
+
+    def keep(self) -> None:
+        """Writes it down."""
+        self._state.seconds[self._name] = self.seconds
+        self._state.write(self._plan)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader, or the next run after a kill, sees the old file or the new one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def _name(path: Path | None) -> str:
+    return "" if path is None else str(path.resolve())

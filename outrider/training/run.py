@@ -1,0 +1,151 @@
+"""READ FIRST: one run of `outrider train-head`, phase by phase. Each goes on where the last run stopped.
+
+1. answers: the target writes prompts and answers them, in a cluster of its own (`generate`), or they are given;
+2. features: its hidden states at every token (`hidden_states`), and what a step costs here;
+3. training (`trainer`), by a form of `forms`;
+4. export, a replay on held-out answers, and the report.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+
+import torch
+
+from outrider.engine.processor import usable_cpus
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+from outrider.model_hub.kernels import resolve_device
+from outrider.model_hub.locate import ModelLocation, locate_model
+from outrider.training.answer_files import read_answers
+from outrider.training.dataset import Dataset, Index, choose_texts, features_folder
+from outrider.training.export import export
+from outrider.training.forms.make import make_student, needed_taps
+from outrider.training.generate import answers_folder, write_answers
+from outrider.training.hidden_states import MAX_DRAFT_TOKENS, RowPrices, open_target, write_hidden_states
+from outrider.training.plan import (
+    ANSWERS,
+    ANSWERS_SHARE,
+    FEATURES,
+    FEATURES_SHARE,
+    REPORT_SHARE,
+    TRAINING,
+    Progress,
+    RunState,
+    Say,
+    TrainingPlan,
+    write_atomically,
+)
+from outrider.training.plot import draw
+from outrider.training.prompts import read_prompts
+from outrider.training.replay import replay
+from outrider.training.report import ReportFacts, measure_head, write_report
+from outrider.training.trainer import Trainer
+
+Serve = Callable[[], AbstractContextManager[str]]
+"""A running cluster of the target: its router's address."""
+
+
+def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress) -> str:
+    """Makes the head in `plan.out`; returns the report. Raises: OutriderError; KeyboardInterrupt, to go on later."""
+    location = locate_model(plan.model, progress=progress)
+    target = Target.open(location.directory)
+    taps = needed_taps(plan, target)
+    if plan.prompts is not None:
+        read_prompts(plan.prompts)  # a bad line is said now
+    if plan.traffic is not None:
+        next(read_answers(plan.traffic))
+    state = RunState.open(plan)
+    if state.seconds:
+        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.seconds.items())
+        say(f"{plan.out} holds a run, which goes on: {spent}{'; done: ' if state.done else ''}{', '.join(state.done)}")
+    if plan.traffic is None and ANSWERS not in state.done:
+        _write_answers(plan, state, serve, say, progress)
+    if FEATURES not in state.done:
+        _write_hidden_states(plan, state, target, taps, say, progress)
+        gc.collect()
+    return _train(plan, state, target, location, say, progress)
+
+
+def _write_answers(plan: TrainingPlan, state: RunState, serve: Serve, say: Say, progress: Progress) -> None:
+    seconds = ANSWERS_SHARE * plan.seconds
+    say(f"answers: the target {'writes prompts and' if plan.prompts is None else ''} answers for {seconds:.0f} s")
+    # What trains runs alone: torch beside a serving cluster is three to four times as slow.
+    with serve() as address, state.phase(ANSWERS, plan) as clock:
+        write_answers(plan, address, clock, seconds=seconds, progress=progress)
+    state.finish(ANSWERS, plan)
+
+
+def _write_hidden_states(
+    plan: TrainingPlan, state: RunState, target: Target, taps: tuple[int, ...], say: Say, progress: Progress
+) -> None:
+    with state.phase(FEATURES, plan) as clock:
+        every = (*taps, target.num_layers)
+        compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
+        index = Index.read(features_folder(plan))
+        if index is None:
+            answers = list(read_answers(plan.traffic or answers_folder(plan)))
+            index = choose_texts(plan, answers, width=len(every) * target.hidden_size, dtype=compute.model.spec.dtype)
+        say(f"features of {len(index.lengths)} texts, {sum(index.lengths)} tokens")
+        dataset = Dataset(features_folder(plan))
+        write_hidden_states(plan, compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
+        prices = RowPrices.measure(compute, limit_seconds=plan.price_seconds)
+        write_atomically(plan.work / "prices.json", json.dumps(asdict(prices)))
+        if len(dataset) < len(index.lengths):
+            say(f"features of {len(dataset)} texts are there; the time for them is over")
+    state.finish(FEATURES, plan)
+
+
+def _train(
+    plan: TrainingPlan,
+    state: RunState,
+    target: Target,
+    location: ModelLocation,
+    say: Say,
+    progress: Progress,
+) -> str:
+    device = resolve_device(plan.model.device)
+    torch.set_num_threads(len(usable_cpus()))  # loading a model may have left one
+    dataset = Dataset(features_folder(plan))
+    student = make_student(plan, target, dataset, name=location.name)
+    counts = dataset.answer_counts(target.vocab_size)
+    covered = counts[student.vocabulary.target_ids].sum().item() / max(int(counts.sum()), 1)
+    num_parameters = sum(parameter.numel() for parameter in student.parameters())
+    lines = [
+        f"target {location.name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
+        (
+            f"{len(dataset.training)} texts to learn from and {len(dataset.held_out)} held out; "
+            f"{int(counts.sum())} answer tokens, of which {100 * covered:.1f} % are in the draft vocabulary of "
+            f"{len(student.vocabulary.target_ids)}"
+        ),
+    ]
+    trainer = Trainer(plan, student, dataset, device=device)
+    if TRAINING not in state.done:
+        say("training: " + "; ".join(lines))
+        spent = state.total_seconds - state.seconds.get(TRAINING, 0.0)
+        seconds = max(plan.seconds * (1 - REPORT_SHARE) - spent, 0.1 * plan.seconds)
+        with state.phase(TRAINING, plan) as clock:
+            trainer.run(clock, seconds=seconds, say=say, progress=progress)
+        state.finish(TRAINING, plan)
+    export(plan, student)
+    write_atomically(plan.out / "training.svg", draw(trainer.history, plan.out.resolve().name))
+    say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
+    most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else plan.num_steps
+    results = replay(student, target, dataset, dataset.held_out, most=most)
+    head = open_head(plan.out, target, device, dataset.hidden.dtype)
+    lines.append("seconds: " + ", ".join(f"{name} {spent:.0f}" for name, spent in state.seconds.items()))
+    lines.append(f"{trainer.step} training steps; the curve is in training.svg")
+    prices = json.loads((plan.work / "prices.json").read_text(encoding="utf-8"))["seconds"]
+    facts = ReportFacts(
+        title=f"{plan.out.resolve().name}: a drafter head for {location.name}",
+        lines=lines,
+        prices=RowPrices({int(clients): values for clients, values in prices.items()}),
+        head_seconds=measure_head(head, device, limit_seconds=plan.price_seconds),
+    )
+    report = write_report(facts, results)
+    write_atomically(plan.out / "report.md", report)
+    return report

@@ -1,0 +1,193 @@
+"""Phase 3: a head learns the target's distributions, several steps of its own outputs at once.
+
+Source: the training-time test of EAGLE-3 (arXiv 2503.01840): step j is fed with the head's own hidden states j times,
+and with the text's tokens, which are the drafts of a chain that was right so far.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.training.dataset import Batch, Dataset
+from outrider.training.forms.base import Student
+from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan
+from outrider.training.soft_cross_entropy import SoftCrossEntropy
+
+STEP_WEIGHT = 0.8  # of each step, of the one before
+OUTPUT_LAYER_RATE = 0.3  # of the others': it begins as the target's
+WARM_UP_STEPS = 40
+LEAST_RATE = 0.02
+NEIGHBOURS = 64  # texts of about one length, from which a batch is drawn
+WATCHED_TEXTS = 24  # held-out ones, while it learns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryPoint:
+    """How far a head was at some time. Lists are by draft position."""
+
+    seconds: float
+    step: int
+    loss: list[float]  # of training, a running mean
+    held_out_loss: list[float]
+    acceptance: list[float]  # share of held-out tokens whose draft is the target's likeliest, those before being right
+
+
+class Trainer:
+    """One head, its optimiser, and what it has learnt so far. Goes on from `checkpoint`, if there is one."""
+
+    def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset, *, device: torch.device) -> None:
+        self._plan, self._dataset, self._device = plan, dataset, device
+        self.student = student.to(device)
+        student.vocabulary = student.vocabulary.to(device)
+        self._has_own_final = plan.form == "eagle3"
+        self._is_mixed = dataset.index.dtype == "bfloat16"
+        trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
+        output = [parameter for name, parameter in trained if "lm_head" in name]
+        others = [parameter for name, parameter in trained if "lm_head" not in name]
+        groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": parameters, "peak": rate} for parameters, rate in groups if parameters],
+            betas=(0.9, 0.95),
+            weight_decay=0.01,
+            fused=True,
+        )
+        self.step = 0
+        self.history: list[HistoryPoint] = []
+        self._running: Tensor | None = None  # [num_steps]: mean losses
+        if self.checkpoint.is_file():
+            self._load()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self._plan.work / "checkpoint.pt"
+
+    def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
+        """Until the phase has taken `seconds`. An interrupted run keeps what it has learnt."""
+        kept_at = clock.seconds
+        if not self.history:
+            self._watch(clock, say)
+        try:
+            for texts in self._batches():
+                part = clock.seconds / seconds
+                if part >= 1 and self.step:
+                    break
+                self._learn(self._batch(texts), part)
+                progress("training, seconds", int(clock.seconds), int(seconds))
+                if clock.seconds - kept_at >= self._plan.checkpoint_seconds:
+                    self._watch(clock, say)
+                    self.save(clock)
+                    kept_at = clock.seconds
+            self._watch(clock, say)
+        finally:
+            self.save(clock)
+
+    def save(self, clock: PhaseClock) -> None:
+        """Atomically: the next run finds the old one or the new one."""
+        fresh = self.checkpoint.with_suffix(f".{os.getpid()}")
+        torch.save(
+            {
+                "student": self.student.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "step": self.step,
+                "running": self._running,
+                "history": [asdict(point) for point in self.history],
+            },
+            fresh,
+        )
+        fresh.replace(self.checkpoint)
+        clock.keep()
+
+    def _load(self) -> None:
+        saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
+        self.student.load_state_dict(saved["student"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self.step, self._running = saved["step"], saved["running"]
+        self.history = [HistoryPoint(**point) for point in saved["history"]]
+
+    def _batches(self) -> Iterator[Sequence[int]]:
+        """Texts of about one length, other neighbours in each round. Never ends."""
+        rng = random.Random(f"{self._plan.seed} {self.step}")  # noqa: S311 no secret
+        lengths, size = self._dataset.index.lengths, self._plan.batch_size
+        by_length = sorted(self._dataset.training, key=lengths.__getitem__)
+        while True:
+            places = sorted(range(len(by_length)), key=lambda place: place + rng.uniform(0, NEIGHBOURS))
+            texts = [by_length[place] for place in places]
+            groups = [texts[start : start + size] for start in range(0, len(texts), size)]
+            rng.shuffle(groups)
+            yield from groups
+
+    def _batch(self, texts: Sequence[int]) -> Batch:
+        width = self.student.vocabulary.embedding.shape[1]
+        batch = Batch.of(self._dataset, texts, hidden_size=width, has_own_final=self._has_own_final)
+        return batch.to(self._device)
+
+    def _learn(self, batch: Batch, part: float) -> None:
+        """`part` of the time has passed."""
+        rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
+        rate *= LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
+        losses, _ = self.losses(batch)
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.stack([STEP_WEIGHT**step * loss for step, loss in enumerate(losses)]).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        self._optimizer.step()
+        self.step += 1
+        now = torch.stack([loss.detach() for loss in losses])
+        self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
+
+    def losses(self, batch: Batch) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """By step: the loss; and (whether the choice is the target's [n] bool, the share of rows that count [n])."""
+        student, vocabulary, first = self.student, self.student.vocabulary, batch.first_chain
+        rows = batch.texts, batch.places
+        with torch.no_grad():
+            shares = torch.softmax(functional.linear(batch.final, vocabulary.output_rows).float(), -1)
+            best = shares.argmax(-1)
+            is_known = (vocabulary.draft_ids[batch.token_ids[rows[0], rows[1] + 1]] >= 0).float()
+        losses, hits = [], []
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
+            chains = student.start(batch.features, first=first)
+            for step in range(self._plan.num_steps):
+                # The chain of a row is fed with the text's tokens up to the row's own.
+                tokens = functional.pad(batch.token_ids[:, 1 + step + (first if step else 0) :], (0, 1 + step))
+                hidden = student.step(chains, tokens)
+                num_rows = int((batch.depths >= step).sum())
+                own = rows[0][:num_rows], rows[1][:num_rows] - 1 - step - first
+                logits = student.logits(hidden[own], step)
+                loss, choice = SoftCrossEntropy.apply(logits, shares[:num_rows], is_known[:num_rows])
+                losses.append(loss)
+                hits.append(((choice == best[:num_rows]) & (is_known[:num_rows] > 0), is_known[:num_rows]))
+        return losses, hits
+
+    @torch.no_grad()
+    def _watch(self, clock: PhaseClock, say: Say) -> None:
+        """Adds to the history, by held-out texts."""
+        held_out, size, num_steps = self._dataset.held_out[:WATCHED_TEXTS], self._plan.batch_size, self._plan.num_steps
+        sums = torch.zeros(3, num_steps)  # loss, hits, rows
+        for start in range(0, len(held_out), size):
+            losses, hits = self.losses(self._batch(held_out[start : start + size]))
+            for step, (loss, (hit, known)) in enumerate(zip(losses, hits, strict=True)):
+                sums[:, step] += torch.tensor([loss.item() * len(known), hit.sum().item(), len(known)])
+        held_out_loss = (sums[0] / sums[2].clamp_min(1)).tolist()
+        point = HistoryPoint(
+            seconds=clock.seconds,
+            step=self.step,
+            loss=held_out_loss if self._running is None else self._running.tolist(),
+            held_out_loss=held_out_loss,
+            acceptance=(sums[1] / sums[2].clamp_min(1)).tolist(),
+        )
+        self.history.append(point)
+        say(
+            f"training {point.seconds:.0f} s, step {point.step}: loss {point.loss[0]:.3f}, held out "
+            f"{point.held_out_loss[0]:.3f}, acceptance " + " ".join(f"{share:.3f}" for share in point.acceptance)
+        )

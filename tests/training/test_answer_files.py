@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
+
+
+def answer(number, size=20):
+    return KeptAnswer([1, 2, number], [number] * size, 0.5, "chat")
+
+
+def write(folder, answers, *, max_bytes=1 << 20):
+    writer = AnswerWriter(folder, max_bytes=max_bytes)
+    for each in answers:
+        writer.append(each)
+    writer.close()
+
+
+def test_what_is_written_is_read_again_in_order(tmp_path):
+    answers = [answer(number) for number in range(5)]
+    write(tmp_path / "kept", answers)
+    assert list(read_answers(tmp_path / "kept")) == answers
+
+
+def test_all_files_together_stay_in_the_bound_and_the_oldest_go_first(tmp_path):
+    for start in range(0, 300, 100):  # three runs of a node
+        write(tmp_path, [answer(number) for number in range(start, start + 100)], max_bytes=8000)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8000
+    numbers = [each.prompt[2] for each in read_answers(tmp_path)]
+    assert numbers[-1] == 299
+    assert numbers == list(range(numbers[0], 300))
+    assert len(numbers) > 30
+
+
+def test_files_are_the_owners_alone(tmp_path):
+    write(tmp_path / "kept", [answer(1)])
+    (path,) = (tmp_path / "kept").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_line_that_a_killed_writer_left_is_passed_over(tmp_path):
+    write(tmp_path, [answer(1)])
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text() + answer(2).to_line()[:-9])
+    assert list(read_answers(tmp_path)) == [answer(1)]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": [1]}', "[]", "nonsense", '{"prompt": 3, "response": [1]}'])
+def test_a_line_that_is_no_answer_is_named(tmp_path, line):
+    write(tmp_path, [answer(1)])
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        list(read_answers(tmp_path))
+
+
+def test_a_folder_without_answers_says_how_to_get_some(tmp_path):
+    with pytest.raises(ConfigError, match=r"decode_node\.keep_features"):
+        list(read_answers(tmp_path))

@@ -1,0 +1,170 @@
+"""The whole run, on the tiny model: what a person starts, interrupts, kills, and starts again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+from outrider.training.answer_files import read_answers
+from outrider.training.dataset import Dataset, features_folder
+from outrider.training.generate import answers_folder
+from outrider.training.plan import RunState
+from outrider.training.run import train_head
+
+WAIT_SECONDS = 120.0
+
+
+def run(plan, *, address=None, progress=lambda *_: None):
+    """Returns (the report, what was said)."""
+
+    @contextlib.contextmanager
+    def serve():
+        assert address is not None, "a cluster was started"
+        yield address
+
+    said = []
+    return train_head(plan, serve, say=said.append, progress=progress), "\n".join(said)
+
+
+@pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
+def test_a_head_from_kept_answers(plan_of, tiny_model, form):
+    plan = plan_of(form=form, minutes=0.1)
+    report, _ = run(plan)
+    head = open_head(plan.out, Target.open(tiny_model), torch.device("cpu"), torch.float32)
+    assert head.spec.form.startswith(form)
+    assert report == (plan.out / "report.md").read_text()
+    assert "Tokens a step, greedy" in report
+    assert "temperature 1, coupled" in report
+    assert "| lookup, then head |" in report
+    ET.parse(plan.out / "training.svg")
+    again, said = run(plan)  # nothing is left to do
+    assert "training done" not in said
+    assert "goes on" in said
+    assert again.splitlines()[:5] == report.splitlines()[:5]
+
+
+def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
+    """Against transformers' own."""
+    from transformers import AutoModelForCausalLM
+
+    plan = plan_of(minutes=0.05)
+    run(plan)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    dataset = Dataset(features_folder(plan))
+    for text in (0, len(dataset) - 1):
+        rows = dataset.rows(text)
+        with torch.inference_mode():
+            states = model(dataset.tokens[rows][None], output_hidden_states=True).hidden_states
+        # states[i] is the input of layer i; the last is behind the final norm.
+        taps = json.loads((plan.out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+        expected = torch.cat([*(states[tap][0] for tap in taps), states[-1][0]], -1)
+        torch.testing.assert_close(dataset.hidden[rows], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_target_writes_its_own_prompts(plan_of, running):
+    plan = plan_of(traffic=None, minutes=0.15, concurrency=4, max_answer_tokens=16)
+    _, said = run(plan, address=running.router_address)
+    answers = list(read_answers(answers_folder(plan)))
+    assert len(answers) >= 4
+    assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
+    assert all(8 <= len(answer.response) <= 16 for answer in answers)
+    assert "writes prompts" in said
+    running.wait_until_nothing_is_held()
+
+
+def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_path):
+    lines = [json.dumps({"text": f"question {number}", "kind": "ab"[number % 2]}) for number in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:5]))
+    plan = plan_of(traffic=None, prompts=tmp_path / "prompts.jsonl", minutes=0.3, concurrency=3, max_answer_tokens=12)
+
+    def interrupt(stage, *_):
+        if stage.startswith("features"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, address=running.router_address, progress=interrupt)
+    before = list(read_answers(answers_folder(plan)))
+    assert len(before) == 5
+    state = RunState.open(plan)
+    state.done.remove("answers")  # as if it had been interrupted there
+    state.write(plan)
+    (plan.work / "features" / "index.json").unlink()
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    run(plan, address=running.router_address)
+    answers = list(read_answers(answers_folder(plan)))
+    assert answers[:5] == before
+    assert len({tuple(answer.prompt) for answer in answers}) == len(answers) == 12
+    assert {answer.kind for answer in answers} == {"a", "b"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from outrider.model_hub.config import ModelConfig
+from outrider.training.plan import TrainingPlan
+from outrider.training.run import train_head
+
+model, kept, out, stage, count, minutes = sys.argv[1:]
+seen = 0
+
+def progress(name, *_):
+    global seen
+    seen += name.startswith(stage)
+    if stage and seen >= int(count):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+plan = TrainingPlan(
+    out=Path(out), traffic=Path(kept), minutes=float(minutes), draft_vocab_size=100, num_steps=2,
+    checkpoint_seconds=0.0,
+    model=ModelConfig(id=model, num_threads=1, dtype="float32"),
+)
+train_head(plan, None, say=print, progress=progress)
+"""
+
+
+@pytest.mark.slow  # starts three processes that import torch
+def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
+    def start(*arguments):
+        return subprocess.run(
+            [sys.executable, "-c", KILLED, *map(str, (tiny_model, kept, tmp_path / "head", *arguments))],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False, capture_output=True, text=True, timeout=WAIT_SECONDS,
+        )  # fmt: skip
+
+    hidden = tmp_path / "head" / "work" / "features" / "hidden.bin"
+    assert start("features", 2, 10).returncode == -signal.SIGKILL  # within the phase
+    num_bytes = hidden.stat().st_size
+    assert num_bytes > 0
+    killed = start("training", 3, 10)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert "goes on" in killed.stdout
+    whole = hidden.stat()
+    assert whole.st_size > num_bytes
+    ended = start("", 0, 0.1)
+    assert ended.returncode == 0, ended.stderr
+    assert "done: features" in ended.stdout
+    assert "step 0:" not in ended.stdout  # it began with what the killed run had learnt
+    assert hidden.stat().st_mtime_ns == whole.st_mtime_ns
+    assert (tmp_path / "head" / "report.md").is_file()
+
+
+def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
+    target, cpu = Target.open(tiny_model), torch.device("cpu")
+    first = plan_of(minutes=0.05)
+    run(first)
+    second = plan_of(minutes=0.05, out=tmp_path / "second", init_from=first.out, draft_vocab_size=7)
+    run(second)
+    old, new = (open_head(plan.out, target, cpu, torch.float32) for plan in (first, second))
+    assert new.reduction.fingerprint == old.reduction.fingerprint  # features of a running cluster are its too
+    assert new.target_ids.tolist() == old.target_ids.tolist()
+    assert new.spec.fingerprint != old.spec.fingerprint

@@ -1,0 +1,124 @@
+"""A head in training computes what the same head computes when it drafts, row by row and with a cache."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.heads.base import HeadRows
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+from outrider.training.export import export
+from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_student
+
+LENGTH, START = 14, 9
+
+
+class PlainCache:
+    """An `Attend` that keeps the rows of one text, each at its position; a row sees those before it, and itself."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def at(self, positions):
+        def attend(layer, query, key, value, scaling):
+            found = []
+            for row, position in enumerate(positions):
+                self.rows[position] = key[row], value[row]
+                keys, values = (
+                    torch.stack([self.rows[place][part] for place in range(position + 1)]) for part in (0, 1)
+                )
+                group = query.shape[1] // keys.shape[1]
+                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+                shares = torch.softmax(torch.einsum("hd,shd->hs", query[row], keys) * scaling, -1)
+                found.append(torch.einsum("hs,shd->hd", shares, values))
+            return torch.stack(found)
+
+        return attend
+
+
+@pytest.fixture
+def toy_folder(tmp_path):
+    """The toy target as a checkpoint, as far as heads read it."""
+    toy, folder = ToyTarget(), tmp_path / "toy"
+    folder.mkdir()
+    shape = {"hidden_size": HIDDEN, "num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 512}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    tensors = {"model.embed_tokens.weight": toy.embedding(), "lm_head.weight": toy.output_layer()}
+    save_file({**tensors, "model.norm.weight": torch.ones(HIDDEN)}, folder / "model.safetensors")
+    return folder
+
+
+def rounded(student):
+    """With weights that bfloat16 holds, as those that are exported."""
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.copy_((parameter + 0.1 * torch.randn_like(parameter)).bfloat16())
+    if hasattr(student, "scale"):
+        student.scale.copy_(2.0 ** torch.randint(-3, 3, student.scale.shape))  # folded into fc without rounding
+    return student
+
+
+@pytest.mark.parametrize("size", [VOCAB, 30])
+@pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
+def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, form, size):
+    plan, depths = plan_of(form=form), 3
+    student = rounded(toy_student(form, size=size))
+    plan.out.mkdir()
+    export(plan, student)
+    head = open_head(plan.out, Target.open(toy_folder), torch.device("cpu"), torch.float32)
+
+    generator = torch.Generator().manual_seed(1)
+    taps = torch.randn(LENGTH, HIDDEN * (len(TAPS) if form == "eagle3" else 1), generator=generator)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator)
+    drafted = torch.randint(VOCAB, (depths,), generator=generator)  # by the chain of row START, from depth 1 on
+
+    with torch.no_grad():
+        chains, trained = student.start(taps[None]), []
+        for depth in range(depths):
+            fed = torch.cat([tokens[1:], tokens[:1]]) if not depth else torch.full((LENGTH,), int(drafted[depth]))
+            hidden = student.step(chains, fed[None])[0, START]
+            trained.append(student.logits(hidden[None], depth)[0])
+
+        cache = PlainCache()
+        features = head.reduction.to("cpu", torch.float32)(taps)
+        rows = HeadRows(
+            tokens[1 : START + 2], features[: START + 1], torch.zeros(START + 1).long(), torch.arange(START + 1)
+        )
+        state = head.forward(rows, cache.at(range(START + 1)))[-1:]
+        served = [head.logits(state, torch.tensor([0]))[0]]
+        for depth in range(1, depths):
+            at, position = torch.tensor([depth]), START + depth
+            rows = HeadRows(drafted[depth : depth + 1], state, at, torch.tensor([position]))
+            state = head.forward(rows, cache.at([position]))
+            served.append(head.logits(state, at)[0])
+    ids = student.vocabulary.target_ids
+    if head.target_ids is not None:
+        assert head.target_ids.tolist() == ids.tolist()
+    for one, other in zip(trained, served, strict=True):
+        # A layout without a draft vocabulary has all rows.
+        torch.testing.assert_close(one, other if len(other) == len(one) else other[ids], atol=2e-4, rtol=2e-4)
+
+
+def test_chains_that_are_left_out_change_no_other():
+    student, first = toy_student("eagle3"), 6
+    taps, tokens = torch.randn(2, LENGTH, HIDDEN * len(TAPS)), torch.randint(VOCAB, (3, 2, LENGTH))
+    with torch.no_grad():
+        every, some = student.start(taps), student.start(taps, first=first)
+        for depth in range(3):
+            one = student.step(every, tokens[depth])[:, first:]
+            other = student.step(some, tokens[depth][:, first if depth else 0 :])
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_channels_are_scaled_by_medians_which_the_first_token_does_not_move():
+    student = toy_student("eagle3")
+    sample = torch.randn(200, HIDDEN * len(TAPS))
+    student.scale_features(sample)
+    before = student.scale.clone()
+    sample[0] = 25_000.0
+    student.scale_features(sample)
+    torch.testing.assert_close(student.scale, before, rtol=0.05, atol=0)

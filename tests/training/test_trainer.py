@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from outrider.training.dataset import Batch
+from outrider.training.plan import RunState
+from outrider.training.soft_cross_entropy import SoftCrossEntropy
+from outrider.training.trainer import Trainer
+from tests.training.toy import HIDDEN, toy_dataset, toy_student
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def make(plan_of):
+    """make(form) → (plan, a new Trainer on the toy's texts)."""
+
+    def new(form="eagle3", **fields):
+        plan = plan_of(form=form, learning_rate=4e-3, **fields)
+        dataset = toy_dataset(plan, has_taps=form == "eagle3")
+        return plan, Trainer(plan, toy_student(form), dataset, device=CPU)
+
+    return new
+
+
+def train(plan, trainer, seconds):
+    state = RunState.open(plan)
+    with state.phase("training", plan) as clock:
+        trainer.run(clock, seconds=seconds, say=lambda _: None, progress=lambda *_: None)
+
+
+def learn(trainer, num_steps):
+    batches = trainer._batches()
+    for _ in range(num_steps):
+        trainer._learn(trainer._batch(next(batches)), 0.1)
+
+
+@pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
+def test_a_head_learns_a_target_that_can_be_told(make, one_thread, form):
+    _, trainer = make(form)
+    batch = trainer._batch(list(trainer._dataset.held_out))
+    before = [loss.item() for loss in trainer.losses(batch)[0]]
+    learn(trainer, 120)
+    losses, hits = trainer.losses(batch)
+    assert losses[0].item() < 0.5 * before[0]
+    assert losses[2].item() < 0.7 * before[2]  # of its own outputs it learns too
+    assert hits[0][0].float().mean() > 0.5  # one of 48
+
+
+def test_a_batch_has_the_rows_that_decide_the_answers(make):
+    _, trainer = make()
+    dataset = trainer._dataset
+    texts = [dataset.training[0], dataset.training[1]]
+    batch = Batch.of(dataset, texts, hidden_size=HIDDEN, has_own_final=True)
+    assert batch.depths.tolist() == sorted(batch.depths.tolist(), reverse=True)
+    for text, place, depth, final in zip(
+        batch.texts.tolist(), batch.places.tolist(), batch.depths.tolist(), batch.final, strict=True
+    ):
+        number = texts[text]
+        assert depth == place - dataset.index.prompt_lengths[number] + 1
+        own = dataset.hidden[dataset.rows(number).start + place]
+        torch.testing.assert_close(final, own[-HIDDEN:])
+        torch.testing.assert_close(batch.features[text, place], own[:-HIDDEN])
+    assert len(batch.depths) == sum(dataset.index.lengths[text] - dataset.index.prompt_lengths[text] for text in texts)
+
+
+def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, monkeypatch):
+    plan, trainer = make(checkpoint_seconds=1e6)
+
+    def interrupt(*_):
+        if trainer.step == 5:
+            raise KeyboardInterrupt
+
+    state = RunState.open(plan)
+    with pytest.raises(KeyboardInterrupt), state.phase("training", plan) as clock:
+        trainer.run(clock, seconds=1e6, say=lambda _: None, progress=interrupt)
+    again = Trainer(plan, toy_student("eagle3"), trainer._dataset, device=CPU)
+    assert again.step == 5
+    assert again.history == trainer.history
+    for name, tensor in trainer.student.state_dict().items():
+        torch.testing.assert_close(again.student.state_dict()[name], tensor)
+    texts = list(trainer._dataset.training[:4])
+    for each in (trainer, again):  # the optimiser's moments too
+        each._learn(each._batch(texts), 0.5)
+    torch.testing.assert_close(again.student.fc.weight, trainer.student.fc.weight)
+
+
+def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread, monkeypatch):
+    plan, trainer = make()
+    clock = RunState.open(plan).phase("training", plan)
+    with clock as now:
+        trainer.save(now)
+        trainer.step = 9
+
+        def die(_content, path):
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(torch, "save", die)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save(now)
+    monkeypatch.undo()
+    assert Trainer(plan, toy_student("eagle3"), trainer._dataset, device=CPU).step == 0
+
+
+def test_the_time_given_ends_the_training(make, one_thread):
+    plan, trainer = make()
+    started = time.monotonic()
+    train(plan, trainer, 0.5)
+    assert time.monotonic() - started >= 0.5
+    assert trainer.step > 0
+    assert trainer.history[-1].step == trainer.step
+
+
+def test_the_loss_has_the_gradient_that_torch_derives():
+    logits = torch.randn(7, 11, requires_grad=True)
+    shares = torch.softmax(torch.randn(7, 11), -1)
+    weights = torch.tensor([1.0, 0, 1, 1, 0, 1, 1])
+    loss, choice = SoftCrossEntropy.apply(logits, shares, weights)
+    (3 * loss).backward()
+    gradient, logits.grad = logits.grad, None
+    expected = (torch.nn.functional.cross_entropy(logits, shares, reduction="none") * weights).sum() / weights.sum()
+    (3 * expected).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, logits.grad)
+    assert choice.tolist() == logits.argmax(-1).tolist()

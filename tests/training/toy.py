@@ -1,0 +1,85 @@
+"""A data set without a target: hidden states that tell the next token plainly."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.training.answer_files import KeptAnswer
+from outrider.training.dataset import Dataset, choose_texts, features_folder
+from outrider.training.forms.base import DraftVocabulary
+from outrider.training.forms.eagle3 import Eagle3Shape, Eagle3Student
+from outrider.training.forms.medusa import MedusaStudent
+from outrider.training.forms.mlp import MLPStudent
+
+HIDDEN, VOCAB, TAPS = 32, 48, (1, 2)
+SHAPE = Eagle3Shape(
+    hidden_size=HIDDEN,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=512,
+)
+
+
+class ToyTarget:
+    """As much of outrider.heads.checkpoint.Target as training asks for: token t is followed by (5 t + 1) mod VOCAB."""
+
+    hidden_size, vocab_size, num_layers, max_model_len = HIDDEN, VOCAB, 4, 512
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self._embedding = torch.randn(VOCAB, HIDDEN, generator=generator)
+        self._output = torch.randn(VOCAB, HIDDEN, generator=generator)
+
+    def embedding(self):
+        return self._embedding
+
+    def output_layer(self):
+        return self._output
+
+    def follower(self, token_id):
+        return (5 * token_id + 1) % VOCAB
+
+    def text(self, first, length):
+        tokens = [first]
+        while len(tokens) < length:
+            tokens.append(self.follower(tokens[-1]))
+        return tokens
+
+    def hidden(self, tokens):
+        """[len(tokens), 3 * HIDDEN]: two taps that name the token, and a final state that chooses the next."""
+        one = self._embedding[tokens]
+        final = self._output[[self.follower(token) for token in tokens]]
+        return torch.cat([one, 3 * one, final], -1)
+
+
+def toy_dataset(plan, *, has_taps=True, num_texts=40):
+    """Written to the plan's folder."""
+    target = ToyTarget()
+    answers = [
+        KeptAnswer(text[:4], text[4:], float(number % 2), ("chat", "code")[number % 3 == 0])
+        for number in range(num_texts)
+        for text in [target.text(number % VOCAB, 12 + number % 9)]
+    ]
+    width = (3 if has_taps else 1) * HIDDEN
+    choose_texts(plan, answers, width=width, dtype="float32")
+    dataset = Dataset(features_folder(plan))
+    with dataset.hidden_path.open("wb") as file:
+        for text in range(len(dataset.index.lengths)):
+            hidden = target.hidden(dataset.tokens[dataset.rows(text)].tolist())[:, -width:]
+            file.write(hidden.contiguous().numpy().tobytes())
+    return dataset
+
+
+def toy_student(form, *, num_steps=3, size=VOCAB):
+    torch.manual_seed(0)
+    counts = torch.arange(VOCAB, 0, -1)
+    vocabulary = DraftVocabulary.most_frequent(counts, size, ToyTarget(), torch.float32)
+    if form == "medusa":
+        return MedusaStudent(vocabulary, num_steps)
+    if form == "mlp":
+        return MLPStudent(vocabulary, num_steps)
+    return Eagle3Student(SHAPE, vocabulary, TAPS, {"name_or_path": "toy", "architectures": []})
