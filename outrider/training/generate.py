@@ -91,6 +91,8 @@ class _Asking:
             max_tokens=self._plan.max_answer_tokens,
             seed=self._rng.randrange(1 << 31),
         )
+        if temperature < 1:
+            self._source.hear(result.text)
         return KeptAnswer(prompt.token_ids, _whole(result.completions[0]), temperature, prompt.kind)
 
     def _keep(self, answer: KeptAnswer) -> None:

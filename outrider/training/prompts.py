@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from outrider.client import AsyncClient, ChatMessage
 from outrider.errors import ConfigError, InvalidRequestError
 
 MAX_TURN_TOKENS = {"chat": 112, "code": 160, "text": 256}
+TURN_TEMPERATURE = {"chat": 1.0, "code": 1.0, "text": 0.8}  # a small model's longer texts fall apart at 1
+PASTED_SHARE, MIN_PASTED_CHARACTERS, MAX_PASTED_TEXTS = 0.6, 200, 256
 MIN_TURN_CHARACTERS = 20
 
 _HELP = "You are a helpful assistant. The user asks for help with {}."
@@ -75,6 +78,9 @@ class TrainingPrompt:
 class PromptSource(Protocol):
     """Where prompts come from."""
 
+    def hear(self, answer: str) -> None:
+        """What the target has answered."""
+
     async def next(self, client: AsyncClient) -> TrainingPrompt | None:
         """None: there are no more. Raises: OutriderError."""
 
@@ -86,6 +92,9 @@ class FilePrompts:
         """Raises: ConfigError for a file that cannot be read, with the line's number."""
         self._prompts: Iterator[tuple[str, Sequence[ChatMessage]]] = iter(read_prompts(path))
 
+    def hear(self, answer: str) -> None:
+        pass
+
     async def next(self, client: AsyncClient) -> TrainingPrompt | None:
         for kind, messages in self._prompts:
             return TrainingPrompt(await _tokenize(client, messages), kind)
@@ -93,10 +102,18 @@ class FilePrompts:
 
 
 class OwnPrompts:
-    """Turns that the target writes as its user, in all kinds of text. Never ends."""
+    """Turns that the target writes as its user, in all kinds of text. Never ends.
+
+    Many a text that a user pastes is an answer that the target has given before.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._texts: deque[str] = deque(maxlen=MAX_PASTED_TEXTS)
+
+    def hear(self, answer: str) -> None:
+        if len(answer) >= MIN_PASTED_CHARACTERS:
+            self._texts.append(answer.strip())
 
     async def next(self, client: AsyncClient) -> TrainingPrompt | None:
         rng = self._rng
@@ -106,10 +123,13 @@ class OwnPrompts:
             if rng.random() >= DEFAULT_SYSTEM_SHARE:
                 system = (ChatMessage("system", _HELP.format(rng.choice(_TOPICS[kind]))),)
             opening = "" if rng.random() < NO_OPENING_SHARE and kind == "chat" else rng.choice(_OPENINGS[kind])
+            if kind == "text" and self._texts and rng.random() < PASTED_SHARE:
+                pasted = opening + rng.choice(self._texts)
+                return TrainingPrompt(await _tokenize(client, (ChatMessage("user", pasted),)), kind)
             prompt, closing = await _open_turn(client, system, opening)
             result = await client.complete(
                 prompt,
-                temperature=1.0,
+                temperature=TURN_TEMPERATURE[kind],
                 top_p=0.95,
                 max_tokens=MAX_TURN_TOKENS[kind],
                 seed=rng.randrange(1 << 31),

@@ -90,6 +90,16 @@ async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():
     assert all(options["stop_token_ids"] == [2] for _, options in client.asked)  # <|im_end|>
 
 
+async def test_users_paste_what_the_target_has_answered():
+    client, source = TokenizingClient(CHAT_TEMPLATE), OwnPrompts(random.Random(1))
+    source.hear("too short to be pasted")
+    source.hear("An article about rivers. " * 20)
+    prompts = [await source.next(client) for _ in range(200)]
+    pasted = [prompt for prompt in prompts if "about rivers" in client.text(prompt.token_ids)]
+    assert {prompt.kind for prompt in pasted} == {"text"}
+    assert 20 < len(pasted) < sum(prompt.kind == "text" for prompt in prompts)
+
+
 async def test_prompts_of_a_file_come_once_in_their_order(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(
