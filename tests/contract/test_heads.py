@@ -7,13 +7,17 @@ decides more than the logits do.
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from outrider.request import VerificationMethod
 from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.decode_node.tiny_node import TinyNode, generate
-from tests.support.head_files import CHAINED, make_head
+from tests.support.head_files import HEADS, make_head
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("steps_take_a_set_time", "one_thread")
@@ -35,9 +39,10 @@ def make_node(target_path, tmp_path, monkeypatch):
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     nodes = []
 
-    def make(form="", **config):
-        head = str(make_head(form, tmp_path / f"{form}-{len(nodes)}", target_path)) if form else ""
-        nodes.append(TinyNode(target_path, head=head, **config))
+    def make(form="", *, target=target_path, head="", **config):
+        if form:
+            head = str(make_head(form, tmp_path / f"{form}-{len(nodes)}", target))
+        nodes.append(TinyNode(target, head=head, **config))
         nodes[-1].loop._drafts._clock = lambda: 0.0
         return nodes[-1]
 
@@ -54,7 +59,7 @@ def num_accepted(node):
     return sum(stats.num_accepted_draft_tokens for stats in node.stats)
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("sampling", [HOT, FILTERED], ids=["hot", "filtered"])
 def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, sampling, make_node):
     expected = generate(make_node(), sampling=sampling)
@@ -65,7 +70,7 @@ def test_tokens_are_those_without_drafts_and_some_drafts_are_accepted(form, samp
     node.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("method", VerificationMethod)
 def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, make_node):
     expected = generate(make_node(), sampling=GREEDY)
@@ -74,7 +79,7 @@ def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, mak
     assert num_drafted(node) > 20
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.TYPICAL])
 def test_other_methods_take_its_drafts_and_give_the_same_again(form, method, make_node):
     """Of what distribution these tokens are: tests/statistical/test_heads.py."""
@@ -85,7 +90,7 @@ def test_other_methods_take_its_drafts_and_give_the_same_again(form, method, mak
     assert num_accepted(nodes[0]) > 5
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_node, monkeypatch):
     expected = generate(make_node(), sampling=sampling)
@@ -98,7 +103,7 @@ def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_nod
     assert any(draft.parents for draft in verified)
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node):
     settings = [GREEDY, HOT, FILTERED, {**HOT, "n": 2}]
     texts = []
@@ -114,10 +119,30 @@ def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node
     node.assert_nothing_is_held()
 
 
+def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, make_node):
+    """As DeepSeek's and GLM's do: one more layer behind the last one, which the target's own forward leaves out."""
+    folder = shutil.copytree(target_path, tmp_path / "whole")
+    names = {"input_proj": "eh_proj", "token_layernorm": "enorm", "hidden_layernorm": "hnorm"}
+    names |= {"final_layernorm": "shared_head.norm"}
+    head = load_file(make_head("mtp", tmp_path / "mtp", target_path) / "model.safetensors")
+    own = {}
+    for name, tensor in head.items():
+        short, ending = name.removeprefix("mtp_layers.0.").rsplit(".", 1)
+        own[f"model.layers.3.{names.get(short, short)}.{ending}"] = tensor
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | own, weights, metadata={"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    node = make_node(target=folder, head=str(folder))
+    assert generate(node, sampling=HOT) == generate(make_node(), sampling=HOT)
+    assert num_accepted(node) > 5
+    assert node.parts.model.proposer == "mtp:whole"
+
+
 # Negative controls
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 def test_tokens_would_differ_if_drafts_were_committed_unverified(form, make_node, monkeypatch):
     """Mistake: what was drafted is taken for decided."""
     expected = generate(make_node(), sampling=HOT)

@@ -24,7 +24,7 @@ def test_logits_of_each_depth_are_those_of_the_owners_formulas(name, tmp_path):
     head = opened(golden)
     found = golden_files.logits_of(head, golden.token_ids, golden.taps)
     assert head.spec.max_depth == len(golden.logits)
-    torch.testing.assert_close(found, golden.logits, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found, golden.logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,7 +28,7 @@ from outrider.speculation.verify.base import DraftRows
 from outrider.speculation.verify.by_request import RequestVerifier
 from tests.statistical.chi_square import PASS, probabilities, worst_z
 from tests.statistical.samplers import sampler_of
-from tests.support.head_files import CHAINED, WITH_OWN_IDS, make_head
+from tests.support.head_files import HEADS, WITH_OWN_IDS, make_head
 from tests.support.native_kernels import native_kernels
 from tests.support.tiny_model import make_tiny_model
 
@@ -137,7 +137,7 @@ def generate(proposer, method, *, num_tokens=60, **settings):
     return np.asarray([text[PROMPT_LENGTH:end] for text in texts]), num_accepted / num_drafted
 
 
-@pytest.mark.parametrize("form", CHAINED)
+@pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize(
     ("method", "settings"),
     [(COUPLED, {}), (REJECTION, {}), (REJECTION, {"temperature": 1.3, "top_p": 0.95})],

@@ -135,9 +135,7 @@ HEADS: Mapping[str, Callable[[_Maker, Mapping[str, Any]], dict[str, Any]]] = {
 }
 """By the name of the form."""
 
-PARALLEL = ("peagle", "dflash")
-CHAINED = tuple(form for form in HEADS if form not in PARALLEL)
-WITH_OWN_IDS = ("eagle3", "medusa")
+WITH_OWN_IDS = ("eagle3", "peagle", "medusa")
 
 
 def make_head(form: str, folder: Path, target: Path, *, seed: int = 0) -> Path:
