@@ -27,6 +27,7 @@ class NodeState(enum.Enum):
     LOST = 4
 
 
+MAX_NAMED_TAPS = 16
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,8 +45,8 @@ class FeatureFormat:
         return self.width * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        taps = ", ".join(map(str, self.taps))
-        return f"{self.fingerprint[:16]} ({self.width} numbers of {self.dtype}, taps {taps})"
+        taps = ", ".join(map(str, self.taps[:MAX_NAMED_TAPS]))  # a peer may say anything
+        return f"{self.fingerprint[:16]} ({self.width} numbers of {self.dtype[:16]}, taps {taps})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

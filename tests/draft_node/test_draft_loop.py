@@ -11,6 +11,7 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
+from outrider.speculation.proposers.ladder import LadderProposer
 from outrider.speculation.proposers.reloading import LOOK_SECONDS, ReloadingProposer
 from tests.support.draft_messages import hello_of, update_of
 from tests.support.fake_clock import FakeClock
@@ -220,6 +221,15 @@ def test_a_head_drafts_once_it_has_the_features_of_all_tokens_but_the_newest():
     assert answer.branches[0].token_ids == TEXT[13:16]
     assert not head.wrong
     assert not loop.has_work
+
+
+def test_while_features_lag_behind_a_second_proposer_has_its_turn():
+    loop = loop_of(LadderProposer([FakeHead([TEXT]), ScriptedProposer([(*TEXT[:10], 7, 7, 7)])]))
+    peer = connect(loop)
+    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:10]), 0, 5))
+    assert answer.branches[0].token_ids == (7, 7, 7)
+    (answer,) = answers_to(loop, peer, with_features(update_of(TEXT[:10], since=10), 5, 9))
+    assert answer.branches[0].token_ids == TEXT[10:13]
 
 
 def test_a_proposer_that_needs_no_features_gets_none():

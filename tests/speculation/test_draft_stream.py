@@ -63,6 +63,13 @@ def test_a_head_of_other_features_is_refused_and_both_sides_are_named(computed):
         assert named in caught.value.message
 
 
+def test_a_peer_that_names_endless_features_gets_a_short_answer():
+    endless = FeatureFormat(fingerprint="a" * 10_000, width=2**32 - 1, dtype="b" * 10_000, taps=(2**32 - 1,) * 10_000)
+    with pytest.raises(MismatchError) as caught:
+        check_fits(hello_of(features=endless), draft_node(FEATURES))
+    assert len(caught.value.message) < 1000
+
+
 def test_another_vocabulary_is_refused():
     with pytest.raises(MismatchError, match="vocabulary"):
         check_fits(hello_of(vocabulary_fingerprint="a"), draft_node(None, "b"))
