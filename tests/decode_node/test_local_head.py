@@ -10,6 +10,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.step_cost import StepCostModel
 from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
 from tests.support.echo_head import ECHO, EchoHead, make_echo_folder, make_echo_model
+from tests.support.random_eagle3 import make_random_eagle3
 
 pytestmark = pytest.mark.usefixtures("steps_take_a_set_time")
 
@@ -140,3 +141,20 @@ def test_a_head_of_no_known_form_ends_the_start(make_head_node, tmp_path):
     (tmp_path / "odd" / "config.json").write_text('{"architectures": ["Odd"]}')
     with pytest.raises(ConfigError, match="is of no known form"):
         make_head_node(head=str(tmp_path / "odd"))
+
+
+@pytest.mark.parametrize("sampling", [{}, {**HOT, "n": 2}], ids=["greedy", "hot"])
+def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeypatch):
+    monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
+    head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    plain, node = TinyNode(model_path), TinyNode(model_path, head=str(head), draft_trees="auto")
+    node.loop._drafts._clock = lambda: 0.0
+    for each in (plain, node):
+        group = each.open(sampling=sampling)
+        each.run()
+        each.parts.ingest.stop()
+    assert node.parts.model.proposer == "eagle3:head"
+    assert counts(node)[0] > 0
+    for sample in range(sampling.get("n", 1)):
+        assert node.tokens(group, sample) == plain.tokens(group, sample)
+    node.assert_nothing_is_held()

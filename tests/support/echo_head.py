@@ -67,7 +67,7 @@ class EchoHead(HeadModel):
         attended = attend(0, one, one, one * (rows.positions + 1.0)[:, None, None], 1.0)[:, 0, 0]
         assert torch.allclose(attended, rows.positions / 2.0 + 1.0), "each row sees those before it, once each"
         for token_id, feature, depth, position in zip(*vars_of(rows), strict=True):
-            if depth == 0:
+            if depth == 0 and feature.any():  # no zeros, by which it is warmed up
                 nearest = (self.embedding - feature).abs().amax(1)
                 assert nearest.min() < 1e-5, "the target's hidden state, which is its embedding"
                 self.fed.append((int(position), int(nearest.argmin()), int(token_id)))

@@ -22,12 +22,15 @@ from outrider.engine.sampler import Sampler
 from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.engine.transfer import upload_ids
 from outrider.heads.base import HeadModel, HeadRows, HeadSpec
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 from outrider.speculation.proposers.draft_forward import Decided, PathRows
 from outrider.speculation.proposers.path_sampler import PathSampler
 
 BLOCK_SIZE = 16
+WARM_UP_ROWS = 64
 MAX_PATHS = 16 * MAX_SEQUENCES
 """Of a head without KV: each takes one block of a pool that has no memory."""
 
@@ -89,6 +92,21 @@ class HeadForward(PathSampler):
     @property
     def vocab_size(self) -> int:
         return self.model.spec.vocab_size
+
+    def warm_up(self) -> None:
+        """Decides once after many rows and once after one, so that no request pays for memory and compilation."""
+        start = SequenceStart(
+            options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0)),
+            sample=0,
+            prompt_length=1,
+        )
+        sampling, features = self.start(start, (0,)), _Zeros(self.model.reduction.width)
+        most = min(WARM_UP_ROWS, self.max_model_len)
+        blocks = self.pool.allocate(self.pool.num_blocks_for(most + self.head.num_block_rows))
+        for num_rows in (most, 1):
+            rows = PathRows((0,) * num_rows, 1, blocks, sampling, (), 1, features=features, num_committed=num_rows + 1)
+            self.decide([rows], ())
+        self.pool.release(blocks)
 
     @torch.inference_mode()
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
@@ -187,6 +205,19 @@ def see_blocks(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
         return batch
     arrays = replace(arrays, positions=positions, path_starts=path_starts, path_slots=path_slots)
     return InputBatch(arrays, batch.max_blocks, batch.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """The features of a text that is nobody's."""
+
+    width: int
+
+    def __len__(self) -> int:
+        return WARM_UP_ROWS
+
+    def read(self, start: int, end: int) -> Tensor:
+        return torch.zeros(end - start, self.width)
 
 
 def cache_planes(spec: HeadSpec) -> tuple[PlaneSpec, ...]:

@@ -110,6 +110,7 @@ def make_head_proposer(
         device=target.device,
         kernels=target.kernels,
     )
+    forward.warm_up()
     return DraftModelProposer(
         forward,
         form=spec.form,

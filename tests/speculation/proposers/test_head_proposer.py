@@ -1,0 +1,89 @@
+"""From a head's folder to its proposer, as a draft node makes it: the target is known by its files alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from outrider.errors import ConfigError
+from outrider.heads.open import reduction_of
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+from tests.support.random_eagle3 import make_random_eagle3
+from tests.support.tiny_model import make_tiny_model
+
+PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
+
+
+class RandomFeatures:
+    """As sent by a target in bfloat16: of any text, the same for each token."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._values = torch.randn((num_tokens, 64), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+
+    def __len__(self) -> int:
+        return len(self._values) - 1
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        return self._values[start:end]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("models")
+    target = make_tiny_model(folder / "model")
+    head, _ = make_random_eagle3(folder, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    return ModelConfig(id=str(target), head=str(head), num_threads=1)
+
+
+def drafts_of(proposer, text, num_wanted) -> tuple[int, ...]:
+    start = SequenceStart(
+        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99, temperature=0.0)),
+        sample=0,
+        prompt_length=len(PROMPT),
+    )
+    for _ in range(100):
+        request = ProposalRequest(1, text, num_wanted, start, features=RandomFeatures(len(text)))
+        (proposal,) = proposer.propose([request])
+        if proposal.progress is Progress.DONE:
+            return proposal.tree.token_ids
+    raise AssertionError("never done")
+
+
+def test_a_draft_node_opens_a_head_beside_its_targets_files(config):
+    proposer, model = make_proposer("head", ProposerSettings(model=config)), load_model(config)
+    assert proposer.info.name == "eagle3:head"
+    assert proposer.info.can_look_ahead
+    assert proposer.info.vocabulary_fingerprint == model.info.vocabulary_fingerprint
+    assert proposer.info.features == reduction_of(config).format(model.spec.dtype)
+    assert proposer.info.memory_bytes > 0
+    assert len(drafts_of(proposer, PROMPT, 6)) == 6
+
+
+def proposer_of(folder, target):
+    return make_head_proposer(load_head(folder, target), target)
+
+
+def test_it_drafts_the_same_from_any_cache_and_by_native_kernels_as_by_torch(config):
+    target = HeadTarget.locate(config)
+    text = [*PROMPT, 9, 10, 11]
+    drafts = []
+    for kernels in {target.kernels, None}:
+        warm, cold = (proposer_of(config.head, dataclasses.replace(target, kernels=kernels)) for _ in range(2))
+        drafts_of(warm, PROMPT, 5)
+        drafts += [drafts_of(warm, text, 5), drafts_of(cold, text, 5)]
+    assert len(drafts[0]) == 5
+    assert len(set(drafts)) == 1
+
+
+def test_a_head_of_another_target_is_refused_with_what_differs(config, tmp_path):
+    other = make_tiny_model(tmp_path / "other", overrides={"hidden_size": 32})
+    with pytest.raises(ConfigError, match="made for another target: hidden_size 64 of the head, 32 of the target"):
+        make_proposer("head", ProposerSettings(model=dataclasses.replace(config, id=str(other))))
