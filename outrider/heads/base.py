@@ -80,9 +80,14 @@ class HeadModel(ABC):
         """That a block's rows are fed with, where `token_id` is the newest token; empty without blocks."""
         return ()
 
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
-        """What computes forward and logits in one call, over the head's own cache. None: torch does.
+    @property
+    def suits_kernels(self) -> bool:
+        """Whether native kernels can compute it: `native_step`."""
+        return False
+
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
+        """What computes forward and logits in two calls, over the head's own cache.
 
         It takes the weights along: torch cannot compute this head any more.
         """
-        return None
+        raise NotImplementedError

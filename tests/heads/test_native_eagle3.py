@@ -14,6 +14,7 @@ from outrider.heads.open import open_head
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from outrider.speculation.proposers.head_forward import HeadForward, cache_planes
+from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from tests.heads.golden_files import DenseAttention
 from tests.support.random_eagle3 import make_random_eagle3
 
@@ -21,6 +22,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_TOKENS, VOCAB_SIZE, HIDDEN = 16, 40, 320, 64
 TOKEN_IDS = torch.randint(0, VOCAB_SIZE, (2, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1))
 FEATURES = 3 * torch.randn((2, NUM_TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2))
+KNOWN = torch.ones(VOCAB_SIZE, dtype=torch.bool)
 KINDS = {
     "plain": {},
     "residual behind its norm": {"norm_before_residual": True},
@@ -129,13 +131,32 @@ def test_bfloat16_is_near_and_has_the_same_bits_in_any_batch(folders, kernels):
 
 
 def test_a_proposers_forward_asks_the_kernels_where_there_are_some(folders, kernels):
-    known = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-    options = {"num_cached_tokens": 512, "known_token_ids": known, "device": CPU}
+    options = {"num_cached_tokens": 512, "known_token_ids": KNOWN, "device": CPU}
     assert HeadForward.of(opened(folders, torch.float32), kernels=kernels, **options).native is not None
     assert HeadForward.of(opened(folders, torch.float32), **options).native is None
 
 
 def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
     head = opened(make_random_eagle3(tmp_path, head_dim=8), torch.float32)
-    assert Native(head, kernels).step is None
+    assert not head.suits_kernels
+    forward = HeadForward.of(head, num_cached_tokens=512, known_token_ids=KNOWN, device=CPU, kernels=kernels)
+    assert forward.native is None
     assert by_torch(head, 0)[1].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "has_kernels", "dtype"), [(16, True, "bfloat16"), (16, False, "float32"), (8, True, "float32")]
+)
+def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(tmp_path, kernels, head_dim, has_kernels, dtype):
+    head, target = make_random_eagle3(tmp_path, head_dim=head_dim)
+    opened_for = HeadTarget(
+        directory=target,
+        device=CPU,
+        dtype="bfloat16",
+        known_token_ids=KNOWN,
+        vocabulary_fingerprint="",
+        kernels=kernels if has_kernels else None,
+    )
+    model = load_head(head, opened_for)
+    assert model.spec.dtype == dtype
+    assert (make_head_proposer(model, opened_for)._forward.native is not None) == (dtype == "bfloat16")

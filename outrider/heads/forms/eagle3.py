@@ -134,16 +134,19 @@ class Eagle3(HeadModel):
         normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._epsilon)
         return self._output(normed).float()
 
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
-        shape, dtype = self._shape, self._embedding.dtype
+    @property
+    def suits_kernels(self) -> bool:
+        shape = self._shape
         widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
-        if (
-            type(self) is not Eagle3  # other forms feed rows in other ways
-            or dtype not in ELEMENT_TYPES
-            or any(width % WIDTH_STEP for width in widths)
-            or shape.head_dim % HEAD_DIM_STEP
-        ):
-            return None
+        return (
+            type(self) is Eagle3  # other forms feed rows in other ways
+            and self._embedding.dtype in ELEMENT_TYPES
+            and not any(width % WIDTH_STEP for width in widths)
+            and not shape.head_dim % HEAD_DIM_STEP
+        )
+
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
+        shape = self._shape
         packing = DecoderPacking(kernels)
         for index, layer in enumerate(self._layers):
             layer.pack(packing, str(index))
@@ -165,7 +168,7 @@ class Eagle3(HeadModel):
                 head_dim=shape.head_dim,
                 scaling=shape.head_dim**-0.5,
                 epsilon=shape.epsilon,
-                element_type=ELEMENT_TYPES[dtype],
+                element_type=ELEMENT_TYPES[self._embedding.dtype],
                 sliding_windows=(0,) * shape.num_layers,
                 matrix_sizes=packing.matrix_sizes,
             ),

@@ -80,13 +80,19 @@ class HeadTarget:
 
 
 def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
-    """The head of this folder. On a CPU it computes in float32: torch's bfloat16 is slow on few rows.
+    """The head of this folder. What torch computes on a CPU is in float32: its bfloat16 is slow on few rows.
 
     Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
     """
-    dtype = "float32" if target.device.type == "cpu" else target.dtype
-    with torch.inference_mode():
-        return open_head(Path(folder), Target.open(target.directory), target.device, TORCH_DTYPES[dtype])
+
+    def opened(dtype: str) -> HeadModel:
+        with torch.inference_mode():
+            return open_head(Path(folder), Target.open(target.directory), target.device, TORCH_DTYPES[dtype])
+
+    model = opened(target.dtype)
+    if target.device.type != "cpu" or target.dtype == "float32" or (target.kernels and model.suits_kernels):
+        return model
+    return opened("float32")
 
 
 def make_head_proposer(
