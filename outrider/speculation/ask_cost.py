@@ -13,6 +13,12 @@ FORGETTING = 0.98
 CHEAP_SECONDS = 50e-6
 """Of a sequence. To decide whether to ask for so little takes as long."""
 
+CHEAP_SHARE = 0.01
+"""Of a step: a call that takes more is not cheap, for however many sequences it is."""
+
+FIT_SECONDS = 100e-6
+"""Shorter calls are not looked into."""
+
 SMOOTHING = 0.1
 
 TOKEN_SHARE = 0.1
@@ -44,7 +50,8 @@ class AskCost:
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._sequence_seconds = 0.0  # running mean of a call's time by sequence
+        self._call_seconds = 0.0  # running mean
+        self._sequence_seconds = 0.0  # the same by sequence
         self._squares = np.zeros((4, 4))
         self._products = np.zeros(4)
         self._found: tuple[float, float, float, float] | None = None
@@ -54,10 +61,12 @@ class AskCost:
     def is_known(self) -> bool:
         return self._num_calls > IGNORED_CALLS
 
-    @property
-    def is_cheap(self) -> bool:
-        """Whether to ask is cheaper than to think about it. So is what was never asked, until it was."""
-        return self._sequence_seconds < CHEAP_SECONDS
+    def is_cheap(self, step_seconds: float) -> bool:
+        """Whether to ask is cheaper than to think about it. So is what was never asked, until it was.
+
+        `step_seconds`: of a plain step.
+        """
+        return self._sequence_seconds < CHEAP_SECONDS and self._call_seconds <= CHEAP_SHARE * step_seconds
 
     @property
     def sequence_seconds(self) -> float:
@@ -72,7 +81,9 @@ class AskCost:
         each = seconds / num_sequences
         mean = self._sequence_seconds or each
         self._sequence_seconds = mean + SMOOTHING * (min(each, OUTLIER_FACTOR * mean) - mean)
-        if self.is_cheap:
+        mean = self._call_seconds or seconds
+        self._call_seconds = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
+        if seconds < FIT_SECONDS:
             return
         is_surprise = True
         if self._squares[0, 0]:

@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import eq
 from typing import NamedTuple
 
 from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.draft_source import NOTHING, DraftSource, SourceRecord
-from outrider.speculation.draft_tree import ROOT, DraftTree
+from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.row_choice import RowChoice, choose_rows
 from outrider.speculation.source_choice import Candidate, Prices, choose_asked, worth
 from outrider.speculation.step_cost import StepCostModel
@@ -115,6 +113,7 @@ class DraftController:
     _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
     _step: int = 0
     _num_waiting: int = 0  # prompts, in the last step
+    _plain_seconds: float = float("inf")  # of the last step, had it been one without drafts; unknown before the first
     _asked_seconds: float = 0.0  # spent on drafts since the last choice
     _speedup: float = 1.0  # running mean of the expected rate over that of plain decoding
     _probe_credit: float = float("inf")  # seconds, limited in each step
@@ -139,7 +138,7 @@ class DraftController:
 
     def is_cheap(self, source: str) -> bool:
         """Whether it costs next to nothing to ask that proposer."""
-        return self._sources[source].cost.is_cheap
+        return self._sources[source].cost.is_cheap(self._plain_seconds)
 
     def choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, DraftTree], num_missed: Mapping[int, int]
@@ -153,7 +152,7 @@ class DraftController:
             num_missed: by sequence, tokens that the proposer has not read; absent: none.
         """
         known = self._sources[source]
-        if known.cost.is_cheap:
+        if self.is_cheap(source):
             asked = self._ask_cheap(source, wanted)
         else:
             asked = self._choose_asked(source, wanted, drafts, num_missed)
@@ -181,7 +180,7 @@ class DraftController:
                 num_tokens=sum(asked.values()),
                 num_missed=num_missed,
             )
-            if not known.cost.is_cheap:
+            if not self.is_cheap(source):
                 for sequence_id in asked:
                     draft = drafts.get(sequence_id)
                     self._record(sequence_id, source).observe_answer(NOTHING if draft is None else draft.grade)
@@ -229,6 +228,8 @@ class DraftController:
             asked_seconds=self._asked_seconds,
         )
         self._asked_seconds = 0.0
+        if self.cost.is_known:
+            self._plain_seconds = offer.plain_seconds
         choice = offer.choose(num_rows=offer.max_rows if self.verifies_all else None)
         self.row_price = choice.row_price
         if not room.prompts:
@@ -271,7 +272,7 @@ class DraftController:
             draft = draft.only([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
         else:
             draft = draft.cut(len(token_ids))
-        self.observe_verdict(sequence_id, draft, _path_of(draft, token_ids))
+        self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))
 
     def observe_step(self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
         """Learns what a step cost. One that computed prompts says little about drafts, and is left out."""
@@ -383,17 +384,3 @@ class DraftController:
             record = SourceRecord(known, self.num_speculative_tokens, step=self._step - PROBE_STEPS)
             known.records[sequence_id] = record
         return record
-
-
-def _path_of(draft: DraftTree, token_ids: Sequence[int]) -> Sequence[int]:
-    """The tokens of a draft with which a text goes on, from the root on."""
-    if not draft.parents:
-        return range(sum(takewhile(bool, map(eq, draft.token_ids, token_ids))))
-    path: list[int] = []
-    children = {key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
-    for token_id in token_ids:
-        index = children.get((path[-1] if path else ROOT, token_id))
-        if index is None:
-            break
-        path.append(index)
-    return path

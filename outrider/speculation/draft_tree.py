@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
 
 from outrider.speculation.token_distribution import TokenDistribution
 
@@ -58,6 +60,19 @@ class DraftTree:
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
+
+    def path_of(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The indices of the tokens with which a text that goes on like this follows the draft, from the root on."""
+        if not self.parents:
+            return range(sum(takewhile(bool, map(eq, self.token_ids, token_ids))))
+        path: list[int] = []
+        children = {key: index for index, key in enumerate(zip(self.parents, self.token_ids, strict=True))}
+        for token_id in token_ids:
+            index = children.get((path[-1] if path else ROOT, token_id))
+            if index is None:
+                break
+            path.append(index)
+        return path
 
     def cut(self, num_tokens: int) -> DraftTree:
         """At most the first `num_tokens` of them."""

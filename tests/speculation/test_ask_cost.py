@@ -60,9 +60,12 @@ def test_where_every_call_has_become_slower_that_is_learnt():
 
 
 def test_a_lookup_is_cheap_and_a_head_is_not():
-    assert AskCost().is_cheap
-    assert observed(lambda _depth, num_tokens, _missed: 2e-6 * num_tokens, [(5, 16, 1)]).is_cheap
-    assert not observed(one_by_one, [(1, 16, 2)]).is_cheap
+    assert AskCost().is_cheap(0.03)
+    lookup = observed(lambda _depth, num_tokens, _missed: 2e-6 * num_tokens, [(5, 16, 1)])
+    assert lookup.is_cheap(0.03)
+    assert not lookup.is_cheap(0.003), "in so short a step it counts"
+    assert not observed(one_by_one, [(1, 16, 2)]).is_cheap(0.03)
+    assert not observed(lambda *_: 0.001, [(1, 64, 2)]).is_cheap(0.01), "little by sequence, much of the step"
 
 
 def test_no_share_of_the_time_is_negative():

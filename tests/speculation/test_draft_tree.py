@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,3 +66,17 @@ def test_what_follows_a_path_of_a_tree(tree: DraftTree, data: st.DataObject) -> 
     rest = tree.after([0] * tree.length + list(path))
     assert (paths(rest) if rest else []) == expected
     assert rest is None or (rest.length == tree.length + len(path) and rest.is_well_formed)
+
+
+@pytest.mark.parametrize(
+    ("parents", "token_ids", "path"),
+    [
+        ((), (10, 11, 12, 13), [0, 1, 2]),
+        ((), (10, 9, 12), [0]),
+        ((), (9,), []),
+        ((ROOT, ROOT, 1), (11, 12, 13), [1, 2]),
+        ((ROOT, ROOT, 1), (10, 12), [0]),
+    ],
+)
+def test_the_path_of_a_text_is_what_it_has_of_the_draft(parents, token_ids, path):
+    assert list(DraftTree(3, token_ids=(10, 11, 12), parents=parents).path_of(token_ids)) == path
