@@ -38,8 +38,8 @@ class HeadSpec:
     max_model_len: int  # tokens
     dtype: str
     max_depth: int | None = None  # tokens that it can draft after the last true feature; None: any number
-    num_parallel: int = 1  # tokens decided in one forward; more than 1: after true features only, see `block_tokens`
-    sees_block: bool = False  # rows of a block attend to all of it, not only to those before them
+    num_parallel: int = 1  # tokens decided in one forward; more than 1: after true features only, see `parallel_tokens`
+    attends_both_ways: bool = False  # parallel rows attend to all of them, not only to those before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +58,15 @@ class HeadRows:
 class HeadModel(ABC):
     """A loaded head. One owner thread. The caller turns gradients off.
 
-    A parallel head (`spec.num_parallel` > 1) decides after a block: rows that follow the last true one in the same
-    forward, with the next positions and depths 1, 2, …; the last `num_parallel` rows of both give the tokens after the
-    newest. Nothing of a block stays: the next true rows take the places of its keys and values.
+    A head with `spec.num_parallel` > 1 decides after parallel rows, which follow the last true one in the same forward,
+    with the next positions and depths 1, 2, …; the last `num_parallel` rows of both give the tokens after the newest.
+    Nothing of parallel rows stays: the next true rows take the places of their keys and values.
     """
 
     spec: HeadSpec
     reduction: FeatureReduction
     target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: they are the same
-    block_feature: Tensor | None = None  # [width]: that a block's rows are fed with
+    parallel_feature: Tensor | None = None  # [width]: that parallel rows are fed with
 
     @abstractmethod
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -76,8 +76,8 @@ class HeadModel(ABC):
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         """[n, width], [n] int64 → [n, draft_vocab_size] float32: of the token after the one that each row was fed."""
 
-    def block_tokens(self, token_id: int) -> tuple[int, ...]:
-        """That a block's rows are fed with, where `token_id` is the newest token; empty without blocks."""
+    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
+        """That parallel rows are fed with, where `token_id` is the newest token; empty where there are none."""
         return ()
 
     @property

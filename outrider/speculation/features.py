@@ -26,6 +26,4 @@ class HeadRules:
 
     keeps_kv: bool = True  # else a row sees nothing but its state
     max_own_rows: int | None = None  # that one path feeds with own states; None: any number
-    num_block_rows: int = (
-        0  # of a parallel head: after a path's, in a forward that decides; they need places in the cache
-    )
+    num_parallel_rows: int = 0  # after those of a path, in a forward that decides; they need places in the cache

@@ -52,17 +52,17 @@ def block_logits_of(golden, *, known_before=0):
 def block_logits(head, token_ids, features, *, known_before=0):
     """True rows, the first `known_before` of them in a forward of their own, and a block: its logits."""
     num_true = len(features)
-    tokens = head.block_tokens(int(token_ids[num_true]))
+    tokens = head.parallel_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()
     if known_before:
         head.forward(golden_files.true_rows(token_ids, features, 0, known_before), attend)
     true = golden_files.true_rows(token_ids, features, known_before, num_true)
     rows = HeadRows(
         token_ids=torch.cat([true.token_ids, torch.tensor(tokens)]),
-        features=torch.cat([true.features, head.block_feature.expand(len(tokens), -1)]),
+        features=torch.cat([true.features, head.parallel_feature.expand(len(tokens), -1)]),
         depths=torch.cat([true.depths, 1 + torch.arange(len(tokens))]),
         positions=known_before + torch.arange(num_true - known_before + len(tokens)),
     )
-    attend.num_together = len(tokens) if head.spec.sees_block else 0
+    attend.num_together = len(tokens) if head.spec.attends_both_ways else 0
     num = head.spec.num_parallel
     return head.logits(head.forward(rows, attend)[-num:], rows.depths[-num:])

@@ -1,8 +1,8 @@
 """DFlash: a block of tokens by one forward, whose rows see each other.
 
 The target's features are the context: each layer makes keys and values of them alone. The newest token and a mask
-token for each drafted one are the block; its rows attend to the context and to the whole block. So rows of depth 0
-give keys and values here, and no hidden state of use.
+token for each drafted one are the parallel rows, which attend to the context and to all of each other. So rows of
+depth 0 give keys and values here, and no hidden state of use.
 
 Layouts: speculators (`speculators_model_type` dflash), and z-lab's flat one (`DFlashDraftModel`).
 """
@@ -78,11 +78,11 @@ class DFlash(HeadModel):
         self.spec = replace(
             layout.head_spec("dflash", checkpoint, target, dtype),
             num_parallel=self._block_size - (not is_anchor_sampled),
-            sees_block=True,
+            attends_both_ways=True,
         )
         weights = Weights(checkpoint, device, dtype)
         weights.drop("fc.weight")
-        self.block_feature = torch.zeros(shape.hidden_size, device=device, dtype=dtype)  # of no consequence
+        self.parallel_feature = torch.zeros(shape.hidden_size, device=device, dtype=dtype)  # of no consequence
         self.target_ids = take_target_ids(weights, layout.draft_vocab_size, layout.vocab_size)
         self._epsilon = shape.epsilon
         self._embedding = take_embedding(weights, target, layout.vocab_size, shape.hidden_size)
@@ -93,16 +93,16 @@ class DFlash(HeadModel):
         self._rotation = Rotation(layout.folder, layout.layer_config, shape.head_dim, device)
         weights.check_all_read()
 
-    def block_tokens(self, token_id: int) -> tuple[int, ...]:
+    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (token_id, *(self._mask_token_id,) * (self._block_size - 1))
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)
         context = rms_norm(rows.features, self._context_norm, self._epsilon)
-        is_block = (rows.depths > 0)[:, None]
-        hidden = torch.where(is_block, self._embedding[rows.token_ids], context)
+        is_parallel = (rows.depths > 0)[:, None]
+        hidden = torch.where(is_parallel, self._embedding[rows.token_ids], context)
         for layer in self._layers:
-            hidden = layer(hidden, angles, attend, torch.where(is_block, layer.normed(hidden), context))
+            hidden = layer(hidden, angles, attend, torch.where(is_parallel, layer.normed(hidden), context))
         return hidden
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:

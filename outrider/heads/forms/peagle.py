@@ -39,10 +39,10 @@ class PEagle(Eagle3):
             raise refuse(layout.folder, "mask_token_id", None, "an id of the target's vocabulary")
         self._mask_token_id = int(mask_token_id)
         taps = weights.take("mask_hidden", 1, 1, len(self.reduction.taps) * layout.target_hidden_size)
-        self.block_feature = self.reduction.to(weights.device, weights.dtype)(taps[0])[0]
+        self.parallel_feature = self.reduction.to(weights.device, weights.dtype)(taps[0])[0]
         self.spec = replace(self.spec, num_parallel=_num_tokens(layout.options))
 
-    def block_tokens(self, token_id: int) -> tuple[int, ...]:
+    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (self._mask_token_id,) * (self.spec.num_parallel - 1)
 
 

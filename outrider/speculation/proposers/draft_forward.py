@@ -18,7 +18,7 @@ class PathRows:
 
     token_ids: Sequence[int]  # at least one
     start_position: int  # of the first of them; KV of everything before is in the cache
-    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); of a head one row less, and its block
+    block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); of a head one less, and parallel rows
     sampling: object  # of the sequence: from `start`
     assumed_token_ids: tuple[int, ...] = ()  # of the path: count as generated, besides the committed
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: and n - 1 runners-up

@@ -272,10 +272,10 @@ class DraftModelProposer:
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
-        num_block_rows = self._head.num_block_rows if self._head and num_decisions else 0
+        num_parallel_rows = self._head.num_parallel_rows if self._head and num_decisions else 0
         while True:
             try:
-                plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_block_rows)
+                plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_parallel_rows)
                 break
             except NoFreeBlocksError:
                 if evicts_beside is None or not self._evict(plan, evicts_beside):

@@ -80,7 +80,7 @@ class HeadForward(PathSampler):
         rules = HeadRules(
             keeps_kv=spec.num_layers > 0,
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
-            num_block_rows=len(model.block_tokens(0)),
+            num_parallel_rows=len(model.parallel_tokens(0)),
         )
         native = None
         if kernels is not None and cache is not None and model.suits_kernels:
@@ -104,7 +104,7 @@ class HeadForward(PathSampler):
         )
         sampling, features = self.start(start, (0,)), _Zeros(self.model.reduction.width)
         most = min(WARM_UP_ROWS, self.max_model_len)
-        blocks = self.pool.allocate(self.pool.num_blocks_for(most + self.head.num_block_rows))
+        blocks = self.pool.allocate(self.pool.num_blocks_for(most + self.head.num_parallel_rows))
         for num_rows in (most, 1):
             rows = PathRows((0,) * num_rows, 1, blocks, sampling, (), 1, features=features, num_committed=num_rows + 1)
             self.decide([rows], ())
@@ -115,21 +115,20 @@ class HeadForward(PathSampler):
         if self.kv_cache is not None:
             self.kv_cache.copy_blocks(block_copies)
         num_parallel = self.model.spec.num_parallel
-        blocks = [self.model.block_tokens(row.token_ids[-1]) if row.num_decisions else () for row in rows]
-        fed_rows = list(zip(rows, blocks, strict=True))
+        fed_rows = [(row, self.model.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
             [
                 SequenceRows(
-                    [*row.token_ids, *block],
+                    [*row.token_ids, *parallel],
                     row.start_position - 1,
                     row.block_ids,
                     num_parallel if row.num_decisions else 0,
                 )
-                for row, block in fed_rows
+                for row, parallel in fed_rows
             ],
             self.pool.block_size,
         )
-        parts = [part for row, block in fed_rows for part in self._fed_with(row, len(block))]
+        parts = [part for row, parallel in fed_rows for part in self._fed_with(row, len(parallel))]
         features = parts[0] if len(parts) == 1 else torch.cat(parts)
         hidden, logits = self._forward(batch, features, fed_rows)
         if not batch.num_logits:
@@ -145,14 +144,14 @@ class HeadForward(PathSampler):
     def _forward(
         self, batch: InputBatch, features: Tensor, fed_rows: Sequence[tuple[PathRows, Sequence[int]]]
     ) -> tuple[Tensor, Tensor]:
-        """Own hidden states [num_logits, width], and logits of the target's vocabulary. `fed_rows`: with blocks."""
+        """Own hidden states [num_logits, width], and logits of the target's vocabulary. Rows with parallel tokens."""
         if self.native is not None:
             return self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
         device = self.device
         fed = batch.on(device)
-        depths = upload_ids([depth for row, block in fed_rows for depth in _depths(row, len(block))], device)
-        if self.model.spec.sees_block:
-            batch = see_blocks(batch, [len(block) for _, block in fed_rows])
+        depths = upload_ids([depth for row, parallel in fed_rows for depth in _depths(row, len(parallel))], device)
+        if self.model.spec.attends_both_ways:
+            batch = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
         step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -165,8 +164,8 @@ class HeadForward(PathSampler):
             return hidden, hidden
         return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
 
-    def _fed_with(self, row: PathRows, num_block_rows: int) -> list[Tensor]:
-        """Of the path's rows and its block's: [n, width] each, together as many as there are rows."""
+    def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Tensor]:
+        """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""
         parts: list[Tensor] = []
         if num_true := _num_true(row):
             assert row.features is not None
@@ -174,9 +173,9 @@ class HeadForward(PathSampler):
             parts.append(values.to(self.device, TORCH_DTYPES[self.model.spec.dtype]))
         if row.states:
             parts.append(torch.stack([state for state in row.states if isinstance(state, Tensor)]))
-        if num_block_rows:
-            assert self.model.block_feature is not None, "a parallel head has one"
-            parts.append(self.model.block_feature.expand(num_block_rows, -1))
+        if num_parallel_rows:
+            assert self.model.parallel_feature is not None, "a parallel head has one"
+            parts.append(self.model.parallel_feature.expand(num_parallel_rows, -1))
         return parts
 
     def _of_target(self, logits: Tensor) -> Tensor:
@@ -188,7 +187,7 @@ class HeadForward(PathSampler):
         return scattered.index_copy_(1, target_ids, logits)
 
 
-def see_blocks(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
+def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
     """The same rows, of which each sequence's last `num_together` see all of each other, besides what comes before.
 
     Attention takes them for rows at the last of their positions, each with a path of all their slots.
@@ -232,7 +231,7 @@ def _num_true(row: PathRows) -> int:
     return len(row.token_ids) - len(row.states)
 
 
-def _depths(row: PathRows, num_block_rows: int) -> list[int]:
-    """Of each of the path's rows, and of its block's."""
+def _depths(row: PathRows, num_parallel_rows: int) -> list[int]:
+    """Of each of the path's rows, and of its parallel ones."""
     first = row.start_position + _num_true(row) - row.num_committed + 1
-    return [*[0] * _num_true(row), *range(first, first + len(row.states)), *range(1, num_block_rows + 1)]
+    return [*[0] * _num_true(row), *range(first, first + len(row.states)), *range(1, num_parallel_rows + 1)]
