@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
-from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import InternalError
 from outrider.model_hub.compute import PROMPT_ROWS, Compute, open_compute
@@ -96,17 +96,21 @@ class RowPrices:
                     for first in itertools.islice(itertools.count(0, per_text), clients)
                 ]
                 batch = build_input_batch(rows, size)
-                seconds[clients].append(fastest(partial(target.runner.forward, batch), limit_seconds))
+                seconds[clients].append(fastest(partial(_step, target, batch), limit_seconds))
         return cls(seconds)
 
 
-def fastest(call: Callable[[], Tensor], limit_seconds: float) -> float:
-    """Seconds of the fastest call within that time, its result in main memory, after one that warms up."""
-    call().cpu()
+def _step(target: Compute, batch: InputBatch) -> Tensor:
+    return target.runner.forward(batch).cpu()  # waits for a device
+
+
+def fastest(call: Callable[[], object], limit_seconds: float) -> float:
+    """Seconds of the fastest call within that time, after one that warms up."""
+    call()
     times: list[float] = []
     until = time.monotonic() + limit_seconds
     while not times or time.monotonic() < until:
         started = time.perf_counter()
-        call().cpu()
+        call()
         times.append(time.perf_counter() - started)
     return min(times)

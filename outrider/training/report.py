@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.heads.base import HeadModel, HeadRows
+from outrider.heads.base import HeadModel
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.kernels import choose_model_kernels, start_kernels
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, RowPrices, fastest
-from outrider.training.replay import BOTH, HEAD, SOURCES, Results, Walk
+from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results, Walk
 
 ALL = "all"
 MOST_TEMPERATURES = 3
@@ -27,41 +34,53 @@ class ReportFacts:
     head_seconds: dict[int, float]  # of one draft step, by clients
 
 
-def measure_head(head: HeadModel, device: torch.device, *, limit_seconds: float) -> dict[int, float]:
-    """Seconds of one draft step by clients: a row for each, whose attention reads PRICED_CONTEXT rows."""
-    spec = head.spec
-    dtype = getattr(torch, spec.dtype)
-    seconds = {}
+class _AnyFeatures:
+    """Of a text that is nobody's."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __len__(self) -> int:
+        return PRICED_CONTEXT
+
+    def read(self, start: int, end: int) -> Tensor:
+        return torch.ones(end - start, self._width)
+
+
+def measure_head(
+    head: HeadModel, config: ModelConfig, device: torch.device, *, limit_seconds: float
+) -> dict[int, float]:
+    """Seconds of one draft step by clients: each decides a token after PRICED_CONTEXT others, as in a node."""
+    choice = choose_model_kernels(config, device)
+    forward = HeadForward.of(
+        head,
+        num_cached_tokens=2 * max(CLIENTS) * PRICED_CONTEXT,
+        known_token_ids=torch.ones(head.spec.vocab_size, dtype=torch.bool),
+        device=device,
+        kernels=None if choice.library is None else start_kernels(choice, config),
+    )
+    options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
+    start = SequenceStart(options=options, sample=0, prompt_length=1)
+    features, seconds = _AnyFeatures(head.reduction.width), {}
+    paths: list[PathRows] = []
     for clients in CLIENTS:
-        rows = HeadRows(
-            token_ids=torch.zeros(clients, dtype=torch.long, device=device),
-            features=torch.ones(clients, spec.width, dtype=dtype, device=device),
-            depths=torch.zeros(clients, dtype=torch.long, device=device),
-            positions=torch.full((clients,), PRICED_CONTEXT, device=device),
-        )
-        shape = (clients, spec.num_kv_heads, PRICED_CONTEXT, spec.head_dim)
-        seen = torch.ones(shape, dtype=dtype, device=device)
-
-        def attend(
-            layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, seen: Tensor = seen
-        ) -> Tensor:
-            """Of each row over a cache of its own."""
-            return torch.nn.functional.scaled_dot_product_attention(
-                query.unsqueeze(2), seen, seen, scale=scaling, enable_gqa=True
-            ).squeeze(2)
-
-        def step(rows: HeadRows = rows, attend: Callable[..., Tensor] = attend) -> Tensor:
-            return head.logits(head.forward(rows, attend), rows.depths).argmax(-1).cpu()
-
-        with torch.inference_mode():
-            seconds[clients] = fastest(step, limit_seconds)
+        while len(paths) < clients:
+            blocks = forward.pool.allocate(forward.pool.num_blocks_for(PRICED_CONTEXT + 1))
+            sampling, known = forward.start(start, (0,)), PRICED_CONTEXT + 1
+            paths.append(
+                PathRows((0,), PRICED_CONTEXT, blocks, sampling, (), 1, features=features, num_committed=known)
+            )
+        seconds[clients] = fastest(partial(forward.decide, paths, ()), limit_seconds)
     return seconds
 
 
-def speedup(tokens_per_step: float, k: int, clients: int, prices: RowPrices, head_seconds: dict[int, float]) -> float:
-    """Over plain decoding, when all clients' steps draft k tokens with the head and verify them together."""
+def speedup(tokens_per_step: float, k: int, clients: int, prices: RowPrices, head_seconds: float) -> float:
+    """Over plain decoding, when all clients' steps draft k tokens and verify them together.
+
+    `head_seconds`: of one draft step for all of them; 0 for lookup.
+    """
     plain, *drafted = prices.seconds[clients]
-    return tokens_per_step * plain / (drafted[k - 1] + k * head_seconds[clients])
+    return tokens_per_step * plain / (drafted[k - 1] + k * head_seconds)
 
 
 def write_report(facts: ReportFacts, results: Results) -> str:
@@ -87,7 +106,7 @@ def write_report(facts: ReportFacts, results: Results) -> str:
             ["", *(str(position + 1) for position in range(most))],
             [[kind, *_acceptance(results, kind, temperature, most)] for kind in kinds],
         )
-        parts += ["", f"Speedup to expect, {name}, by clients at once (the best k):", ""]
+        parts += ["", f"Speedup to expect, {name}, by clients at once:", ""]
         parts += _table(
             ["", *map(str, CLIENTS)],
             [[kind, *(_best(facts, results, kind, temperature, each, most) for each in CLIENTS)] for kind in kinds],
@@ -137,14 +156,15 @@ def _acceptance(results: Results, kind: str, temperature: float, most: int) -> l
 
 def _best(facts: ReportFacts, results: Results, kind: str, temperature: float, clients: int, most: int) -> str:
     found = [
-        (speedup(walk.tokens_per_step, k, clients, facts.prices, facts.head_seconds), k)
+        (speedup(walk.tokens_per_step, k, clients, facts.prices, head_seconds), source, k)
+        for source, head_seconds in ((BOTH, facts.head_seconds[clients]), (LOOKUP, 0.0))
         for k in range(1, most + 1)
-        if (walk := results.get((kind, temperature, BOTH, k))) is not None and walk.num_steps
+        if (walk := results.get((kind, temperature, source, k))) is not None and walk.num_steps
     ]
     if not found:
         return "–"
-    factor, k = max(found)
-    return f"{factor:.2f} (k = {k})"
+    factor, source, k = max(found)
+    return f"{factor:.2f} ({source}, k = {k})"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -144,7 +144,7 @@ def _train(
         title=f"{plan.out.resolve().name}: a drafter head for {location.name}",
         lines=lines,
         prices=RowPrices({int(clients): values for clients, values in prices.items()}),
-        head_seconds=measure_head(head, device, limit_seconds=plan.price_seconds),
+        head_seconds=measure_head(head, plan.model, device, limit_seconds=plan.price_seconds),
     )
     report = write_report(facts, results)
     write_atomically(plan.out / "report.md", report)
