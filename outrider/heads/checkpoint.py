@@ -44,7 +44,8 @@ class Checkpoint:
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor of this name. Raises: ModelError when there is none, or of another shape."""
         if name not in self._files:
-            raise ModelError(f"{self.folder} has no tensor {name}")
+            other = "" if self._files else ": weights are read from *.safetensors, to which others can be converted"
+            raise ModelError(f"{self.folder} has no tensor {name}{other}")
         tensor: Tensor = self._files[name].get_tensor(name)
         if shape is not None and tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: {name} is {tuple(tensor.shape)}, not {shape}")

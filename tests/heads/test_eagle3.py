@@ -164,6 +164,12 @@ def test_a_tensor_that_no_option_explains_is_refused_by_name(plain):
         opened(plain)
 
 
+def test_weights_in_another_format_are_named(plain):
+    (plain.head / "model.safetensors").rename(plain.head / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no tensor .*safetensors"):
+        opened(plain)
+
+
 def test_draft_ids_outside_the_targets_vocabulary_are_refused(plain):
     rewrite_tensors(plain.head, lambda own: own | {"d2t": own["d2t"] + 60})
     with pytest.raises(ModelError, match="d2t"):
