@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
+import torch
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
@@ -11,7 +14,9 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.factory import PROPOSER_NAMES, ProposerSettings, make_proposer
 from outrider.speculation.proposers.ladder import LadderProposer
+from tests.support.head_files import make_head
 from tests.support.scripted_proposer import ScriptedProposer
+from tests.support.tiny_model import make_tiny_model
 
 PATTERN = [5, 9, 14, 20, 27, 35]
 TEXT = PATTERN * 30
@@ -23,22 +28,50 @@ START = SequenceStart(
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    from tests.support.tiny_model import make_tiny_model
-
     return make_tiny_model(tmp_path_factory.mktemp("draft"), vocab_size=VOCAB_SIZE)
 
 
+class FedProposer:
+    """A head's proposer that is given features with each request, as a target would: here they follow from the id."""
+
+    def __init__(self, proposer):
+        self._proposer = proposer
+        self._by_id = torch.randn(VOCAB_SIZE, proposer.info.features.width, generator=torch.Generator().manual_seed(5))
+
+    def __getattr__(self, name):
+        return getattr(self._proposer, name)
+
+    def propose(self, requests):
+        return self._proposer.propose([replace(each, features=self._features_of(each)) for each in requests])
+
+    def _features_of(self, request):
+        return KnownFeatures(self._by_id[torch.tensor(request.token_ids[:-1])])
+
+
+@dataclass
+class KnownFeatures:
+    rows: torch.Tensor
+
+    def __len__(self):
+        return len(self.rows)
+
+    def read(self, start, end):
+        return self.rows[start:end]
+
+
 @pytest.fixture(params=[*PROPOSER_NAMES, "scripted", "ladder"])
-def proposer(request):
+def proposer(request, one_thread, tmp_path):
     if request.param == "scripted":
         return ScriptedProposer([TEXT])
     if request.param == "ladder":
         return LadderProposer([ScriptedProposer([]), make_proposer("suffix")])
     settings = ProposerSettings()
+    if request.param == "head":
+        target = request.getfixturevalue("tiny_model")
+        head = make_head("eagle3", tmp_path / "head", target)
+        model = ModelConfig(id=str(target), head=str(head), dtype="float32")
+        return FedProposer(make_proposer("head", ProposerSettings(model=model)))
     if request.param == "draft_model":
-        import torch
-
-        torch.set_num_threads(1)
         settings = ProposerSettings(
             model=ModelConfig(id=str(request.getfixturevalue("tiny_model"))),
             kv_cache=KVCacheConfig(num_blocks=300),
@@ -126,4 +159,5 @@ def test_it_says_who_it_is(proposer):
     info = proposer.info
     assert info.name
     assert info.num_extra_tokens >= 0
-    assert len(info.vocabulary_fingerprint) == (64 if info.name.startswith("draft_model:") else 0)
+    has_model = info.name.startswith(("draft_model:", "eagle3:"))
+    assert len(info.vocabulary_fingerprint) == (64 if has_model else 0)
