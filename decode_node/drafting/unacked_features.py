@@ -7,7 +7,7 @@ MAX_UNACKED_BYTES = 512 << 10
 
 
 class UnackedFeatures:
-    """What follows the features that are acknowledged, without a gap. Guarded by the book's lock."""
+    """Copies of the features that the draft node has not acknowledged, without a gap. Guarded by the book's lock."""
 
     __slots__ = ("_data", "_size", "num_acked", "num_sent")
 
@@ -28,7 +28,7 @@ class UnackedFeatures:
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """What was copied from the plane; False if it does not follow what is here: it was begun anew meanwhile."""
+        """Copies from the plane. False, and dropped, unless `start` is `end`: the sequence began anew meanwhile."""
         if start != self.end:
             return False
         self._data += payload

@@ -11,7 +11,7 @@ and EAGLE take the last hidden state.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from outrider.engine.kv_cache.planes import FEATURE_PLANE_PREFIX, PlaneSpec
 from outrider.node import FeatureFormat
+
+_TENSORS = ("tap_norms", "norm", "projection", "bias")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +48,7 @@ class FeatureReduction:
     def fingerprint(self) -> str:
         """SHA-256 in hexadecimal: nodes whose reductions have the same one can use each other's features."""
         digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
-        for name in ("tap_norms", "norm", "projection", "bias"):
+        for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is not None:
                 digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -68,16 +70,9 @@ class FeatureReduction:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
         """The same with tensors there. The fingerprint stays that of the checkpoint's values."""
-        moved = FeatureReduction(
-            taps=self.taps,
-            hidden_size=self.hidden_size,
-            takes_final_norm=self.takes_final_norm,
-            epsilon=self.epsilon,
-            **{
-                name: None if tensor is None else tensor.to(device, dtype)
-                for name in ("tap_norms", "norm", "projection", "bias")
-                for tensor in (getattr(self, name),)
-            },
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        moved = replace(
+            self, **{name: tensor.to(device, dtype) for name, tensor in tensors.items() if tensor is not None}
         )
         moved.__dict__["fingerprint"] = self.fingerprint
         return moved

@@ -136,6 +136,7 @@ def check_fits(hello: DraftHello, info: NodeInfo) -> None:
     if needed is not None and needed != hello.features:
         raise MismatchError(
             f"draft node {info.name} has a head for features {needed}, decode node {hello.name} computes "
-            f"{hello.features or 'none'}: prefill and decode nodes need model.head with the same reduction",
+            f"{hello.features or 'none'}: prefill and decode nodes need a model.head with the same reduction, "
+            "and all nodes the same model.dtype",
             reason="FEATURE_MISMATCH",
         )

@@ -22,12 +22,13 @@ from tests.faults.network import Network, free_port
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.fault_points import FaultPoints
 from tests.support.store_server import STORE_PATIENCE
+from tests.support.tiny_head import make_tiny_head
 
 HOST = "127.0.0.1"
 KV_HOST = "127.0.0.2"  # where prefill nodes find proxies at the ports of the decode nodes' ingest
 POLL_SECONDS = 0.002
 SHARED_MEMORY = Path("/dev/shm")
-KV_MEMORY = "1920KiB"
+KV_MEMORY = "2560KiB"  # features take a quarter of it
 
 
 class TooLateError(AssertionError):
@@ -37,6 +38,7 @@ class TooLateError(AssertionError):
 class FaultyCluster(RunningCluster):
     """Two prefill nodes (one of them pushes by gRPC), two decode nodes, one draft node, a router. A context manager.
 
+    There is a drafter head: its features are in each hand-off, and it proposes beside the draft node.
     With the URL of a `store` there are two routers that share it. `client` reaches routers through
     proxies. Killed processes are started again at once.
     """
@@ -54,6 +56,7 @@ class FaultyCluster(RunningCluster):
         launch = Launch(
             overrides=(
                 f"model.id={model}",
+                f"model.head={make_tiny_head(directory / 'head')}",
                 "model.num_threads=1",
                 f"kv_cache.memory={KV_MEMORY}",
                 *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),

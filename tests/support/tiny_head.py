@@ -17,7 +17,7 @@ def make_tiny_head(path: Path, *, hidden_size: int = 64, vocab_size: int = 320, 
         tensors[f"{head}.0.linear.weight"] = torch.randn(hidden_size, hidden_size, generator=generator) / 8
         tensors[f"{head}.0.linear.bias"] = torch.zeros(hidden_size)
         tensors[f"{head}.1.weight"] = torch.randn(vocab_size, hidden_size, generator=generator) / 8
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 1}))
     return path

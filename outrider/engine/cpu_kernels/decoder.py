@@ -95,9 +95,7 @@ class NativeStep:
         self._features = self._reduction = None
         if features is not None:
             plane = kv_cache.layers(features.plane_name)[0]
-            self._reduction = NativeReduction(
-                decoder.kernels, features, plane.dtype
-            )  # keeps what the structure points to
+            self._reduction = NativeReduction(decoder.kernels, features, plane.dtype)  # keeps what is pointed to
             self._features = self._reduction.struct(plane)
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Tensor:

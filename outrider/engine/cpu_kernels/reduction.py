@@ -47,8 +47,7 @@ class NativeReduction:
         reduction = self._reduction
         taps = taps.contiguous()
         if self._tap_norms is not None:
-            split = taps.unflatten(1, (len(reduction.taps), reduction.hidden_size))
-            parts = [part.contiguous() for part in split.unbind(1)]
+            parts = [part.contiguous() for part in taps.split(reduction.hidden_size, dim=1)]
             for part, weight in zip(parts, self._tap_norms, strict=True):
                 rms_norm(self._kernels, part, weight, reduction.epsilon, part)
             taps = torch.cat(parts, dim=1)

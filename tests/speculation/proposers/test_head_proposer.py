@@ -25,8 +25,9 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
 class RandomFeatures:
     """As sent by a target in bfloat16: of any text, the same for each token."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self._values = torch.randn((num_tokens, 64), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    def __init__(self, num_tokens: int, *, scale: float = 1.0) -> None:
+        values = torch.randn((num_tokens, 64), generator=torch.Generator().manual_seed(2)) * scale
+        self._values = values.to(torch.bfloat16)
 
     def __len__(self) -> int:
         return len(self._values) - 1
@@ -43,14 +44,14 @@ def config(tmp_path_factory) -> ModelConfig:
     return ModelConfig(id=str(target), head=str(head), num_threads=1)
 
 
-def drafts_of(proposer, text, num_wanted) -> tuple[int, ...]:
+def drafts_of(proposer, text, num_wanted, *, key=1, scale=1.0) -> tuple[int, ...]:
     start = SequenceStart(
         options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99, temperature=0.0)),
         sample=0,
         prompt_length=len(PROMPT),
     )
     for _ in range(100):
-        request = ProposalRequest(1, text, num_wanted, start, features=RandomFeatures(len(text)))
+        request = ProposalRequest(key, text, num_wanted, start, features=RandomFeatures(len(text), scale=scale))
         (proposal,) = proposer.propose([request])
         if proposal.progress is Progress.DONE:
             return proposal.tree.token_ids
@@ -81,6 +82,20 @@ def test_it_drafts_the_same_from_any_cache_and_by_native_kernels_as_by_torch(con
         drafts += [drafts_of(warm, text, 5), drafts_of(cold, text, 5)]
     assert len(drafts[0]) == 5
     assert len(set(drafts)) == 1
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 3e38])
+def test_features_that_are_no_numbers_spoil_no_other_sequence_whose_blocks_they_were_in(config, scale):
+    target = HeadTarget.locate(config)
+    for kernels in {target.kernels, None}:
+        proposer, clean = (proposer_of(config.head, dataclasses.replace(target, kernels=kernels)) for _ in range(2))
+        used = []
+        for key in (1, 2):  # what is freed last is given out first
+            drafts_of(proposer, list(range(90)), 5, key=key, scale=scale)
+            used += proposer._trees[key].main.kv.block_ids
+        proposer.forget(1)
+        assert drafts_of(proposer, PROMPT, 5, key=3) == drafts_of(clean, PROMPT, 5)
+        assert set(proposer._trees[3].main.kv.block_ids) <= set(used)
 
 
 def test_a_head_of_another_target_is_refused_with_what_differs(config, tmp_path):
