@@ -16,9 +16,9 @@ from outrider.cli.progress import EventPrinter
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.config import add_settings_arguments, load_config
-from outrider.errors import PeerLostError
+from outrider.errors import ConfigError, PeerLostError
 from outrider.service.server import probe_port
-from outrider.speculation.proposers.factory import DRAFT_CHOICES
+from outrider.speculation.proposers.factory import DRAFT_CHOICES, NO_PROPOSER, DraftChoice
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 PREFILL_PERCENT, DECODE_PERCENT = 25, 60
@@ -77,7 +77,7 @@ def make_cluster(
     flags = {
         "model.id": arguments.model,
         "model.dtype": arguments.dtype,
-        "model.head": arguments.head and arguments.head.absolute(),
+        "model.head": arguments.head and arguments.head.expanduser().absolute(),
         "cluster.draft": arguments.draft,
         "cluster.prefill_nodes": arguments.prefill_nodes,
         "cluster.decode_nodes": arguments.decode_nodes,
@@ -97,6 +97,7 @@ def make_cluster(
         files = {"certificate": shown.certificate, "private_key": shown.private_key, "authority": shown.authority}
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
     config: ClusterConfig = sections["cluster"]
+    _check_heads(arguments.head, config.draft_choice)
     if config.port:  # reported at once, not after the weights are loaded
         for index in range(config.routers):
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
@@ -107,6 +108,15 @@ def make_cluster(
         log_directory=arguments.log_dir,
     )
     return Cluster(config, launch)
+
+
+def _check_heads(head: Path | None, draft: DraftChoice) -> None:
+    """What is wrong is said at once, not by each node. Raises: ConfigError."""
+    if head and draft.proposer in (NO_PROPOSER, "head"):
+        raise ConfigError(f"--head drafts in decode nodes, --draft {draft.proposer} keeps them from it: choose one")
+    folder = head or (Path(draft.model_id) if draft.proposer == "head" else None)
+    if folder and not folder.expanduser().is_dir():
+        raise ConfigError(f"{folder} is no folder, so no head is there")
 
 
 def shares_of_gpu(config: ClusterConfig, device: str) -> dict[str, tuple[str, ...]]:

@@ -107,9 +107,10 @@ def _chosen(
             chosen["model.turns_file"] = turns_file
         if role == DRAFT:
             chosen["draft_node.look_ahead"] = "off" if share.is_shared else "auto"
-    head = config.draft_choice.model_id if config.draft_choice.proposer == "head" else ""
+    choice = config.draft_choice
+    head = Path(choice.model_id).expanduser().absolute() if choice.proposer == "head" else None
     if head and role in (PREFILL, DECODE):
-        chosen["model.head"] = Path(head).absolute()
+        chosen["model.head"] = head
     if role == ROUTER:
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
         chosen["router.decode_targets"] = targets.get(DECODE, ())
@@ -122,9 +123,9 @@ def _chosen(
             chosen["decode_node.local_fallback"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0
     elif role == DRAFT:
-        chosen["draft_node.proposer"] = config.draft_choice.proposer
-        if config.draft_choice.model_id:
-            chosen["draft_node.model"] = Path(head).absolute() if head else config.draft_choice.model_id
+        chosen["draft_node.proposer"] = choice.proposer
+        if choice.model_id:
+            chosen["draft_node.model"] = head or choice.model_id
     return chosen
 
 

@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.vocabulary import read_json
+
+MAX_PARALLEL = 64
+"""Tokens of one forward."""
+
+_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,7 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Raises: ModelError for a folder without them, or with damaged ones."""
+        folder = folder.absolute()  # "." has no name; links stay, as they may be turned to another head
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")
         files: dict[str, Any] = {}
@@ -33,7 +40,7 @@ class Checkpoint:
             try:
                 file = safe_open(path, framework="pt")
                 files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path} cannot be read: {error}") from error
         return cls(folder, read_json(folder / "config.json"), files)
 
@@ -42,7 +49,19 @@ class Checkpoint:
         return frozenset(self._files)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A tensor of this name. Raises: ModelError when there is none, or of another shape."""
+        """A copy of weights: a head's files may be replaced while it drafts.
+
+        Raises: ModelError when there are none, of another shape, quantised, or with values that are not finite.
+        """
+        tensor = self.mapped(name, shape)
+        if tensor.dtype not in _WEIGHT_TYPES:
+            raise ModelError(f"{self.folder}: {name} is of {tensor.dtype}; quantised weights are not supported")
+        if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
+            raise ModelError(f"{self.folder}: {name} has values that are not finite")
+        return tensor.clone()
+
+    def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The file's own memory. Raises: ModelError when there is none of this name, or of another shape."""
         if name not in self._files:
             other = "" if self._files else ": weights are read from *.safetensors, to which others can be converted"
             raise ModelError(f"{self.folder} has no tensor {name}{other}")
@@ -101,7 +120,7 @@ class Target:
     def output_layer(self) -> Tensor:
         """[vocab_size, hidden_size]; the embedding where they are tied."""
         if "lm_head.weight" in self.checkpoint.tensor_names:
-            return self.checkpoint.tensor("lm_head.weight")
+            return self.checkpoint.mapped("lm_head.weight")
         return self.embedding()
 
     def final_norm(self) -> Tensor:
@@ -111,13 +130,28 @@ class Target:
     def _first(self, *names: str) -> Tensor:
         for name in names:
             if name in self.checkpoint.tensor_names:
-                return self.checkpoint.tensor(name)
+                return self.checkpoint.mapped(name)
         raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
 
 
 def refuse(folder: Path, name: str, value: object, allowed: str) -> ConfigError:
     """The error for a field of a head's configuration that is not supported."""
     return ConfigError(f"head {folder}: {name} is {value!r}; supported: {allowed}")
+
+
+def check_target_ids(folder: Path, name: str, target_ids: Tensor, vocab_size: int) -> None:
+    """`target_ids` [draft_vocab_size] int64. Raises: ModelError for ids outside the vocabulary, or for one twice."""
+    least, most = target_ids.aminmax()
+    if least < 0 or most >= vocab_size or len(set(target_ids.tolist())) < len(target_ids):
+        raise ModelError(f"{folder}: {name} leads to ids outside of 0 … {vocab_size - 1}, or to one twice")
+
+
+def check_parallel(folder: Path, num_parallel: int, mask_token_id: int, vocab_size: int) -> None:
+    """Of a head that drafts `num_parallel` tokens in one forward. Raises: ConfigError."""
+    if not 0 < num_parallel <= MAX_PARALLEL:
+        raise refuse(folder, "the number of tokens in a forward", num_parallel, f"1 to {MAX_PARALLEL}")
+    if not 0 <= mask_token_id < vocab_size:
+        raise refuse(folder, "mask_token_id", mask_token_id, f"ids below {vocab_size}")
 
 
 def check_fits(folder: Path, **pairs: tuple[int, int]) -> None:

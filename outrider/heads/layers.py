@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ class LayerShape:
         if types - {_EVERY_LAYER_ATTENDS}:
             raise refuse(folder, "layer_types", sorted(types), _EVERY_LAYER_ATTENDS)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
+        shape = cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_layers=config.num_hidden_layers,
@@ -51,6 +51,9 @@ class LayerShape:
             head_dim=head_dim,
             epsilon=config.rms_norm_eps,
         )
+        if min(asdict(shape).values()) <= 0 or shape.num_heads % shape.num_kv_heads or head_dim % 2:
+            raise refuse(folder, "the shape of layers", shape, "positive, heads in equal groups, an even head_dim")
+        return shape
 
 
 class Rotation:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from outrider.engine.features import FeatureReduction
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.form import HeadForm
@@ -20,13 +22,15 @@ from outrider.model_hub.progress import Progress, no_progress
 def open_head(folder: Path, target: Target, device: torch.device, dtype: torch.dtype) -> HeadModel:
     """The head of this folder, for that target. Raises: ConfigError for one that does not fit or is not supported."""
     checkpoint = Checkpoint.open(folder)
-    return form_of(checkpoint).open(checkpoint, target, device, dtype)
+    with _damage_is_named(checkpoint):
+        return form_of(checkpoint).open(checkpoint, target, device, dtype)
 
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:
     """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
     checkpoint = Checkpoint.open(folder)
-    return form_of(checkpoint).reduction(checkpoint, target)
+    with _damage_is_named(checkpoint):
+        return form_of(checkpoint).reduction(checkpoint, target)
 
 
 def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> FeatureReduction | None:
@@ -37,6 +41,19 @@ def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> Fe
     if not folder.is_dir():
         raise ConfigError(f"model.head is {config.head!r}: there is no such folder")
     return read_reduction(folder, Target.open(locate_model(config, progress=progress).directory))
+
+
+@contextmanager
+def _damage_is_named(checkpoint: Checkpoint) -> Iterator[None]:
+    """Makes ModelErrors of what libraries raise where a configuration lacks a field or has one of another type."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"head {checkpoint.folder} cannot be opened, its config.json may be damaged: {error!r}"
+        ) from error
 
 
 def form_of(checkpoint: Checkpoint) -> HeadForm:

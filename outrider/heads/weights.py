@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.heads.checkpoint import Checkpoint, Target, check_target_ids
 
 _NEVER_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 """Of the training, or told by another tensor."""
@@ -95,19 +95,12 @@ def take_target_ids(weights: Weights, draft_vocab_size: int, vocab_size: int) ->
     `d2t` says how far each of the head's ids is from the target's. Raises: ModelError for ids outside the vocabulary.
     """
     weights.drop("d2t")
-    if draft_vocab_size == vocab_size:
+    if draft_vocab_size == vocab_size and not weights.has("d2t"):
         return None
-    offsets = weights.checkpoint.tensor("d2t", (draft_vocab_size,)).to(torch.int64)
+    offsets = weights.checkpoint.mapped("d2t", (draft_vocab_size,)).to(torch.int64)
     target_ids = torch.arange(draft_vocab_size) + offsets
-    if (
-        int(target_ids.min()) < 0
-        or int(target_ids.max()) >= vocab_size
-        or len(set(target_ids.tolist())) < draft_vocab_size
-    ):
-        raise ModelError(
-            f"{weights.checkpoint.folder}: d2t leads to ids outside of 0 … {vocab_size - 1}, or to one twice"
-        )
-    return target_ids.to(weights.device)
+    check_target_ids(weights.checkpoint.folder, "d2t", target_ids, vocab_size)
+    return target_ids.to(weights.device) if draft_vocab_size < vocab_size or offsets.any() else None
 
 
 def _of_target(weights: Weights, tensor: Tensor, vocab_size: int, width: int) -> Tensor:

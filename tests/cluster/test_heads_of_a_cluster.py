@@ -11,9 +11,10 @@ import pytest
 from decode_node.config import DecodeNodeConfig
 from draft_node.config import DraftNodeConfig
 from outrider.cli.up import add_cluster_arguments, make_cluster
-from outrider.cluster import ClusterConfig, Launch
+from outrider.cluster import Cluster, ClusterConfig, Launch
 from outrider.cluster.plan import child_command, plan_children
 from outrider.config import parse_role_arguments
+from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
 SECTIONS = {"model": ModelConfig, "decode_node": DecodeNodeConfig, "draft_node": DraftNodeConfig}
@@ -35,6 +36,12 @@ def sections_of(config: ClusterConfig, *overrides: str) -> dict:
     return found
 
 
+def cluster_of(*arguments: str) -> Cluster:
+    parser = argparse.ArgumentParser()
+    add_cluster_arguments(parser)
+    return make_cluster(parser.parse_args([*arguments, "--port", "0"]))
+
+
 def test_a_head_that_draft_nodes_propose_with_is_known_to_targets_which_do_not():
     found = sections_of(ClusterConfig(draft="head:heads/parrot"))
     folder = str(Path("heads/parrot").absolute())
@@ -47,13 +54,37 @@ def test_a_head_that_draft_nodes_propose_with_is_known_to_targets_which_do_not()
 
 def test_a_head_of_decode_nodes_proposes_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    parser = argparse.ArgumentParser()
-    add_cluster_arguments(parser)
-    cluster = make_cluster(parser.parse_args(["--head", "parrot", "--port", "0"]))
+    (tmp_path / "parrot").mkdir()
+    cluster = cluster_of("--head", "parrot")
     found = sections_of(cluster.config, *cluster.launch.overrides)
     assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == str(tmp_path / "parrot")
     assert found["decode-0"]["decode_node"].local_head is True
     assert found["draft-0"]["draft_node"].proposer == "ngram"
+
+
+def test_a_home_folder_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "parrot").mkdir()
+    folder = str(tmp_path / "parrot")
+    for arguments in (("--head", "~/parrot"), ("--draft", "head:~/parrot")):
+        cluster = cluster_of(*arguments)
+        found = sections_of(cluster.config, *cluster.launch.overrides)
+        assert found["decode-0"]["model"].head == folder
+    assert found["draft-0"]["draft_node"].model == folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--head", "{0}", "--draft", "none"), "--draft none"),
+        (("--head", "{0}", "--draft", "head:{0}"), "--draft head"),
+        (("--head", "{0}/nowhere"), "nowhere is no folder"),
+        (("--draft", "head:{0}/nowhere"), "nowhere is no folder"),
+    ],
+)
+def test_what_contradicts_or_is_not_there_is_refused_before_anything_starts(tmp_path, arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        cluster_of(*(argument.format(tmp_path) for argument in arguments))
 
 
 def test_a_draft_model_beside_a_head_is_without_it():

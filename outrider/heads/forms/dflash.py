@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.checkpoint import Checkpoint, Target, refuse
+from outrider.heads.checkpoint import Checkpoint, Target, check_parallel, refuse
 from outrider.heads.form import HeadForm
 from outrider.heads.layers import DecoderLayer, Rotation
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
@@ -74,10 +74,11 @@ class DFlash(HeadModel):
             if value is None:
                 raise refuse(layout.folder, name, value, "a number")
         self._mask_token_id = int(mask_token_id)
-        is_anchor_sampled = bool(_block_option(layout, "sample_from_anchor"))
+        num_parallel = int(self._block_size) - (not _block_option(layout, "sample_from_anchor"))
+        check_parallel(layout.folder, num_parallel, self._mask_token_id, layout.vocab_size)
         self.spec = replace(
             layout.head_spec("dflash", checkpoint, target, dtype),
-            num_parallel=self._block_size - (not is_anchor_sampled),
+            num_parallel=num_parallel,
             attends_both_ways=True,
         )
         weights = Weights(checkpoint, device, dtype)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from outrider.engine.features import FeatureReduction
 from outrider.errors import ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse
+from outrider.heads.checkpoint import Checkpoint, Target, check_fits, check_target_ids, refuse
 from outrider.heads.form import HeadForm
 
 NAME = "medusa"
@@ -170,9 +170,8 @@ def _target_ids(checkpoint: Checkpoint, target: Target, stored: Mapping[str, str
         return None
     if "token_map" not in stored:
         raise refuse(checkpoint.folder, "truncated_vocab_size", size, "with a tensor token_map")
-    target_ids = checkpoint.tensor(stored["token_map"], (int(size),)).long()
-    if int(target_ids.min()) < 0 or int(target_ids.max()) >= target.vocab_size:
-        raise ModelError(f"{checkpoint.folder}: token_map has ids beyond the target's {target.vocab_size}")
+    target_ids = checkpoint.mapped(stored["token_map"], (int(size),)).long()
+    check_target_ids(checkpoint.folder, "token_map", target_ids, target.vocab_size)
     return target_ids
 
 

@@ -96,6 +96,8 @@ def _reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
 
 def _open(checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> MLPSpeculatorHead:
     config, num_stages = checkpoint.config, int(checkpoint.config["n_predict"])
+    if num_stages < 1:
+        raise refuse(checkpoint.folder, "n_predict", num_stages, "1 or more")
     reduction = _reduction(checkpoint, target)
     prefix, width, vocab_size = _prefix(checkpoint), reduction.width, target.vocab_size
     read: dict[str, Tensor] = {}

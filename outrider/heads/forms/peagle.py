@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from outrider.heads.checkpoint import refuse
+from outrider.heads.checkpoint import check_parallel, refuse
 from outrider.heads.form import HeadForm
 from outrider.heads.forms.eagle3 import Eagle3, read_reduction
 from outrider.heads.layouts import Layout, architectures
@@ -41,6 +41,7 @@ class PEagle(Eagle3):
         taps = weights.take("mask_hidden", 1, 1, len(self.reduction.taps) * layout.target_hidden_size)
         self.parallel_feature = self.reduction.to(weights.device, weights.dtype)(taps[0])[0]
         self.spec = replace(self.spec, num_parallel=_num_tokens(layout.options))
+        check_parallel(layout.folder, self.spec.num_parallel, self._mask_token_id, layout.vocab_size)
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (self._mask_token_id,) * (self.spec.num_parallel - 1)

@@ -160,6 +160,7 @@ class DraftModelProposer:
         if self._head is not None and not _has_features(request):
             return None
         if tree is None:
+            sampling = self._forward.start(start, token_ids)
             # The last token is always computed: its logits begin the draft.
             kv = SequenceKV.create(
                 self._forward.pool,
@@ -167,7 +168,6 @@ class DraftModelProposer:
                 max_cached_tokens=len(token_ids) - 1,
                 cache_salt=start.options.cache_salt,
             )
-            sampling = self._forward.start(start, token_ids)
             max_model_len = self._forward.max_model_len
             tree = PathTree(kv, token_ids, start, max_model_len=max_model_len, sampling=sampling, head=self._head)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -59,14 +60,14 @@ class HeadForward(PathSampler):
         kernels: CpuKernels | None = None,
     ) -> HeadForward:
         """Args:
-        num_cached_tokens: for which its cache has room, of all sequences; at least one window.
+        num_cached_tokens: for which its cache has room, of all sequences; longer sequences are not drafted for.
         known_token_ids: [vocab_size] bool, as for the target's Sampler.
         kernels: of the target on a CPU; None: torch computes.
         """
         spec = model.spec
         cache, num_blocks, block_size = None, MAX_PATHS, spec.max_model_len
         if spec.num_layers:
-            num_blocks, block_size = -(-max(num_cached_tokens, spec.max_model_len) // BLOCK_SIZE), BLOCK_SIZE
+            num_blocks, block_size = -(-num_cached_tokens // BLOCK_SIZE), BLOCK_SIZE
             cache = PagedKVCache(cache_planes(spec), num_blocks=num_blocks, block_size=block_size, device=device)
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
         attention: AttentionBackend
@@ -89,7 +90,8 @@ class HeadForward(PathSampler):
 
     @property
     def max_model_len(self) -> int:
-        return self.model.spec.max_model_len
+        room = self.pool.num_blocks * self.pool.block_size - self.head.num_parallel_rows
+        return min(self.model.spec.max_model_len, room)
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +135,8 @@ class HeadForward(PathSampler):
         hidden, logits = self._forward(batch, features, fed_rows)
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
-        states = iter(hidden[::num_parallel])
+        # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
+        states = iter([state.clone() for state in hidden[::num_parallel]])
         return [
             Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
             if first.token_ids
@@ -172,7 +175,7 @@ class HeadForward(PathSampler):
             values = row.features.read(row.start_position - 1, row.start_position - 1 + num_true)
             parts.append(values.to(self.device, TORCH_DTYPES[self.model.spec.dtype]))
         if row.states:
-            parts.append(torch.stack([state for state in row.states if isinstance(state, Tensor)]))
+            parts.append(torch.stack(cast("tuple[Tensor, ...]", row.states)))
         if num_parallel_rows:
             assert self.model.parallel_feature is not None, "a parallel head has one"
             parts.append(self.model.parallel_feature.expand(num_parallel_rows, -1))

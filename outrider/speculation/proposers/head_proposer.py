@@ -31,8 +31,8 @@ from outrider.speculation.proposers.head_forward import HeadForward, cache_plane
 MEMORY_SHARE = 0.03
 """Of free memory, for keys and values of a head: it has one layer or few where its target has dozens."""
 
-MAX_CACHED_TOKENS = 1 << 20
-"""Of a head's keys and values, for all sequences."""
+MIN_CACHED_TOKENS, MAX_CACHED_TOKENS = 1 << 12, 1 << 20
+"""Of a head's keys and values, for all sequences. It drafts for none that is longer than what its cache holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ def make_head_proposer(
     num_cached_tokens = 0
     if token_bytes:
         affordable = int(MEMORY_SHARE * free_memory_bytes(target.device)) // token_bytes
-        num_cached_tokens = max(2 * spec.max_model_len, min(affordable, MAX_CACHED_TOKENS))
+        num_cached_tokens = min(max(affordable, MIN_CACHED_TOKENS), MAX_CACHED_TOKENS)
     forward = HeadForward.of(
         model,
         num_cached_tokens=num_cached_tokens,

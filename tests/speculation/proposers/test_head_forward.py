@@ -11,7 +11,7 @@ from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from tests.speculation.draft_trees import likeliest_path
-from tests.support.toy_head import VOCAB_SIZE, ToyFeatures, ToyHead, drafted
+from tests.support.toy_head import VOCAB_SIZE, WIDTH, ToyFeatures, ToyHead, drafted
 
 PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
 GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
@@ -200,3 +200,43 @@ def test_without_look_ahead_a_commit_costs_its_rows_and_one_for_each_further_tok
 
 def test_its_name_tells_the_form():
     assert proposer_of(ToyHead()).info.name == "toy:tiny"
+
+
+def test_a_sequence_that_its_cache_cannot_hold_gets_no_draft_and_the_others_do():
+    proposer = proposer_of(ToyHead(), num_cached_tokens=64)
+    texts = {1: PROMPT, 2: [(7 * i) % 300 for i in range(62)], 3: PROMPT[:9]}
+    found = drafts_of(proposer, *(request(text, 3, key=key) for key, text in texts.items()))
+    assert found == [expected(ToyHead(), PROMPT, GREEDY, 3), [], expected(ToyHead(), PROMPT[:9], GREEDY, 3)]
+
+
+def test_a_path_holds_its_own_states_and_not_those_of_a_whole_forward():
+    proposer = proposer_of(ToyHead())
+    drafts_of(proposer, *(request([key, *PROMPT], 3, key=key) for key in range(4)))
+    states = [state for tree in proposer._trees.values() for state in tree.main.states]
+    assert len(states) == 12
+    assert {state.untyped_storage().nbytes() for state in states} == {4 * WIDTH}
+
+
+def test_a_forward_that_fails_leaves_the_cache_as_good_as_it_was(monkeypatch):
+    head, text = ToyHead(), [(7 * i) % 300 for i in range(70)]
+    proposer, fields = proposer_of(head), {"max_alternatives": 4}
+    drafts_of(proposer, request(text, 3, **fields))
+    whole, ways = ToyHead.forward, []
+
+    def failing(self, rows, attend):
+        whole(self, rows, attend)
+        ways.append(len(rows.token_ids))
+        raise RuntimeError("out of memory")
+
+    for asked in (request(text, 3, looks_ahead=True, **fields), request([*text, 1, 2], 3), request(PROMPT, 3, key=2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ToyHead, "forward", failing)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                proposer.propose([asked])
+        proposer.check_integrity()
+    assert len(ways) == 3
+    both = drafts_of(proposer, request([*text, 1, 2], 3), request(PROMPT, 3, key=2))
+    assert both == [expected(head, [*text, 1, 2], GREEDY, 3), expected(head, PROMPT, GREEDY, 3)]
+    for key in (1, 2):
+        proposer.forget(key)
+    assert proposer._forward.pool.num_free_blocks == proposer._forward.pool.num_blocks

@@ -1,0 +1,84 @@
+"""Heads of every form, fed as a proposer feeds them: `HeadForward` gives the logits of the owners' code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.request import RequestOptions, SamplingParams
+from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.proposers.draft_forward import PathRows
+from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.path_sampler import PathSampler
+from tests.heads import golden_files
+from tests.heads.golden_heads import NUM_LAYERS, assert_logits, opened
+
+ALL_LAYERS = ["eagle", "eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat", "peagle", "dflash", "dflash-anchor"]
+LAST_STATE = ["medusa-own-output", "medusa-truncated", "mlp-speculator", "mlp-speculator-tied"]
+MTP = ["mtp-glm", "mtp-speculators", "mtp-qwen"]
+
+
+class Values:
+    """Features as they are."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __len__(self):
+        return len(self.values)
+
+    def read(self, start, end):
+        return self.values[start:end]
+
+
+@pytest.fixture(params=[*ALL_LAYERS, *LAST_STATE, *MTP])
+def golden(request, tmp_path):
+    golden = golden_files.unpack(request.param, tmp_path)
+    if request.param in ALL_LAYERS:
+        layers = golden.taps.view(len(golden.taps), NUM_LAYERS + 1, -1)
+        golden = golden._replace(taps=layers[:, opened(golden).reduction.taps].flatten(1))
+    return golden
+
+
+@pytest.mark.parametrize("num_known_before", [0, 3])
+def test_logits_are_the_owners(golden, num_known_before, monkeypatch):
+    head, seen, decide = opened(golden), [], PathSampler._decide
+
+    def noting(self, logits, rows, **options):
+        seen.append(logits.clone())
+        return decide(self, logits, rows, **options)
+
+    monkeypatch.setattr(PathSampler, "_decide", noting)
+    device = torch.device("cpu")
+    known = torch.ones(head.spec.vocab_size, dtype=torch.bool)
+    forward = HeadForward.of(head, num_cached_tokens=256, known_token_ids=known, device=device)
+    token_ids, features = golden.token_ids.tolist(), head.reduction.to(device, torch.float32)(golden.taps)
+    num_true = len(features)
+    options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=0.0))
+    sampling = forward.start(SequenceStart(options=options, sample=0, prompt_length=1), token_ids[:1])
+    blocks = forward.pool.allocate(forward.pool.num_blocks_for(len(token_ids) + 16))
+
+    def fed(start, end, *, states=(), num_decisions=1):
+        rows = PathRows(
+            token_ids[start:end],
+            start,
+            blocks,
+            sampling,
+            (),
+            num_decisions,
+            False,
+            Values(features),
+            num_true + 1,
+            states,
+        )
+        (decided,) = forward.decide([rows], ())
+        return decided.state
+
+    if num_known_before:
+        fed(1, 1 + num_known_before, num_decisions=0)
+    state = fed(1 + num_known_before, num_true + 1)
+    if head.spec.num_parallel == 1:
+        for place in range(num_true + 1, len(token_ids)):
+            state = fed(place, place + 1, states=(state,))
+    found = torch.cat(seen)
+    assert_logits(found if head.target_ids is None else found[:, head.target_ids], golden.logits)
