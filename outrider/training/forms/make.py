@@ -36,8 +36,8 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, *, name: 
     tensors = {}
     if plan.init_from is not None:
         checkpoint = Checkpoint.open(plan.init_from)
-        tensors = {name: checkpoint.tensor(name) for name in checkpoint.tensor_names}
-        counts = checkpoint.tensor("t2d", (target.vocab_size,)).long()
+        tensors = {name: checkpoint.mapped(name) for name in checkpoint.tensor_names}
+        counts = checkpoint.mapped("t2d", (target.vocab_size,)).long()
     size = min(plan.draft_vocab_size, target.vocab_size) if not tensors else int(counts.sum())
     vocabulary = DraftVocabulary.most_frequent(counts, size, target, dtype)
     if plan.form == "medusa":
