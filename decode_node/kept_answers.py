@@ -58,14 +58,14 @@ class KeptAnswers:
         self._thread.join(CLOSE_SECONDS)
 
     def _write(self) -> None:
-        num_reported = 0
+        report_at, reason = 1, "the disk is behind"
         while (answer := self._waiting.get()) is not None:
             try:
                 self._writer.append(answer)
             except OSError as error:
                 self.num_dropped += 1
-                _log.warning("answers are not kept", error=str(error))
-            if self.num_dropped > num_reported:
-                num_reported = self.num_dropped
-                _log.warning("answers were not kept: the disk is behind", num_dropped=num_reported)
+                reason = str(error)
+            if self.num_dropped >= report_at:  # not for each: a full disk stays full
+                report_at = 2 * self.num_dropped
+                _log.warning("answers were not kept", num_dropped=self.num_dropped, reason=reason)
         self._writer.close()

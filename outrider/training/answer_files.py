@@ -1,19 +1,20 @@
 """Answers kept in files: what training takes from a cluster, and what a decode node keeps of its traffic. Torch-free.
 
-A line is one answer as JSON, with token ids in place of text. Each writer begins files of its own, so that a killed one
-leaves at most a line without its end, which readers pass over. All writers of a folder share its bound: whoever begins
-a file removes the oldest.
+A line is one answer as JSON, with token ids in place of text. Each writer begins files of its own, and another one
+after an error, so that a kill or a full disk leaves at most a last line without its end, which readers pass over. All
+writers of a folder share its bound: whoever begins a file removes the oldest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from outrider.errors import ConfigError
 
@@ -53,46 +54,51 @@ class AnswerWriter:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._max_bytes = max_bytes
-        self._file: TextIO | None = None
+        self._descriptor: int | None = None
         self._num_bytes = 0  # of the open file
 
     def append(self, answer: KeptAnswer) -> None:
         """The line is the system's when this returns: it outlives the process. Raises: OSError."""
-        line = answer.to_line()
-        if self._file is None or self._num_bytes + len(line) > self._max_bytes // FILES_IN_BOUND:
-            self._begin_file(len(line))
-        assert self._file is not None
-        self._file.write(line)
-        self._file.flush()
+        line = answer.to_line().encode("ascii")
+        if self._num_bytes + len(line) > self._max_bytes // FILES_IN_BOUND:
+            self.close()
+        if self._descriptor is None:
+            self._descriptor = self._begin_file(len(line))
+        try:
+            if os.write(self._descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            self.close()
+            raise
         self._num_bytes += len(line)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
-    def _begin_file(self, num_bytes: int) -> None:
-        self.close()
+    def _begin_file(self, num_bytes: int) -> int:
         held = self._max_bytes - max(num_bytes, self._max_bytes // FILES_IN_BOUND)
         for path in reversed(_files(self._folder)):  # newest first
-            held -= path.stat().st_size
-            if held < 0:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another writer has removed it
+                held -= path.stat().st_size
+                if held < 0:
+                    path.unlink()
         path = self._folder / f"{time.time_ns():020}-{os.getpid()}{SUFFIX}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._file = os.fdopen(descriptor, "w", encoding="ascii")
         self._num_bytes = 0
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def read_answers(folder: Path) -> Iterator[KeptAnswer]:
-    """Every whole answer, the oldest first. Raises: ConfigError for a line that is none, or a folder without files."""
-    files = _files(folder)
-    if not files:
-        raise ConfigError(
-            f"{folder} has no kept answers (*{SUFFIX}): let a decode node run with decode_node.keep_features={folder}"
-        )
-    for path in files:
-        with path.open(encoding="ascii") as file:
+    """Every whole answer, the oldest first. Raises: ConfigError for a line that is none, or a file that is not ours."""
+    for path in _files(folder):
+        try:
+            file = path.open(encoding="ascii", errors="replace")
+        except FileNotFoundError:
+            continue  # a node that is running has removed its oldest
+        except OSError as error:
+            raise ConfigError(f"kept answers cannot be read: {error}") from error
+        with file:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
                     continue  # its writer was killed, or is writing

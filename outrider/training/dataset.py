@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,31 +51,36 @@ class Index:
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def choose_texts(plan: TrainingPlan, answers: Sequence[KeptAnswer], *, width: int, dtype: str) -> Index:
-    """Writes index.json and tokens.bin. Texts that are too long, and what is over the bound of bytes, stay out.
+def choose_texts(
+    plan: TrainingPlan, answers: Iterable[KeptAnswer], *, vocab_size: int, width: int, dtype: str
+) -> Index:
+    """Writes index.json and tokens.bin. Texts that are too long, and the oldest over the bound of bytes, stay out.
 
-    Raises: ConfigError when too little is left to learn from.
+    Raises: ConfigError when too little is left to learn from, or for answers of another model.
     """
-    fitting = [
-        answer
-        for answer in answers
-        if len(answer.prompt) >= MIN_PROMPT_TOKENS
-        and len(answer.response) >= 2
-        and len(answer.prompt) + len(answer.response) <= plan.max_length
-    ]
+    room = plan.max_feature_bytes // (width * DTYPE_BYTES[dtype])  # tokens
+    fitting: deque[KeptAnswer] = deque()
+    for answer in answers:
+        if any(not 0 <= token_id < vocab_size for token_id in (*answer.prompt, *answer.response)):
+            raise ConfigError(
+                f"an answer has token ids that are not in 0 to {vocab_size - 1}: another model than the target gave it"
+            )
+        length = len(answer.prompt) + len(answer.response)
+        if len(answer.prompt) < MIN_PROMPT_TOKENS or len(answer.response) < 2 or length > plan.max_length:
+            continue
+        fitting.append(answer)
+        room -= length
+        while room < 0:
+            oldest = fitting.popleft()
+            room += len(oldest.prompt) + len(oldest.response)
     first = held_out(fitting, plan.held_out_share)
     order = [index for index in range(len(fitting)) if index not in first]
     random.Random(plan.seed).shuffle(order)  # noqa: S311 no secret
-    texts, room = [], plan.max_feature_bytes // (width * DTYPE_BYTES[dtype])
-    for answer in (fitting[index] for index in (*sorted(first), *order)):
-        room -= len(answer.prompt) + len(answer.response)
-        if room < 0:
-            break
-        texts.append(answer)
-    if len(texts) <= len(first) or not first:
+    texts = [fitting[index] for index in (*sorted(first), *order)]
+    if not order or not first:
         raise ConfigError(
-            f"{len(answers)} answers, of which {len(fitting)} have from 2 to {plan.max_length} tokens, are too few to "
-            f"train and to hold some out: give more --minutes, or more prompts"
+            f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few to train and to hold some out: give "
+            f"more --minutes, or more prompts"
         )
     index = Index(
         width=width,
@@ -148,15 +154,15 @@ class Dataset:
 class Batch:
     """Some texts, padded at their ends; and the rows in which the target decides a token of an answer.
 
-    A row is a token of a text: its final hidden state decides the next token. Rows are sorted so that those which a
-    chain's step j can be compared with come first: those at least j tokens behind an answer's first row.
+    A row is a token of a text: its final hidden state decides the next token. A chain's step j can be compared with
+    rows that are at least j tokens behind their answer's first row.
     """
 
     token_ids: Tensor  # [num_texts, num_tokens] int64
     features: Tensor  # [num_texts, num_tokens, num_taps * hidden_size]: what the head is fed with
     texts: Tensor  # [num_rows] int64
     places: Tensor  # [num_rows] int64: of the rows in their texts
-    depths: Tensor  # [num_rows] int64, falling: tokens of the answer before the row's
+    depths: Tensor  # [num_rows] int64: tokens of the answer before the row's
     final: Tensor  # [num_rows, hidden_size]: the target's, behind its final norm
     first_chain: int  # chains before it meet no row
 
@@ -175,15 +181,13 @@ class Batch:
             features[place, :size] = dataset.hidden[rows, :width]
             places.append(torch.arange(prompt_length - 1, size - 1))
             finals.append(dataset.hidden[rows.start + prompt_length - 1 : rows.stop - 1, -hidden_size:])
-        depths = torch.cat([torch.arange(len(each)) for each in places])
-        order = depths.argsort(descending=True)
         return cls(
             token_ids=token_ids,
             features=features,
-            texts=torch.cat([torch.full_like(each, place) for place, each in enumerate(places)])[order],
-            places=torch.cat(places)[order],
-            depths=depths[order],
-            final=torch.cat(finals)[order],
+            texts=torch.cat([torch.full_like(each, place) for place, each in enumerate(places)]),
+            places=torch.cat(places),
+            depths=torch.cat([torch.arange(len(each)) for each in places]),
+            final=torch.cat(finals),
             first_chain=min(index.prompt_lengths[text] for text in texts) - MIN_PROMPT_TOKENS,
         )
 

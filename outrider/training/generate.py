@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.answer import Completion
 from outrider.client import AsyncClient
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequestError, OutriderError
 from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
 from outrider.training.plan import PhaseClock, Progress, TrainingPlan
 from outrider.training.prompts import FilePrompts, OwnPrompts, PromptSource, TrainingPrompt
@@ -21,8 +21,10 @@ TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 """Drawn from, evenly. Greedy answers teach what is likeliest, sampled ones what else is said."""
 MAX_ANSWERS_BYTES = 512 << 20
 MIN_RESPONSE_TOKENS = 8
-MIN_ANSWERS = 16  # however long they take
-MAX_FAILURES_IN_A_ROW = 20
+MIN_ANSWERS = 16  # even if the time is over
+MAX_EXTRA_SECONDS = 600.0  # for those
+MAX_FAILURES_IN_A_ROW = 8  # of one of those who ask
+RETRY_SECONDS = 0.5
 REPORT_SECONDS = 1.0
 
 
@@ -44,14 +46,13 @@ class _Asking:
     def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, progress: Progress) -> None:
         self._plan, self._clock, self._seconds, self._progress = plan, clock, seconds, progress
         folder = answers_folder(plan)
-        kept = list(read_answers(folder)) if any(folder.glob("*")) else []
+        kept = list(read_answers(folder))
         self._known = {tuple(answer.prompt) for answer in kept}
         self._num_tokens = sum(len(answer.response) for answer in kept)
         # Another seed after each interruption: the same prompts again would be lost work.
         self._rng = random.Random(f"{plan.seed} {len(kept)}")  # noqa: S311 no secret
         self._source: PromptSource = OwnPrompts(self._rng) if plan.prompts is None else FilePrompts(plan.prompts)
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)
-        self._failures = 0
 
     async def run(self, address: str) -> None:
         async with AsyncClient(address) as client:
@@ -70,6 +71,7 @@ class _Asking:
 
     async def _work(self, client: AsyncClient) -> None:
         prompt: TrainingPrompt | None = None
+        failures = 0
         while True:
             try:
                 prompt = prompt or await self._source.next(client)
@@ -77,11 +79,15 @@ class _Asking:
                     return
                 if tuple(prompt.token_ids) not in self._known:
                     self._keep(await self._answer(client, prompt))
-                prompt, self._failures = None, 0
-            except OutriderError:
-                self._failures += 1
-                if self._failures > MAX_FAILURES_IN_A_ROW:
+                prompt, failures = None, 0
+            except OutriderError as error:
+                failures += 1
+                if failures > MAX_FAILURES_IN_A_ROW:
                     raise
+                if isinstance(error, InvalidRequestError):
+                    prompt = None  # too long, say: the next one
+                else:
+                    await asyncio.sleep(failures * RETRY_SECONDS)
 
     async def _answer(self, client: AsyncClient, prompt: TrainingPrompt) -> KeptAnswer:
         temperature = self._rng.choice(TEMPERATURES)
@@ -104,7 +110,9 @@ class _Asking:
 
     async def _run_out(self) -> None:
         """Until the time is over and some answers are there; reports meanwhile."""
-        while self._clock.seconds < self._seconds or len(self._known) < MIN_ANSWERS:
+        while self._clock.seconds < self._seconds or (
+            len(self._known) < MIN_ANSWERS and self._clock.seconds < self._seconds + MAX_EXTRA_SECONDS
+        ):
             await asyncio.sleep(min(REPORT_SECONDS, max(self._seconds - self._clock.seconds, 0.1)))
             self._clock.keep()
             stage = f"{len(self._known)} answers, {self._num_tokens} tokens; seconds"
@@ -125,19 +133,12 @@ def held_out(answers: Sequence[KeptAnswer], share: float) -> set[int]:
     chosen: set[int] = set()
     for kind, count in Counter(answer.kind for answer in answers).items():
         own = [index for index, answer in enumerate(answers) if answer.kind == kind]
-        own.sort(key=lambda index: _digest(answers[index].prompt))
+        own.sort(key=lambda index: hashlib.blake2b(repr(list(answers[index].prompt)).encode(), digest_size=8).digest())
         if count < 2:
             continue
         size = max(1, round(share * count))
         last = answers[own[size - 1]].prompt
-        with contextlib.suppress(IndexError):
-            while list(answers[own[size]].prompt) == list(last):
-                size += 1
+        while size < count and list(answers[own[size]].prompt) == list(last):
+            size += 1
         chosen.update(own[:size])
     return chosen
-
-
-def _digest(token_ids: Sequence[int]) -> bytes:
-    import hashlib
-
-    return hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=8).digest()

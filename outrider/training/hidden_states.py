@@ -49,7 +49,7 @@ def write_hidden_states(
     cache, index = target.kv_cache, dataset.index
     plane = target.model.spec.features
     assert plane is not None
-    most_rows = PROMPT_ROWS[target.model.device.type]
+    most_rows = min(PROMPT_ROWS[target.model.device.type], target.max_rows_per_step)
     start = len(dataset)
     with (features_folder(plan) / "hidden.bin").open("ab") as file:
         os.ftruncate(file.fileno(), int(dataset.starts[start]) * index.row_bytes)

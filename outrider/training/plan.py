@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,9 +57,12 @@ class TrainingPlan:
             raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
         if self.prompts is not None and self.traffic is not None:
             raise ConfigError("--prompts and --from-traffic are two sources of answers: give one of them")
-        for name, value in (("--draft-vocab", self.draft_vocab_size), ("--batch", self.batch_size)):
+        counts = {"--draft-vocab": self.draft_vocab_size, "--batch": self.batch_size, "--steps": self.num_steps}
+        for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is not at least 1")
+        if not 0 < self.learning_rate < 1:
+            raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")
         if self.init_from is not None and self.form != "eagle3":
             raise ConfigError("--init-from takes up an eagle3 head: leave --form at eagle3")
 
@@ -81,7 +84,9 @@ class TrainingPlan:
         """What must be the same when a run goes on: its files depend on it."""
         return {
             "model": self.model.id,
+            "dtype": self.model.dtype,
             "form": self.form,
+            "steps": self.num_steps,
             "prompts": _name(self.prompts),
             "from-traffic": _name(self.traffic),
             "init-from": _name(self.init_from),
@@ -106,9 +111,10 @@ class RunState:
             return cls(plan.fixed)
         state = cls(**json.loads(path.read_text(encoding="utf-8")))
         for name, value in plan.fixed.items():
-            if state.fixed.get(name) != value:
+            before = state.fixed.get(name, value)
+            if before != value:
                 raise ConfigError(
-                    f"{plan.out} holds a run with --{name} {state.fixed.get(name)}, not {value}: "
+                    f"{plan.out} holds a run with --{name} {before}, not {value}: "
                     f"give that again to go on, or another --out"
                 )
         return state
@@ -134,6 +140,20 @@ class RunState:
         return sum(self.seconds.values())
 
 
+@contextmanager
+def only_run(plan: TrainingPlan) -> Iterator[None]:
+    """Nobody else works in the folder meanwhile. Raises: ConfigError."""
+    plan.work.mkdir(parents=True, exist_ok=True)
+    with (plan.work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another train-head works in {plan.out}: wait for its end, or give another --out"
+            ) from error
+        yield
+
+
 class PhaseClock:
     """The time of one phase, over all runs that worked at it."""
 
@@ -154,7 +174,7 @@ class PhaseClock:
 
 def write_atomically(path: Path, text: str) -> None:
     """A reader, or the next run after a kill, sees the old file or the new one."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 

@@ -6,6 +6,8 @@ turn, and nothing else, writes that turn. System lines and opening words keep it
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import random
 from collections import deque
@@ -158,20 +160,26 @@ async def _open_turn(
         if not system:  # a base model, which has no template: it writes a text from its first words on
             return await client.tokenize(opening or "The"), ()
         return await _open_turn(client, (), opening)  # a template without a system's turn
-    num_same = next(
-        (size for size, pair in enumerate(zip(reversed(one), reversed(other))) if pair[0] != pair[1]),  # noqa: B905
-        0,
-    )
-    start = next((size for size, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), 0)  # noqa: B905
-    return one[:start], one[len(one) - num_same :]
+    if one == other:
+        raise InvalidRequestError("the model's chat template leaves out what the user says", field="chat")
+    return one[: _num_same(one, other)], one[len(one) - _num_same(one[::-1], other[::-1]) :]
+
+
+def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Leading tokens in which two texts agree."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 async def _tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
-    """As the chat that the target answers; of a model without a template the last text as it is."""
-    try:
-        return await client.tokenize(messages, add_generation_prompt=True)
-    except InvalidRequestError:
-        return await client.tokenize(messages[-1].content)
+    """As the chat that the target answers. What its template refuses is left out: system turns, then earlier turns.
+
+    Of a model without a template it is the last text as it is.
+    """
+    without_system = [message for message in messages if message.role != "system"]
+    for chat in (messages, without_system, messages[-1:]):
+        with contextlib.suppress(InvalidRequestError):
+            return await client.tokenize(chat, add_generation_prompt=True)
+    return await client.tokenize(messages[-1].content)
 
 
 def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:

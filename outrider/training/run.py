@@ -17,6 +17,7 @@ from dataclasses import asdict
 import torch
 
 from outrider.engine.processor import usable_cpus
+from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.model_hub.kernels import resolve_device
@@ -38,6 +39,7 @@ from outrider.training.plan import (
     RunState,
     Say,
     TrainingPlan,
+    only_run,
     write_atomically,
 )
 from outrider.training.plot import draw
@@ -57,8 +59,24 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
     taps = needed_taps(plan, target)
     if plan.prompts is not None:
         read_prompts(plan.prompts)  # a bad line is said now
-    if plan.traffic is not None:
-        next(read_answers(plan.traffic))
+    if plan.traffic is not None and next(read_answers(plan.traffic), None) is None:
+        raise ConfigError(
+            f"--from-traffic {plan.traffic} has no kept answers: let a decode node run with "
+            f"decode_node.keep_features={plan.traffic}"
+        )
+    with only_run(plan):
+        return _run_phases(plan, location, target, taps, serve, say, progress)
+
+
+def _run_phases(
+    plan: TrainingPlan,
+    location: ModelLocation,
+    target: Target,
+    taps: tuple[int, ...],
+    serve: Serve,
+    say: Say,
+    progress: Progress,
+) -> str:
     state = RunState.open(plan)
     if state.seconds:
         spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.seconds.items())
@@ -88,12 +106,18 @@ def _write_hidden_states(
         compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
         index = Index.read(features_folder(plan))
         if index is None:
-            answers = list(read_answers(plan.traffic or answers_folder(plan)))
-            index = choose_texts(plan, answers, width=len(every) * target.hidden_size, dtype=compute.model.spec.dtype)
+            index = choose_texts(
+                plan,
+                read_answers(plan.traffic or answers_folder(plan)),
+                vocab_size=target.vocab_size,
+                width=len(every) * target.hidden_size,
+                dtype=compute.model.spec.dtype,
+            )
         say(f"features of {len(index.lengths)} texts, {sum(index.lengths)} tokens")
         dataset = Dataset(features_folder(plan))
-        write_hidden_states(plan, compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
-        prices = RowPrices.measure(compute, limit_seconds=plan.price_seconds)
+        with compute.ranks:
+            write_hidden_states(plan, compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
+            prices = RowPrices.measure(compute, limit_seconds=plan.price_seconds)
         write_atomically(plan.work / "prices.json", json.dumps(asdict(prices)))
         if len(dataset) < len(index.lengths):
             say(f"features of {len(dataset)} texts are there; the time for them is over")

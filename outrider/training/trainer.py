@@ -6,8 +6,8 @@ and with the text's tokens, which are the drafts of a chain that was right so fa
 
 from __future__ import annotations
 
+import ctypes
 import math
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -93,7 +93,7 @@ class Trainer:
 
     def save(self, clock: PhaseClock) -> None:
         """Atomically: the next run finds the old one or the new one."""
-        fresh = self.checkpoint.with_suffix(f".{os.getpid()}")
+        fresh = self.checkpoint.with_suffix(".new")
         torch.save(
             {
                 "student": self.student.state_dict(),
@@ -106,6 +106,7 @@ class Trainer:
         )
         fresh.replace(self.checkpoint)
         clock.keep()
+        _trim_heap()
 
     def _load(self) -> None:
         saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
@@ -147,7 +148,7 @@ class Trainer:
         self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
 
     def losses(self, batch: Batch) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """By step: the loss; and (whether the choice is the target's [n] bool, the share of rows that count [n])."""
+        """By step: the loss; and (whether the choice is the target's, whether there is such a chain), each [n] bool."""
         student, vocabulary, first = self.student, self.student.vocabulary, batch.first_chain
         rows = batch.texts, batch.places
         with torch.no_grad():
@@ -161,12 +162,14 @@ class Trainer:
                 # The chain of a row is fed with the text's tokens up to the row's own.
                 tokens = functional.pad(batch.token_ids[:, 1 + step + (first if step else 0) :], (0, 1 + step))
                 hidden = student.step(chains, tokens)
-                num_rows = int((batch.depths >= step).sum())
-                own = rows[0][:num_rows], rows[1][:num_rows] - 1 - step - first
+                # Rows without such a chain count nothing: with all of them the shapes are those of every step.
+                is_reached = batch.depths >= step
+                counts = is_known * is_reached
+                own = rows[0], (rows[1] - 1 - step - first).clamp_min(0)
                 logits = student.logits(hidden[own], step)
-                loss, choice = SoftCrossEntropy.apply(logits, shares[:num_rows], is_known[:num_rows])
+                loss, choice = SoftCrossEntropy.apply(logits, shares, counts)
                 losses.append(loss)
-                hits.append(((choice == best[:num_rows]) & (is_known[:num_rows] > 0), is_known[:num_rows]))
+                hits.append(((choice == best) & (counts > 0), is_reached))
         return losses, hits
 
     @torch.no_grad()
@@ -176,8 +179,9 @@ class Trainer:
         sums = torch.zeros(3, num_steps)  # loss, hits, rows
         for start in range(0, len(held_out), size):
             losses, hits = self.losses(self._batch(held_out[start : start + size]))
-            for step, (loss, (hit, known)) in enumerate(zip(losses, hits, strict=True)):
-                sums[:, step] += torch.tensor([loss.item() * len(known), hit.sum().item(), len(known)])
+            for step, (loss, (hit, is_reached)) in enumerate(zip(losses, hits, strict=True)):
+                num_rows = int(is_reached.sum())
+                sums[:, step] += torch.tensor([loss.item() * num_rows, hit.sum().item(), num_rows])
         held_out_loss = (sums[0] / sums[2].clamp_min(1)).tolist()
         point = HistoryPoint(
             seconds=clock.seconds,
@@ -191,3 +195,13 @@ class Trainer:
             f"training {point.seconds:.0f} s, step {point.step}: loss {point.loss[0]:.3f}, held out "
             f"{point.held_out_loss[0]:.3f}, acceptance " + " ".join(f"{share:.3f}" for share in point.acceptance)
         )
+
+
+def _trim_heap() -> None:
+    """Gives free memory back. Each batch has other shapes, and oneDNN keeps a compiled kernel for each of a thousand.
+
+    Those small blocks lie between freed large ones, which glibc would hold: some gigabytes after an hour.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from outrider.errors import ConfigError
@@ -56,6 +58,26 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, line):
         list(read_answers(tmp_path))
 
 
-def test_a_folder_without_answers_says_how_to_get_some(tmp_path):
-    with pytest.raises(ConfigError, match=r"decode_node\.keep_features"):
-        list(read_answers(tmp_path))
+def test_a_file_that_a_node_removes_meanwhile_is_passed_over(tmp_path):
+    for number in range(2):
+        write(tmp_path, [answer(number)])
+    answers = read_answers(tmp_path)
+    assert next(answers) == answer(0)
+    sorted(tmp_path.iterdir())[1].unlink()
+    assert list(answers) == []
+
+
+def test_after_a_full_disk_answers_go_to_another_file(tmp_path, monkeypatch):
+    writer, write_all, num_written = AnswerWriter(tmp_path, max_bytes=1 << 20), os.write, []
+
+    def write_half(descriptor, line):
+        num_written.append(len(line))
+        return write_all(descriptor, line[:9] if len(num_written) == 2 else line)
+
+    monkeypatch.setattr(os, "write", write_half)
+    writer.append(answer(1))
+    with pytest.raises(OSError, match="No space"):
+        writer.append(answer(2))
+    writer.append(answer(3))
+    writer.close()
+    assert list(read_answers(tmp_path)) == [answer(1), answer(3)]

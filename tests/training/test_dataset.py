@@ -8,6 +8,8 @@ from outrider.training.dataset import Dataset, choose_texts, features_folder
 from outrider.training.generate import held_out
 from tests.training.toy import toy_dataset
 
+SHAPE = {"vocab_size": 50, "width": 4, "dtype": "float32"}
+
 
 def answers(count, *, kind="chat", size=10):
     return [KeptAnswer([1, 2, number], [number] * size, 0.0, kind) for number in range(count)]
@@ -29,7 +31,7 @@ def test_answers_to_one_prompt_are_held_out_together():
 
 def test_texts_that_are_too_long_or_over_the_bound_stay_out(plan_of):
     plan = plan_of(max_length=20, max_feature_bytes=13 * 10 * 4 * 4)  # ten texts of 13 tokens with 4 float32 each
-    index = choose_texts(plan, [*answers(30), *answers(5, kind="long", size=18)], width=4, dtype="float32")
+    index = choose_texts(plan, [*answers(30), *answers(5, kind="long", size=18)], **SHAPE)
     assert set(index.lengths) == {13}
     assert len(index.lengths) == 10
     assert (features_folder(plan) / "tokens.bin").stat().st_size == 4 * 130
@@ -37,7 +39,19 @@ def test_texts_that_are_too_long_or_over_the_bound_stay_out(plan_of):
 
 def test_too_few_answers_are_an_error(plan_of):
     with pytest.raises(ConfigError, match="too few"):
-        choose_texts(plan_of(), answers(1), width=4, dtype="float32")
+        choose_texts(plan_of(), answers(1), **SHAPE)
+
+
+def test_the_newest_answers_are_learnt_from(plan_of):
+    plan = plan_of(max_feature_bytes=13 * 10 * 4 * 4)
+    choose_texts(plan, answers(30), **SHAPE)
+    tokens = Dataset(features_folder(plan)).tokens
+    assert set(tokens[2::13].tolist()) == set(range(20, 30))
+
+
+def test_answers_of_another_model_are_refused(plan_of):
+    with pytest.raises(ConfigError, match="0 to 49: another model"):
+        choose_texts(plan_of(), [*answers(30), KeptAnswer([1, 2], [50, 3])], **SHAPE)
 
 
 def test_only_texts_whose_hidden_states_are_whole_are_there(plan_of):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.training.plan import RunState
+from outrider.training.plan import RunState, only_run
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,8 @@ from outrider.training.plan import RunState
         ({"minutes": float("nan")}, "--minutes nan"),
         ({"prompts": "x"}, "--prompts and --from-traffic"),
         ({"draft_vocab_size": 0}, "--draft-vocab 0"),
+        ({"num_steps": 0}, "--steps 0"),
+        ({"learning_rate": float("nan")}, "--rate nan"),
         ({"form": "mlp", "init_from": "x"}, "--init-from"),
     ],
 )
@@ -33,6 +35,15 @@ def test_a_run_goes_on_only_as_it_began(plan_of):
     assert again.seconds == state.seconds
     with pytest.raises(ConfigError, match="--form eagle3, not mlp"):
         RunState.open(plan_of(form="mlp"))
+    with pytest.raises(ConfigError, match="--steps 3, not 2"):
+        RunState.open(plan_of(num_steps=2))
+
+
+def test_one_run_at_a_time_works_in_a_folder(plan_of):
+    with only_run(plan_of()), pytest.raises(ConfigError, match="another train-head"), only_run(plan_of()):
+        pass
+    with only_run(plan_of()):
+        pass
 
 
 def test_time_of_a_phase_counts_over_runs(plan_of):

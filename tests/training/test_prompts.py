@@ -6,7 +6,7 @@ import jinja2
 import pytest
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.training.prompts import FilePrompts, OwnPrompts, _open_turn
+from outrider.training.prompts import FilePrompts, OwnPrompts, _open_turn, _tokenize
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 
 LLAMA2 = (
@@ -75,6 +75,20 @@ async def test_a_template_without_a_systems_turn_is_used_without_one():
     client = TokenizingClient(LLAMA2)
     prompt, _ = await _open_turn(client, (ChatMessage("system", "Be brief."),), "Why")
     assert client.text(prompt) == "[INST] Why"
+
+
+async def test_a_chat_with_a_system_turn_that_the_template_refuses_keeps_the_template():
+    from outrider.client import ChatMessage
+
+    chat = (ChatMessage("system", "Be brief."), ChatMessage("user", "Why"))
+    for template, expected in ((LLAMA2, "[INST] Why [/INST]"), (None, "Why")):
+        client = TokenizingClient(template)
+        assert client.text(await _tokenize(client, chat)) == expected
+
+
+async def test_a_template_that_drops_the_users_text_is_named():
+    with pytest.raises(InvalidRequestError, match="leaves out"):
+        await _open_turn(TokenizingClient("[INST] [/INST]"), (), "Why")
 
 
 async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():

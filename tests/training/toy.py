@@ -65,7 +65,7 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
         for text in [target.text(number % VOCAB, 12 + number % 9)]
     ]
     width = (3 if has_taps else 1) * HIDDEN
-    choose_texts(plan, answers, width=width, dtype="float32")
+    choose_texts(plan, answers, vocab_size=VOCAB, width=width, dtype="float32")
     dataset = Dataset(features_folder(plan))
     with dataset.hidden_path.open("wb") as file:
         for text in range(len(dataset.index.lengths)):
