@@ -183,7 +183,7 @@ class DraftGatherer:
         trees, requested = {key: tree for key, tree in taken.trees.items() if tree}, set(taken.requested)
         self._drafts = {sequence_id: [tree] for sequence_id, tree in trees.items()}
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
-        for local in sorted(self._local, key=lambda each: self._controller.sequence_seconds(each.source)):
+        for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
             requested.update(self._ask(local, samples, wanted, trees))
         return replace(taken, trees=trees, requested=requested)
 
@@ -204,7 +204,7 @@ class DraftGatherer:
             [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
             reads_ahead=is_cheap,
         )
-        controller.observe_asked(source, asked, found.trees, seconds=self._clock() - started, num_missed=found.num_read)
+        controller.observe_asked(source, asked, seconds=self._clock() - started, num_missed=found.num_read)
         for sequence_id, tree in found.trees.items():
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)

@@ -1,135 +1,128 @@
-"""How long a proposer takes as a function of what it is asked for, learnt while serving."""
+"""What it takes to ask a proposer, learnt while serving, and which sequences of a batch it is worth asking for."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from operator import mul
+from typing import NamedTuple
 
-IGNORED_CALLS = 2
-"""The first ones of a process take longer than any later one."""
-
-FORGETTING = 0.98
-
-CHEAP_SECONDS = 50e-6
-"""Of a sequence. To decide whether to ask for so little takes as long."""
+FIRST_CALLS = 5
+"""Of a process. Some of them take far longer than any later one: until there were so many, the quickest counts."""
 
 CHEAP_SHARE = 0.01
-"""Of a step: a call that takes more is not cheap, for however many sequences it is."""
+"""Of a step: to decide about a call that takes no more would take as long as the call."""
 
-FIT_SECONDS = 100e-6
-"""Shorter calls are not looked into."""
+LEARNING_RATE = 0.2
 
-SMOOTHING = 0.1
+OUTLIER_FACTOR = 2.0
+"""A call that takes longer than this many times the expected counts as this many times. One that takes less than the
+inverse shows that the expectation was wrong, and counts in full."""
 
 TOKEN_SHARE = 0.1
 MISSED_SHARE = 0.03
 """Until calls say otherwise: what a further sequence's draft token, and a token to be read, take beside a forward."""
 
-ASSUMPTION_WEIGHT = 0.05
-"""How firmly, against calls."""
-
-FIT_CALLS = 8
-"""The fit is made anew after so many calls, and after a surprise."""
-
-SURPRISE = 0.25
-"""A call is one that differs from the expected time by more than this share."""
-
-OUTLIER_FACTOR = 2.0
-MAX_OUTLIERS = 3
-"""As for steps: see `step_cost`."""
-
-Seconds = npt.NDArray[np.float64]
+CATCH_UP_STEPS = 32
+"""A proposer that has missed tokens reads them once: the time counts as that of so many steps."""
 
 
 class AskCost:
     """T(depth, tokens, missed) = a call + depth forwards + draft tokens of all sequences + tokens that were missed.
 
     A head drafts one token of every sequence in a forward; a parallel one drafts all in one, so that its depth comes to
-    cost nothing. Non-negative least squares with exponential forgetting. Not thread-safe.
+    cost nothing. Each call corrects the four prices by its error (normalised least mean squares, Widrow and Hoff 1960),
+    none below 0. Not thread-safe.
     """
+
+    __slots__ = ("_num_calls", "_scaled", "call_seconds")
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._call_seconds = 0.0  # running mean
-        self._sequence_seconds = 0.0  # the same by sequence
-        self._squares = np.zeros((4, 4))
-        self._products = np.zeros(4)
-        self._found: tuple[float, float, float, float] | None = None
-        self._num_outliers = 0
-
-    @property
-    def is_known(self) -> bool:
-        return self._num_calls > IGNORED_CALLS
+        self._scaled = [0.0, 0.0, 0.0, 0.0]  # the prices, each over its share of a forward
+        self.call_seconds = 0.0
+        """Of a call, on average: the order in which sources are asked. 0: unknown."""
 
     def is_cheap(self, step_seconds: float) -> bool:
-        """Whether to ask is cheaper than to think about it. So is what was never asked, until it was.
+        """Whether to ask is cheaper than to think about it. So is what was hardly asked yet.
 
         `step_seconds`: of a plain step.
         """
-        return self._sequence_seconds < CHEAP_SECONDS and self._call_seconds <= CHEAP_SHARE * step_seconds
+        return self._num_calls < FIRST_CALLS or self.call_seconds <= CHEAP_SHARE * step_seconds
 
-    @property
-    def sequence_seconds(self) -> float:
-        """Of a call, by sequence, on average: the order in which sources are asked. 0: unknown."""
-        return self._sequence_seconds
-
-    def observe(self, seconds: float, *, depth: int, num_sequences: int, num_tokens: int, num_missed: int) -> None:
+    def observe(self, seconds: float, *, depth: int, num_tokens: int, num_missed: int) -> None:
         """Learns from one draft of at least one sequence, in as many calls as it took."""
+        if seconds <= 0.0:  # a clock that stood still
+            return
         self._num_calls += 1
-        if seconds <= 0.0 or not self.is_known:
+        asked = (1.0, depth, TOKEN_SHARE * num_tokens, MISSED_SHARE * num_missed)
+        if self._num_calls <= FIRST_CALLS:
+            forward_seconds = seconds / sum(asked[1:])
+            if self._num_calls == 1 or forward_seconds < self._scaled[1]:
+                self._scaled = [0.0, forward_seconds, forward_seconds, forward_seconds]
+                self.call_seconds = seconds
             return
-        each = seconds / num_sequences
-        mean = self._sequence_seconds or each
-        self._sequence_seconds = mean + SMOOTHING * (min(each, OUTLIER_FACTOR * mean) - mean)
-        mean = self._call_seconds or seconds
-        self._call_seconds = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
-        if seconds < FIT_SECONDS:
+        self.call_seconds += LEARNING_RATE * (min(seconds, OUTLIER_FACTOR * self.call_seconds) - self.call_seconds)
+        expected = sum(map(mul, self._scaled, asked))
+        if OUTLIER_FACTOR * seconds < expected:
+            self._scaled = [each * seconds / expected for each in self._scaled]
             return
-        is_surprise = True
-        if self._squares[0, 0]:
-            expected = self.seconds(depth, num_tokens, num_missed)
-            is_surprise = abs(seconds - expected) > SURPRISE * expected
-            self._num_outliers = self._num_outliers + 1 if seconds > OUTLIER_FACTOR * expected else 0
-            if self._num_outliers <= MAX_OUTLIERS:
-                seconds = min(seconds, OUTLIER_FACTOR * expected)
-        asked = np.array([1.0, depth, num_tokens, num_missed])
-        self._squares = FORGETTING * self._squares + np.outer(asked, asked)
-        self._products = FORGETTING * self._products + seconds * asked
-        if is_surprise or self._num_calls % FIT_CALLS == 0:
-            self._found = None
+        error = min(seconds, OUTLIER_FACTOR * expected) - expected
+        step = LEARNING_RATE * error / sum(map(mul, asked, asked))
+        self._scaled = [max(each + step * one, 0.0) for each, one in zip(self._scaled, asked, strict=True)]
 
     def seconds(self, depth: int, num_tokens: int, num_missed: float) -> float:
         """Of a draft at most `depth` tokens long, `num_tokens` over all sequences, which read so many tokens first."""
-        call, forward, token, missed = self._fitted()
-        return call + depth * forward + num_tokens * token + num_missed * missed
+        call, forward, token, missed = self._scaled
+        return call + depth * forward + TOKEN_SHARE * num_tokens * token + MISSED_SHARE * num_missed * missed
 
-    def token_seconds(self) -> float:
-        """Of a draft token more, in a forward that there is anyway."""
-        return self._fitted()[2]
 
-    def missed_seconds(self) -> float:
-        """Of a token that the proposer has not read yet."""
-        return self._fitted()[3]
+class Candidate(NamedTuple):
+    """A sequence for which a proposer may be asked."""
 
-    def _fitted(self) -> tuple[float, float, float, float]:
-        """Seconds of a call, a forward, a draft token and a missed one."""
-        if self._found is None:
-            call, forward, token, missed = self._solve().tolist()
-            self._found = call, forward, token, missed
-        return self._found
+    sequence_id: int
+    chain: Sequence[float]  # by position the probability that its draft is accepted to there
+    at_hand: float  # worth of the draft that is here already
+    num_missed: int  # tokens that the proposer has not read
 
-    def _solve(self) -> Seconds:
-        """[4]"""
-        squares = self._squares.copy()
-        # What a call takes beside its forwards, and the shares of a forward that its rows are taken for.
-        for difference in ((1.0, 0.0, 0.0, 0.0), (0.0, -TOKEN_SHARE, 1.0, 0.0), (0.0, -MISSED_SHARE, 0.0, 1.0)):
-            squares += ASSUMPTION_WEIGHT * np.outer(difference, difference)
-        kept = [0, 1, 2, 3]
-        found = np.zeros(4)
-        while kept:
-            solved = np.linalg.solve(squares[np.ix_(kept, kept)] + 1e-9 * np.eye(len(kept)), self._products[kept])
-            if (solved >= 0.0).all():
-                found[kept] = solved
-                break
-            del kept[int(solved.argmin())]
-        return found
+
+def worth(probabilities: Sequence[float], row_price: float) -> float:
+    """The tokens that a draft is expected to win, less those that its rows cost."""
+    return sum([each - row_price for each in probabilities if each > row_price])
+
+
+def choose_asked(
+    candidates: Sequence[Candidate], cost: AskCost, *, token_rate: float, row_price: float
+) -> dict[int, int]:
+    """The number of tokens to ask for, by sequence id; absent ones are not asked for.
+
+    A sequence is taken in if its draft is expected to better the one at hand by more than it adds to the call; the call
+    is made if all of them together gain more than it takes. All lengths of the longest draft are compared.
+
+    Args:
+        candidates: the sequences of the batch.
+        cost: of the proposer.
+        token_rate: tokens that the batch would generate in a second: what time is worth.
+        row_price: least probability of a draft token that pays for its row.
+    """
+    longest = max((len(candidate.chain) for candidate in candidates), default=0)
+    gains = [-token_rate * cost.seconds(depth, 0, 0) for depth in range(1, longest + 1)]
+    token_price = token_rate * cost.seconds(0, 1, 0) - token_rate * cost.seconds(0, 0, 0)
+    missed_price = (token_rate * cost.seconds(0, 0, 1) - token_rate * cost.seconds(0, 0, 0)) / CATCH_UP_STEPS
+    numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
+    for candidate in candidates:
+        chain = candidate.chain
+        gain = -candidate.at_hand - missed_price * candidate.num_missed
+        best_gain, best_number = 0.0, 0
+        found: list[int] = []
+        for place in range(longest):
+            if place < len(chain) and chain[place] > row_price:
+                gain += chain[place] - row_price - token_price
+                if gain > best_gain:
+                    best_gain, best_number = gain, place + 1
+            gains[place] += best_gain
+            found.append(best_number)
+        numbers[candidate.sequence_id] = found
+    best = max(range(longest), key=gains.__getitem__, default=0)
+    if not longest or gains[best] <= 0.0:
+        return {}
+    return {sequence_id: found[best] for sequence_id, found in numbers.items() if found[best]}

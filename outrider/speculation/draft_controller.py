@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.draft_source import NOTHING, DraftSource, SourceRecord
+from outrider.speculation.ask_cost import Candidate, choose_asked, worth
+from outrider.speculation.draft_source import DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.row_choice import RowChoice, choose_rows
-from outrider.speculation.source_choice import Candidate, Prices, choose_asked, worth
 from outrider.speculation.step_cost import StepCostModel
 
 PROBE_STEPS = 32
@@ -132,9 +132,9 @@ class DraftController:
             return maximum
         return sum(each >= least for each in chain[:maximum])
 
-    def sequence_seconds(self, source: str) -> float:
-        """What it takes to ask that proposer, by sequence; 0 until it is known. The cheapest is asked first."""
-        return self._sources[source].cost.sequence_seconds
+    def call_seconds(self, source: str) -> float:
+        """What it takes to ask that proposer; 0 until it is known. The cheapest is asked first."""
+        return self._sources[source].cost.call_seconds
 
     def is_cheap(self, source: str) -> bool:
         """Whether it costs next to nothing to ask that proposer."""
@@ -160,36 +160,19 @@ class DraftController:
             known.records[sequence_id].last_asked = self._step
         return asked
 
-    def observe_asked(
-        self,
-        source: str,
-        asked: Mapping[int, int],
-        drafts: Mapping[int, DraftTree],
-        *,
-        seconds: float,
-        num_missed: int | None,
-    ) -> None:
-        """What a proposer has drafted and how long it took. `num_missed` None: it read more than it was asked for."""
-        known = self._sources[source]
+    def observe_asked(self, source: str, asked: Mapping[int, int], *, seconds: float, num_missed: int | None) -> None:
+        """How long a proposer took for the drafts it was asked for. `num_missed` None: it read more than these need."""
         self._asked_seconds += seconds
         if asked and num_missed is not None:
-            known.cost.observe(
-                seconds,
-                depth=max(asked.values()),
-                num_sequences=len(asked),
-                num_tokens=sum(asked.values()),
-                num_missed=num_missed,
+            self._sources[source].cost.observe(
+                seconds, depth=max(asked.values()), num_tokens=sum(asked.values()), num_missed=num_missed
             )
-            if not self.is_cheap(source):
-                for sequence_id in asked:
-                    draft = drafts.get(sequence_id)
-                    self._record(sequence_id, source).observe_answer(NOTHING if draft is None else draft.grade)
 
     def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
         """The draft of a sequence that is expected to win more."""
         values = []
         for draft in (one, other):
-            found = self._probabilities(sequence_id, draft)
+            found = self._record(sequence_id, draft.source).ranked(draft)[1]
             values.append((worth(found, self.row_price), sum(found)))
         return one if values[0] >= values[1] else other
 
@@ -209,7 +192,7 @@ class DraftController:
         trees: list[DraftTree] = []
         probabilities: list[Sequence[float]] = []
         for sequence_id, draft, limit in offers:
-            record = self._record(sequence_id, draft.source).of(draft)
+            record = self._record(sequence_id, draft.source).of(draft.grade)
             tree, found = record.ranked(draft)
             max_tokens = max(0, min(limit, self.num_speculative_tokens))
             if len(found) > max_tokens:
@@ -253,7 +236,7 @@ class DraftController:
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on."""
-        record = self._record(sequence_id, draft.source).of(draft)
+        record = self._record(sequence_id, draft.source).of(draft.grade)
         if accepted and self._step - record.last_step >= PROBE_STEPS:
             record.begin_anew()
         record.last_step = self._step
@@ -293,7 +276,7 @@ class DraftController:
             if most > 0:
                 record = self._record(sequence_id, source)
                 is_due = self.verifies_all or self._step - record.last_step >= CHEAP_PROBE_STEPS
-                if is_due or record.reaches(least):
+                if is_due or record.best().chain[0] >= least:
                     asked[sequence_id] = min(most, self.num_speculative_tokens)
         return asked
 
@@ -302,36 +285,24 @@ class DraftController:
     ) -> dict[int, int]:
         """The same of a proposer that costs something."""
         known = self._sources[source]
+        row_price = 0.0 if self.verifies_all else self.row_price
+        # Prompts that wait for the end of the step wait for its drafts as well.
+        token_rate = (
+            0.0 if self.verifies_all else self._speedup * (len(wanted) + self._num_waiting) / self._plain_seconds
+        )
         candidates: list[Candidate] = []
         for sequence_id, most in wanted.items():
-            maximum = max(0, min(most, self.num_speculative_tokens))
-            draft = drafts.get(sequence_id)
-            at_hand = [] if draft is None else self._probabilities(sequence_id, draft)[:maximum]
-            expected = self._record(sequence_id, source).expected() if maximum else ()
-            answers = [(share, chain[:maximum]) for share, chain in expected]
-            candidates.append(Candidate(sequence_id, at_hand, answers, num_missed.get(sequence_id, 0)))
-        asked = choose_asked(candidates, known.cost, self._prices(len(candidates)))
-        known.add_trials(
-            asked,
-            {key: num_missed.get(key, 0) for key, most in wanted.items() if most > 0},
-            before=self._step - PROBE_STEPS,
+            if most > 0:
+                draft = drafts.get(sequence_id)
+                at_hand = () if draft is None else self._record(sequence_id, draft.source).ranked(draft)[1][:most]
+                chain = self._record(sequence_id, source).best().chain[:most]
+                missed = num_missed.get(sequence_id, 0)
+                candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed))
+        asked = choose_asked(candidates, known.cost, token_rate=token_rate, row_price=row_price)
+        known.add_trial(
+            asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS
         )
         return asked
-
-    def _prices(self, num_sequences: int) -> Prices:
-        """Of the next step, as far as they are known."""
-        num_more = num_sequences * self.num_speculative_tokens
-        if self.verifies_all or not self.cost.is_known:
-            return Prices([1.0] * (num_more + 1), num_more, num_sequences, 0, token_rate=0.0, row_price=0.0)
-        seconds = self.cost.seconds(num_sequences, num_sequences, num_more=num_more)
-        reach = self.cost.reach()
-        max_rows = num_more if reach is None else max(0, min(num_more, reach - num_sequences))
-        rate = self._speedup * (num_sequences + self._num_waiting) / seconds[0]
-        return Prices(seconds, max_rows, num_sequences, self._num_waiting, token_rate=rate, row_price=self.row_price)
-
-    def _probabilities(self, sequence_id: int, draft: DraftTree) -> Sequence[float]:
-        """Of the draft's tokens, the likeliest first."""
-        return self._record(sequence_id, draft.source).of(draft).ranked(draft)[1]
 
     def _with_other_rows(self, offer: _Offer, choice: RowChoice) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.

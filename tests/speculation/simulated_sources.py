@@ -32,15 +32,16 @@ class State:
     lasts: float  # tokens, on average
     grades: dict[int, float]  # of the lookup: the share of positions at which it has a draft of that grade
     lookup: dict[int, float]  # its acceptance by grade
-    head: float  # acceptance
+    head: float | tuple[float, ...]  # acceptance, by depth where it differs
     remote: float = 0.0
 
 
 FREE = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=0.5)
 COPY = State(25, {2: 0.05, 4: 0.1, 8: 0.8}, {2: 0.3, 4: 0.8, 8: 0.95}, head=0.35)
 HOT = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.4, remote=0.6)
+DEPTHS = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=(0.48, 0.44, 0.55, 0.5, 0.5))
 POOR = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.1, remote=0.1)
-TEXTS = {"chat": (FREE,), "copied": (COPY,), "mixed": (FREE, COPY), "hot": (HOT,), "poor": (POOR,)}
+TEXTS = {"chat": (FREE,), "copied": (COPY,), "mixed": (FREE, COPY), "hot": (HOT,), "poor": (POOR,), "depths": (DEPTHS,)}
 
 
 class SimulatedText:
@@ -62,12 +63,15 @@ class SimulatedText:
                 (HEAD, state.head),
                 (DRAFT_NODE, state.remote),
             ):
-                self.right[source].append(chosen.random() < acceptance)
+                by_depth = acceptance if isinstance(acceptance, tuple) else (acceptance,)
+                drawn = chosen.random()
+                self.right[source].append([drawn < each for each in by_depth])
 
     def draft(self, source, position, length, num_wanted):
         """After `length` tokens of the sequence, of which this is the text's `position`."""
         grade = self.grades[position] if source == LOOKUP else 0
-        right = self.right[source][position : position + num_wanted]
+        following = self.right[source][position : position + num_wanted]
+        right = [each[min(depth, len(each) - 1)] for depth, each in enumerate(following)]
         token_ids = () if source == LOOKUP and not grade else tuple(RIGHT if each else WRONG for each in right)
         return DraftTree(length, None, token_ids, grade=grade)
 
@@ -158,6 +162,10 @@ class SourcesBatch(SimulatedBatch):
         self.gatherer.open(key, opened, start)
         sequence = SimpleNamespace(key=key, token_ids=[*prompt, *[RIGHT] * position])
         self._samples[key] = SimpleNamespace(sequence=sequence, max_draft_tokens=MAX_DRAFT_TOKENS, may_draft=True)
+
+    def forbid_drafts(self, key):
+        """As a request with no draft tokens does."""
+        self._samples[key].max_draft_tokens, self._samples[key].may_draft = 0, False
 
     @property
     def sequence_ids(self):

@@ -23,6 +23,9 @@ def head(forward_ms=3.0):
     return (HEAD, {"forward_seconds": seconds, "row_seconds": seconds / 15, "read_seconds": seconds / 30})
 
 
+MEASURED_HEAD = (HEAD, {"forward_seconds": 0.0008, "row_seconds": 0.0})
+
+
 def rate(case, *sources, num_draft=5):
     kind, curve, num_sequences = case
     batch = SourcesBatch(kind, curve, num_sequences, sources=sources, num_draft=num_draft)
@@ -54,6 +57,33 @@ def test_two_sources_are_hardly_slower_than_plain_decoding_or_the_better_of_them
         if of_plain < 0.975 or of_best < 0.95:
             missed[case] = (of_plain, of_best)
     assert not missed
+
+
+@pytest.mark.parametrize(("num_sequences", "least"), [(1, 1.3), (4, 1.2), (16, 0.98)])
+def test_with_measured_prices_a_good_head_gains_and_never_costs_much(num_sequences, least):
+    case = ("depths", f"measured {num_sequences}", num_sequences)
+    assert rate(case, MEASURED_HEAD, LOOKUPS) > least * rate(case, num_draft=0)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+def test_with_measured_prices_a_poor_head_costs_next_to_nothing(num_sequences):
+    case = ("poor", f"measured {num_sequences}", num_sequences)
+    assert rate(case, MEASURED_HEAD, LOOKUPS) > 0.975 * rate(case, num_draft=0)
+
+
+def test_a_sequence_that_may_not_draft_costs_no_call():
+    batch = SourcesBatch("chat", "linear", 2, sources=[head(), LOOKUPS], length=ENDLESS)
+    batch.forbid_drafts(0)
+    batch.rate(100)
+    assert [sorted(proposer.asked) for proposer in batch.proposers.values()] == [[1], [1]]
+
+
+def test_what_is_known_of_sequences_that_have_ended_is_forgotten():
+    batch = SourcesBatch("chat", "linear", 4, sources=[head(), LOOKUPS], has_draft_node=True, length=30)
+    batch.rate(300)
+    sources = batch.gatherer._controller._sources
+    assert set(sources) == {HEAD, LOOKUP, DRAFT_NODE}
+    assert all(source.records.keys() <= set(batch.sequence_ids) for source in sources.values())
 
 
 def test_where_a_text_is_copied_in_parts_two_sources_are_faster_than_each():
@@ -122,8 +152,6 @@ def test_drafts_of_a_draft_node_compete_with_those_of_this_process():
 
 def test_negative_control_a_head_that_is_taken_to_cost_nothing_slows_sixteen_sequences(monkeypatch):
     monkeypatch.setattr(AskCost, "seconds", lambda *_: 0.0)
-    monkeypatch.setattr(AskCost, "token_seconds", lambda *_: 0.0)
-    monkeypatch.setattr(AskCost, "missed_seconds", lambda *_: 0.0)
     batch = SourcesBatch("chat", "linear", 4, sources=[head(12.0)])
     batch.rate(WARM_UP_STEPS)
     assert batch.rate(200) < 0.95 * rate(("chat", "linear", 4), num_draft=0)

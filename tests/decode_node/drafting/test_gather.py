@@ -94,6 +94,7 @@ def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fall
     assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
 
 
+@pytest.mark.usefixtures("steps_take_a_set_time")
 def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_what_was_committed(make_scripted_node):
     node = node_with(
         make_scripted_node,
