@@ -36,7 +36,7 @@ class LocalDrafts:
     """What a proposer in this process has made in one step."""
 
     trees: dict[int, DraftTree]  # by sequence; without those for which it has nothing
-    num_read: int | None  # tokens that it read for these drafts; None: unknown, as prompts are read in several steps
+    num_read: int | None  # tokens that it read for these drafts; None: unknown, as it read prompts besides
 
 
 class LocalProposer:
@@ -81,19 +81,22 @@ class LocalProposer:
         requested = {request.sequence_id for request in requests}
         num_read = sum(self.num_missed(sample) for sample, _ in wanted)
         was_behind = not self._behind.isdisjoint(requested)
+        ahead: list[ProposalRequest] = []
         if reads_ahead:
-            requests += [
+            ahead = [
                 ProposalRequest(sequence_id, token_ids, 0, starts[sequence_id])
                 for sequence_id, token_ids in unread.items()
                 if sequence_id not in requested
             ]
+            requests += ahead
         trees: dict[int, DraftTree] = {}
         while requests:
             drafting: list[ProposalRequest] = []
             for request, proposal in zip(requests, self._proposer.propose(requests), strict=True):
                 sequence_id = request.sequence_id
                 if proposal.tree:
-                    trees[sequence_id] = replace(proposal.tree, source=self.source)
+                    proposal.tree.source = self.source
+                    trees[sequence_id] = proposal.tree
                 if proposal.progress is Progress.DONE:
                     unread.pop(sequence_id, None)
                     self._num_read[sequence_id] = len(request.token_ids)
@@ -104,7 +107,7 @@ class LocalProposer:
                     drafting.append(request)
             requests = drafting
         is_behind = was_behind or not self._behind.isdisjoint(requested)
-        return LocalDrafts(trees, None if is_behind else num_read)
+        return LocalDrafts(trees, None if is_behind or ahead else num_read)
 
 
 class DraftGatherer:

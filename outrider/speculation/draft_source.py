@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAcceptance
 from outrider.speculation.ask_cost import AskCost
@@ -68,13 +68,15 @@ class SourceRecord:
             )
         return record
 
-    def ranked(self, draft: DraftTree) -> tuple[DraftTree, list[float]]:
+    def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
         """See `AcceptanceRecord.ranked`."""
         return self.of(draft.grade).ranked(draft)
 
     def best(self) -> AcceptanceRecord:
         """Of the grade whose drafts are accepted most."""
-        grades = self._source.acceptance or (0,)
+        grades = self._source.acceptance
+        if len(grades) < 2:  # of a head or a draft model
+            return self.of(next(iter(grades), 0))
         return max(map(self.of, grades), key=lambda record: record.chain[0])
 
     @property

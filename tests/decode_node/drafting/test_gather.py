@@ -11,6 +11,7 @@ import pytest
 from decode_node.drafting.client import NO_TABLES
 from outrider.session import Granted, KvReady, SampleStart, SampleTokens
 from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
+from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DRAFT_NODE
 from outrider.speculation.proposers.base import Progress
 from tests.support.fake_drafts import TextDrafts
@@ -69,6 +70,25 @@ def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_
     assert not node.find(KvReady, waiting)
     node.iterate()
     assert sum(each.token_ids == PROMPT for each in fallback.requests) == 1, "once is enough"
+
+
+def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_drafts(make_scripted_node, monkeypatch):
+    heard = []
+    observe = AskCost.observe
+    monkeypatch.setattr(
+        AskCost, "observe", lambda cost, *args, **asked: (heard.append(asked), observe(cost, *args, **asked))
+    )
+    fallback = ScriptedProposer([])
+    node = node_with(make_scripted_node, proposers=[fallback])
+    node.open()
+    node.iterate()
+    heard.clear()
+    node.open(prompt=PROMPT)
+    node.iterate()
+    assert any(each.token_ids == PROMPT for each in fallback.requests)
+    assert heard == []
+    node.iterate()
+    assert len(heard) == 1
 
 
 def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fallbacks(make_scripted_node):
@@ -147,6 +167,7 @@ class SlowOracle(Oracle):
         return proposals
 
 
+@pytest.mark.usefixtures("steps_take_a_set_time")
 def test_a_proposer_that_needs_several_calls_is_asked_until_its_drafts_are_complete(make_scripted_node):
     proposer = SlowOracle(lambda: node.model)
     node = node_with(make_scripted_node, proposers=[proposer])
