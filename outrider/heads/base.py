@@ -29,10 +29,10 @@ class HeadSpec:
     form: str  # "eagle3"
     name: str  # of its folder
     fingerprint: str  # SHA-256 in hexadecimal of its configuration and weights
-    num_layers: int  # that keep keys and values; 0: the head keeps none
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_layers: int = 0  # that keep keys and values; 0: the head keeps none
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
     width: int  # of its own hidden state, which takes the place of a feature that is not there yet
     vocab_size: int  # of the target
     max_model_len: int  # tokens

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
+from outrider.heads.base import HeadSpec
 from outrider.model_hub.vocabulary import read_json
 
 MAX_PARALLEL = 64
@@ -132,6 +133,19 @@ class Target:
             if name in self.checkpoint.tensor_names:
                 return self.checkpoint.mapped(name)
         raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
+
+
+def spec_of(form: str, checkpoint: Checkpoint, target: Target, dtype: torch.dtype, **fields: Any) -> HeadSpec:
+    """Of a head that drafts for texts as long as its target takes. `fields`: the other ones of HeadSpec."""
+    return HeadSpec(
+        form=form,
+        name=checkpoint.folder.name,
+        fingerprint=checkpoint.fingerprint,
+        vocab_size=target.vocab_size,
+        max_model_len=target.max_model_len,
+        dtype=str(dtype).removeprefix("torch."),
+        **fields,
+    )
 
 
 def refuse(folder: Path, name: str, value: object, allowed: str) -> ConfigError:

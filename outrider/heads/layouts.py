@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from outrider.heads.base import HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse
+from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse, spec_of
 from outrider.heads.layers import LayerShape
 
 _LAYER_CONFIGS: Mapping[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
@@ -67,19 +67,17 @@ class Layout:
 
     def head_spec(self, form: str, checkpoint: Checkpoint, target: Target, dtype: torch.dtype) -> HeadSpec:
         """Of a chain: one token after the other, to any depth."""
-        return HeadSpec(
-            form=form,
-            name=self.folder.name,
-            fingerprint=checkpoint.fingerprint,
+        # The target's longest text: a head's own figure is what it was trained on; its angles go on as the target's do.
+        return spec_of(
+            form,
+            checkpoint,
+            target,
+            dtype,
             num_layers=self.shape.num_layers,
             num_heads=self.shape.num_heads,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
             width=self.shape.hidden_size,
-            vocab_size=self.vocab_size,
-            # A head's own figure is the length that it was trained on; its angles go on beyond, as the target's do.
-            max_model_len=target.max_model_len,
-            dtype=str(dtype).removeprefix("torch."),
         )
 
 

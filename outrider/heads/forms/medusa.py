@@ -20,7 +20,7 @@ from torch.nn import functional
 from outrider.engine.features import FeatureReduction
 from outrider.errors import ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, check_target_ids, refuse
+from outrider.heads.checkpoint import Checkpoint, Target, check_fits, check_target_ids, refuse, spec_of
 from outrider.heads.form import HeadForm
 
 NAME = "medusa"
@@ -124,22 +124,8 @@ def _open(checkpoint: Checkpoint, target: Target, device: torch.device, dtype: t
     heads = tuple(
         _Head(tuple(block(head, layer) for layer in range(num_blocks)), output(head)) for head in range(num_heads)
     )
-    spec = HeadSpec(
-        form=NAME,
-        name=folder.name,
-        fingerprint=checkpoint.fingerprint,
-        num_layers=0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-        width=width,
-        vocab_size=target.vocab_size,
-        max_model_len=target.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-        max_depth=num_heads,
-    )
     return MedusaHead(
-        spec,
+        spec_of(NAME, checkpoint, target, dtype, width=width, max_depth=num_heads),
         reduction,
         heads,
         None if target_ids is None else target_ids.to(device),

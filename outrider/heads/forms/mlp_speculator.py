@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse
+from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse, spec_of
 from outrider.heads.form import HeadForm
 
 NAME = "mlp_speculator"
@@ -121,20 +121,7 @@ def _open(checkpoint: Checkpoint, target: Target, device: torch.device, dtype: t
         )
         for stage in range(num_stages)
     )
-    spec = HeadSpec(
-        form=NAME,
-        name=checkpoint.folder.name,
-        fingerprint=checkpoint.fingerprint,
-        num_layers=0,
-        num_heads=0,
-        num_kv_heads=0,
-        head_dim=0,
-        width=width,
-        vocab_size=vocab_size,
-        max_model_len=target.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-        max_depth=num_stages,
-    )
+    spec = spec_of(NAME, checkpoint, target, dtype, width=width, max_depth=num_stages)
     return MLPSpeculatorHead(spec, reduction, stages)
 
 
