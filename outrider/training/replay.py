@@ -11,7 +11,7 @@ target's logits is largest at the token that was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +25,6 @@ from outrider.training.forms.base import Student
 
 FIRST_GRADE = 4  # tokens that have stood there before: with fewer the head is right more often
 HEAD, LOOKUP, BOTH = SOURCES = ("head", "lookup", "lookup, then head")
-Propose = Callable[[int, int], Sequence[int]]
-"""(tokens that are known, k) → at most k draft tokens."""
 
 
 @dataclass(slots=True)
@@ -42,13 +40,16 @@ class Walk:
     def tokens_per_step(self) -> float:
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
-    def add(self, text: Sequence[int], prompt_length: int, k: int, propose: Propose) -> None:
-        """From the second token of the answer on, as the prefill node gives the first, while k + 1 more are known."""
+    def add(self, text: Sequence[int], prompt_length: int, k: int, drafts: Sequence[Sequence[int]]) -> None:
+        """From the second token of the answer on, as the prefill node gives the first, while k + 1 more are known.
+
+        `drafts`: by number of known tokens; k of each are used.
+        """
         self.tried = self.tried or [0] * k
         self.accepted = self.accepted or [0] * k
         known = prompt_length + 1
         while known + k + 1 <= len(text):
-            draft = propose(known, k)
+            draft = drafts[known][:k]
             right = 0
             while right < len(draft) and draft[right] == text[known + right]:
                 right += 1
@@ -88,19 +89,12 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
         drafts = _draft(student, features, token_ids.to(device), most, temperature, noise).tolist()
         tokens = token_ids.tolist()
         found, is_long = _look_up(tokens, most)
-        sources: dict[str, Propose] = {
-            HEAD: lambda known, k, drafts=drafts: drafts[known - 2][:k],  # type: ignore[misc] # feature known - 2
-            LOOKUP: lambda known, k, found=found: found[known][:k],  # type: ignore[misc]
-            BOTH: lambda known, k, drafts=drafts, found=found, is_long=is_long: (
-                found[known] if is_long[known] else drafts[known - 2]
-            )[
-                # type: ignore[misc]
-                :k
-            ],
-        }
-        for source, propose in sources.items():
+        by_head = [(), (), *drafts][: len(found)]  # feature t and token t + 1 draft behind t + 2 known tokens
+        both = [one if first else other for one, other, first in zip(found, by_head, is_long, strict=True)]
+        for source, known_drafts in ((HEAD, by_head), (LOOKUP, found), (BOTH, both)):
             for k in range(1, most + 1):
-                results.setdefault((kind, temperature, source, k), Walk()).add(tokens, prompt_length, k, propose)
+                walk = results.setdefault((kind, temperature, source, k), Walk())
+                walk.add(tokens, prompt_length, k, known_drafts)
     return results
 
 

@@ -14,18 +14,18 @@ TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of ei
 def test_a_walk_counts_as_one_does_by_hand():
     """Right about 2, 3, 5 and 6 only. k = 2, from 1 on: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
     walk = Walk()
-    walk.add(TEXT, 2, 2, lambda known, k: [token if token in {2, 3, 5, 6} else 0 for token in TEXT[known : known + k]])
+    walk.add(TEXT, 2, 2, [[token if token in {2, 3, 5, 6} else 0 for token in TEXT[known:]] for known in range(10)])
     assert (walk.num_steps, walk.num_tokens, walk.tried, walk.accepted) == (2, 6, [2, 2], [2, 2])
     assert walk.tokens_per_step == 3.0
     walk = Walk()
-    walk.add(TEXT, 2, 2, lambda known, k: [TEXT[known], 0])
+    walk.add(TEXT, 2, 2, [[token, 0] for token in TEXT])
     # [2 -] 3 | [4 -] 5 | [6 -] 7 | one token is left.
     assert (walk.num_steps, walk.num_tokens, walk.tried, walk.accepted) == (3, 6, [3, 3], [3, 0])
 
 
 def test_a_walk_without_drafts_makes_a_token_a_step():
     walk = Walk()
-    walk.add(TEXT, 2, 1, lambda known, k: ())
+    walk.add(TEXT, 2, 1, [()] * 10)
     assert walk.tokens_per_step == 1.0
     assert walk.tried == [0]
 
