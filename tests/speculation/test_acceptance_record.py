@@ -125,12 +125,12 @@ def test_what_drafts_of_other_grades_won_says_something_of_a_grade_that_was_not_
     for sequence_id in range(20):
         record = SourceRecord(source, 4, step=0)
         for grade, num_accepted in ((2, sequence_id % 2), (8, 4)) * 5:
-            record.of(DraftTree(0, grade=grade)).observe_chain(4, num_accepted)
+            record.of(grade).observe_chain(4, num_accepted)
     hot, cool = SourceRecord(source, 4, step=0), SourceRecord(source, 4, step=0)
     for _ in range(15):
-        hot.of(DraftTree(0, grade=2)).observe_chain(4, 0)
-        cool.of(DraftTree(0, grade=2)).observe_chain(1, 1)
-    unseen = {name: record.of(DraftTree(0, grade=8)).chain[0] for name, record in (("hot", hot), ("cool", cool))}
+        hot.of(2).observe_chain(4, 0)
+        cool.of(2).observe_chain(1, 1)
+    unseen = {name: record.of(8).chain[0] for name, record in (("hot", hot), ("cool", cool))}
     assert unseen["cool"] > 0.9
     assert unseen["hot"] < 0.6
     assert hot.best().chain[0] == unseen["hot"]
