@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.engine.attention.base import AttentionOptions
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
+from outrider.heads.forms.mtp import _Attention
 from outrider.heads.open import read_reduction
 from tests.heads import golden_files
 from tests.heads.golden_heads import opened, rewrite_tensors
@@ -118,3 +120,13 @@ def test_a_missing_tensor_is_named(name, missing, tmp_path):
     rewrite_tensors(golden.head, lambda tensors: {k: v for k, v in tensors.items() if k != missing})
     with pytest.raises(ModelError, match=missing.split(".")[-2]):
         opened(golden)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [(8, {"sliding_window": 4}), (8, {"softcap": 30.0}), (6, {})],
+)
+def test_attention_that_the_heads_cache_does_not_compute_is_refused(head_dim, options):
+    rows = torch.zeros(1, 2, 8)
+    with pytest.raises(ConfigError, match="which is not supported"):
+        _Attention(lambda *_: rows).attend(0, rows, rows, rows[..., :head_dim], AttentionOptions(1.0, **options), {})

@@ -16,7 +16,6 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -54,28 +53,22 @@ class _Layout(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """Hands the layer's calls to the head's cache. See `LayerAttention`."""
+    """Hands the layer's calls to the head's cache. See `LayerAttention`.
+
+    Raises: ConfigError for attention of another kind, when the head is warmed up.
+    """
 
     function: Attend
 
     def attend(
         self, _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
     ) -> Tensor:
+        if key.shape != value.shape or options.sliding_window or options.softcap:
+            raise ConfigError(
+                f"an MTP layer has keys {tuple(key.shape[1:])}, values {tuple(value.shape[1:])}, window "
+                f"{options.sliding_window}, soft cap {options.softcap}, which is not supported"
+            )
         return self.function(0, query, key, value, options.scaling)
-
-
-@dataclass(slots=True)
-class _Recorder:
-    """Sees what the layer asks of attention."""
-
-    shapes: tuple[torch.Size, torch.Size, torch.Size] | None = None
-    options: AttentionOptions | None = None
-
-    def attend(
-        self, _layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, _extras: object
-    ) -> Tensor:
-        self.shapes, self.options = (query.shape, key.shape, value.shape), options
-        return torch.zeros_like(query[..., : value.shape[-1]])
 
 
 class _Network(nn.Module):
@@ -160,15 +153,14 @@ def _open(checkpoint: Checkpoint, target: Target, device: torch.device, dtype: t
     }
     register_attention()
     network = _Network(config, cast, device)
-    num_heads, num_kv_heads, head_dim = _attention_shape(checkpoint, network, target.hidden_size, device, dtype)
     spec = HeadSpec(
         form=NAME,
         name=checkpoint.folder.name,
         fingerprint=_fingerprint(checkpoint, own),
         num_layers=1,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         width=target.hidden_size,
         vocab_size=target.vocab_size,
         max_model_len=target.max_model_len,
@@ -251,24 +243,6 @@ def _joined(checkpoint: Checkpoint, experts: Mapping[tuple[str, int], Tensor]) -
     except KeyError as error:
         raise ModelError(f"{checkpoint.folder} has no {error} of its MTP layer's {len(numbers)} experts") from error
     return {"layer.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "layer.mlp.experts.down_proj": down}
-
-
-def _attention_shape(
-    checkpoint: Checkpoint, network: _Network, size: int, device: torch.device, dtype: torch.dtype
-) -> tuple[int, int, int]:
-    """Numbers of heads, of those of keys and values, and their size. Raises: ConfigError for other attention."""
-    recorder, row = _Recorder(), torch.zeros((1, size), device=device, dtype=dtype)
-    with torch.inference_mode():
-        network(row, row, torch.zeros(1, dtype=torch.int64, device=device), recorder)
-    if recorder.shapes is None or recorder.options is None:
-        raise ConfigError(f"head {checkpoint.folder}: its layer has no attention with keys and values")
-    query, key, value = recorder.shapes
-    if key != value or query[2] != key[2] or recorder.options.sliding_window or recorder.options.softcap:
-        raise ConfigError(
-            f"head {checkpoint.folder}: attention with keys {tuple(key[1:])} and values {tuple(value[1:])}, window "
-            f"{recorder.options.sliding_window}, soft cap {recorder.options.softcap} is not supported"
-        )
-    return query[1], key[1], key[2]
 
 
 def _fingerprint(checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> str:
