@@ -1,7 +1,7 @@
 """What a head learns from, in files: the chosen answers' tokens, and the target's hidden states at each of them.
 
-Written once, in three files of out/work/features: index.json says what is in the others, tokens.bin has the ids, and
-hidden.bin grows answer by answer. What of it is there follows from its size, so a killed run goes on where it was.
+Three files in the run's working folder: index.json says which texts were chosen, and tokens.bin has their ids; both are
+written once. hidden.bin grows text by text. Its size says how many texts are there, so a killed run goes on.
 """
 
 from __future__ import annotations

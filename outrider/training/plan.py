@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
 FORMS = ("eagle3", "medusa", "mlp")
-ANSWERS, FEATURES, TRAINING = PHASES = ("answers", "features", "training")
+ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
 """Of the whole time, at most. Training takes what is left: two cores write as much in a quarter of an hour as they
@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 class TrainingPlan:
     """One `outrider train-head`."""
 
-    out: Path  # the head's folder; what the run keeps for itself is in out/work
+    out: Path  # the head's folder; what the run keeps for itself is in `work`
     model: ModelConfig
     form: str = "eagle3"
     minutes: float = 60.0
@@ -96,7 +96,7 @@ class TrainingPlan:
 
 @dataclass(slots=True)
 class RunState:
-    """How far a run has come, in out/work/state.json. A killed run loses a few seconds of it."""
+    """How far a run has come, kept in state.json of its working folder. A killed run loses a few seconds of it."""
 
     fixed: Mapping[str, Any]
     seconds: dict[str, float] = field(default_factory=dict)  # spent, by phase

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.errors import ModelError
 from outrider.training.dataset import Batch, Dataset
 from outrider.training.forms.base import Student
 from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan
@@ -133,14 +134,17 @@ class Trainer:
         return batch.to(self._device)
 
     def _learn(self, batch: Batch, part: float) -> None:
-        """`part` of the time has passed."""
+        """`part` of the time has passed. Raises: ModelError for a loss that is no number; the weights stay."""
         rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
         rate *= LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * rate
         losses, _ = self.losses(batch)
+        total = torch.stack([STEP_WEIGHT**step * loss for step, loss in enumerate(losses)]).sum()
+        if not total.isfinite():
+            raise ModelError(f"training step {self.step}: the loss is {total.item()}; train anew with a smaller --rate")
         self._optimizer.zero_grad(set_to_none=True)
-        torch.stack([STEP_WEIGHT**step * loss for step, loss in enumerate(losses)]).sum().backward()
+        total.backward()
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
         self._optimizer.step()
         self.step += 1

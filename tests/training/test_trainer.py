@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from outrider.errors import ModelError
 from outrider.training.dataset import Batch
 from outrider.training.plan import RunState
 from outrider.training.soft_cross_entropy import SoftCrossEntropy
@@ -103,6 +104,23 @@ def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread
             trainer.save(now)
     monkeypatch.undo()
     assert Trainer(plan, toy_student("eagle3"), trainer._dataset, device=CPU).step == 0
+
+
+def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thread, monkeypatch):
+    plan, trainer = make()
+    train(plan, trainer, 0.01)
+    before = torch.load(trainer.checkpoint)["student"]
+    losses = trainer.losses
+
+    def spoilt(batch):
+        found, hits = losses(batch)
+        return [loss * torch.nan for loss in found], hits
+
+    monkeypatch.setattr(trainer, "losses", spoilt)
+    with pytest.raises(ModelError, match="--rate"):
+        train(plan, trainer, 60)
+    after = torch.load(trainer.checkpoint)["student"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_time_given_ends_the_training(make, one_thread):
