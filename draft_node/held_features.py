@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class HeldFeatures:
-    """Those of the first tokens, without a gap: the `Features` of a ProposalRequest. Confined to its owner."""
+    """Features of a sequence's first tokens, without a gap: the `Features` of a ProposalRequest. Not thread-safe."""
 
     __slots__ = ("_data", "_format")
 

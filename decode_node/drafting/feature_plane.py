@@ -32,7 +32,7 @@ class FeaturePlane:
 
 
 def _slots(kv: SequenceKV, start: int, end: int, block_size: int) -> np.ndarray:
-    """Of tokens [start, end): int64."""
+    """Cache slots of tokens [start, end): [end - start] int64."""
     first = start // block_size
     blocks = np.array(kv.block_ids[first : -(-end // block_size)], dtype=np.int64)
     places = np.arange(start, end)

@@ -66,18 +66,18 @@ class HeadModel(ABC):
     spec: HeadSpec
     reduction: FeatureReduction
     target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: they are the same
-    parallel_feature: Tensor | None = None  # [width]: that parallel rows are fed with
+    parallel_feature: Tensor | None = None  # [width]: what parallel rows are fed with in place of a feature
 
     @abstractmethod
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        """Own hidden states after each row: [num_rows, width]."""
+        """The head's own hidden state after each row: [num_rows, width]."""
 
     @abstractmethod
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         """[n, width], [n] int64 → [n, draft_vocab_size] float32: of the token after the one that each row was fed."""
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        """That parallel rows are fed with, where `token_id` is the newest token; empty where there are none."""
+        """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
         return ()
 
     @property
@@ -86,7 +86,7 @@ class HeadModel(ABC):
         return False
 
     def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
-        """What computes forward and logits in two calls, over the head's own cache.
+        """The native step that computes hidden states and logits, over the head's own cache.
 
         It takes the weights along: torch cannot compute this head any more.
         """

@@ -66,7 +66,7 @@ class Layout:
         return layout
 
     def head_spec(self, form: str, checkpoint: Checkpoint, target: Target, dtype: torch.dtype) -> HeadSpec:
-        """Of a chain: one token after the other, to any depth."""
+        """The specification of a head that drafts one token after the other, to any depth."""
         # The target's longest text: a head's own figure is what it was trained on; its angles go on as the target's do.
         return spec_of(
             form,

@@ -10,7 +10,7 @@ from outrider.speculation.draft_tree import DraftTree
 
 
 class DraftSource:
-    """Over all sequences. Not thread-safe."""
+    """What is known of one source of drafts over all sequences. Not thread-safe."""
 
     __slots__ = ("_credit", "_trial_seconds", "acceptance", "cost", "records")
 
@@ -24,7 +24,7 @@ class DraftSource:
         """By sequence."""
 
     def earn(self, seconds: float, *, most: float) -> None:
-        """So much for trials; at most `most` is saved up, or what the next one takes."""
+        """Adds time for trials, of which at most `most` is saved up, or what the next trial takes."""
         self._credit = min(self._credit + seconds, max(most, self._trial_seconds))
 
     def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
@@ -73,7 +73,7 @@ class SourceRecord:
         return self.of(draft.grade).ranked(draft)
 
     def best(self) -> AcceptanceRecord:
-        """Of the grade whose drafts are accepted most."""
+        """The record of the grade whose drafts are accepted most."""
         grades = self._source.acceptance
         if len(grades) < 2:  # of a head or a draft model
             return self.of(next(iter(grades), 0))

@@ -30,7 +30,7 @@ MIN_PROMPT_TOKENS = 2  # the first chain begins before the answer's first token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Of texts: each is a prompt and its answer. Held-out texts come first, the others in no order."""
+    """Facts about the chosen texts, each a prompt with its answer. Held-out texts come first, the others shuffled."""
 
     width: int  # of hidden states: that of all taps
     dtype: str
@@ -115,7 +115,7 @@ class Dataset:
         self.tokens = torch.from_numpy(np.fromfile(folder / "tokens.bin", dtype=np.int32)).long()
 
     def __len__(self) -> int:
-        """Texts that are there, from the first on."""
+        """The number of texts whose hidden states are there, from the first on."""
         size = self.hidden_path.stat().st_size if self.hidden_path.is_file() else 0
         return int(np.searchsorted(self.starts, size // self.index.row_bytes, side="right")) - 1
 

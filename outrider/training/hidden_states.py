@@ -45,7 +45,7 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 def write_hidden_states(
     plan: TrainingPlan, target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
-    """Goes on with hidden.bin, until it is whole or the phase has taken `seconds`, and some texts are there."""
+    """Appends to hidden.bin until it has all texts, or some of them and the phase has taken `seconds`."""
     cache, index = target.kv_cache, dataset.index
     plane = target.model.spec.features
     assert plane is not None
