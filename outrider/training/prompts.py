@@ -11,62 +11,22 @@ import itertools
 import json
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.client import AsyncClient, ChatMessage
 from outrider.errors import ConfigError, InvalidRequestError
 
-MAX_TURN_TOKENS = {"chat": 112, "code": 160, "text": 256}
-TURN_TEMPERATURE = {"chat": 1.0, "code": 1.0, "text": 0.8}  # a small model's longer texts fall apart at 1
 PASTED_SHARE, MIN_PASTED_CHARACTERS, MAX_PASTED_TEXTS = 0.6, 200, 256
 MIN_TURN_CHARACTERS = 20
+DEFAULT_SYSTEM_SHARE, NO_OPENING_SHARE = 0.25, 0.3
 
 _HELP = "You are a helpful assistant. The user asks for help with {}."
-_TOPICS = {
-    "chat": (
-        *(
-            "cooking and recipes",
-            "travel planning",
-            "history",
-            "writing letters and e-mails",
-            "short stories and poems",
-        ),
-        *("mathematics and word problems", "health, sleep and exercise", "gardening", "repairing things at home"),
-        *("money, budgets and saving", "work, careers and job interviews", "school, studying and teaching"),
-        *("family, friends and relationships", "science and nature", "books, films and music", "animals and pets"),
-        *("planning events", "geography and cultures", "computers, phones and the internet", "sports and hobbies"),
-        *("running a small business", "the environment and energy", "philosophy and ethics", "languages"),
-    ),
-    "code": (
-        *("programming in Python", "shell scripts", "SQL queries", "web development in JavaScript and HTML"),
-        *("algorithms and data structures", "finding a bug in a program", "C++ and Rust", "configuration files"),
-    ),
-    "text": (
-        *("summarizing a text that the user pastes", "rewriting a paragraph that the user pastes"),
-        *("extracting names, dates and numbers from a text that the user pastes", "correcting a text's grammar"),
-        *("turning notes into a table or JSON", "answering questions about an article that the user pastes"),
-    ),
-}
-_OPENINGS = {
-    "chat": (
-        *("I", "I have", "My", "Our", "We", "How", "What", "Why", "Can you", "Write", "Explain", "I am", "Give me"),
-        *("Please", "Describe", "Last week", "I would like", "Tell me", "Create", "Here is", "Is it", "Which"),
-    ),
-    "code": (
-        *("Write a function that", "Write a Python program", "Fix this code:\n```python\n", "How do I", "Implement"),
-        *("Explain what this code does:\n```", "Write a SQL query", "Convert this to JSON:\n", "Add tests for"),
-    ),
-    "text": (
-        *("Summarize this text:\n\n", "Extract all names and dates from the following text:\n\n", "Rewrite this:\n\n"),
-        *("Here is an article:\n\n", "Correct the grammar:\n\n", "List the key points of this text:\n\n"),
-        *("Turn these notes into a table:\n\n", "Read this e-mail and answer it:\n\n"),
-    ),
-}
-KIND_WEIGHTS = {"chat": 5, "code": 2, "text": 3}
-DEFAULT_SYSTEM_SHARE, NO_OPENING_SHARE = 0.25, 0.3
+_TURNS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("turns.json").read_text(encoding="utf-8"))
+"""By kind of text: its share of turns, their length and temperature (a small model's longer texts fall apart at 1), the
+topics that a system line may have, and the words that a turn may begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +80,21 @@ class OwnPrompts:
     async def next(self, client: AsyncClient) -> TrainingPrompt | None:
         rng = self._rng
         while True:
-            (kind,) = rng.choices(tuple(KIND_WEIGHTS), tuple(KIND_WEIGHTS.values()))
+            (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])
+            turn = _TURNS[kind]
             system: tuple[ChatMessage, ...] = ()  # the template's own, where it has one
             if rng.random() >= DEFAULT_SYSTEM_SHARE:
-                system = (ChatMessage("system", _HELP.format(rng.choice(_TOPICS[kind]))),)
-            opening = "" if rng.random() < NO_OPENING_SHARE and kind == "chat" else rng.choice(_OPENINGS[kind])
+                system = (ChatMessage("system", _HELP.format(rng.choice(turn["topics"]))),)
+            opening = "" if rng.random() < NO_OPENING_SHARE and kind == "chat" else rng.choice(turn["openings"])
             if kind == "text" and self._texts and rng.random() < PASTED_SHARE:
                 pasted = opening + rng.choice(self._texts)
                 return TrainingPrompt(await _tokenize(client, (ChatMessage("user", pasted),)), kind)
             prompt, closing = await _open_turn(client, system, opening)
             result = await client.complete(
                 prompt,
-                temperature=TURN_TEMPERATURE[kind],
+                temperature=turn["temperature"],
                 top_p=0.95,
-                max_tokens=MAX_TURN_TOKENS[kind],
+                max_tokens=turn["max_tokens"],
                 seed=rng.randrange(1 << 31),
                 stop_token_ids=closing[:1],
                 skip_special_tokens=True,

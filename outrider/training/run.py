@@ -53,7 +53,10 @@ Serve = Callable[[], AbstractContextManager[str]]
 
 
 def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress) -> str:
-    """Makes the head in `plan.out`; returns the report. Raises: OutriderError; KeyboardInterrupt, to go on later."""
+    """Makes the head in `plan.out`; returns the report. What is said is kept in training.txt there.
+
+    Raises: OutriderError; KeyboardInterrupt, to go on later.
+    """
     location = locate_model(plan.model, progress=progress)
     target = Target.open(location.directory)
     taps = needed_taps(plan, target)
@@ -64,8 +67,14 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
             f"--from-traffic {plan.traffic} has no kept answers: let a decode node run with "
             f"decode_node.keep_features={plan.traffic}"
         )
+
+    def say_and_keep(line: str) -> None:
+        say(line)
+        with (plan.out / "training.txt").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
     with only_run(plan):
-        return _run_phases(plan, location, target, taps, serve, say, progress)
+        return _run_phases(plan, location, target, taps, serve, say_and_keep, progress)
 
 
 def _run_phases(

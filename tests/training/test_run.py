@@ -39,7 +39,7 @@ def run(plan, *, address=None, progress=lambda *_: None):
 @pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
 def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     plan = plan_of(form=form, minutes=0.1)
-    report, _ = run(plan)
+    report, first = run(plan)
     head = open_head(plan.out, Target.open(tiny_model), torch.device("cpu"), torch.float32)
     assert head.spec.form.startswith(form)
     assert report == (plan.out / "report.md").read_text()
@@ -47,6 +47,7 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     assert "temperature 1, coupled" in report
     assert "| lookup, then head |" in report
     ET.parse(plan.out / "training.svg")
+    assert (plan.out / "training.txt").read_text() == f"{first}\n"
     again, said = run(plan)  # nothing is left to do
     assert "training done" not in said
     assert "goes on" in said
@@ -85,7 +86,7 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
 def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_path):
     lines = [json.dumps({"text": f"question {number}", "kind": "ab"[number % 2]}) for number in range(12)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines[:5]))
-    plan = plan_of(traffic=None, prompts=tmp_path / "prompts.jsonl", minutes=0.3, concurrency=3, max_answer_tokens=12)
+    plan = plan_of(traffic=None, prompts=tmp_path / "prompts.jsonl", minutes=0.1, concurrency=3, max_answer_tokens=12)
 
     def interrupt(stage, *_):
         if stage.startswith("features"):
@@ -132,7 +133,7 @@ train_head(plan, None, say=print, progress=progress)
 """
 
 
-@pytest.mark.slow  # starts three processes that import torch
+@pytest.mark.full  # starts three processes that import torch; the test before interrupts a run in this process
 def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
     def start(*arguments):
         return subprocess.run(
