@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.engine.cpu_kernels.decoder_packing import DecoderPacking
 from outrider.engine.features import rms_norm
@@ -18,6 +18,7 @@ from outrider.heads.checkpoint import refuse
 from outrider.heads.weights import Weights
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # of Llama and Qwen3
 _EVERY_LAYER_ATTENDS = "full_attention"
 
 
@@ -34,22 +35,24 @@ class LayerShape:
     epsilon: float  # of the norms
 
     @classmethod
-    def read(cls, folder: Path, config: PretrainedConfig) -> LayerShape:
-        """Raises: ConfigError for a field that would change what is computed here."""
-        if config.hidden_act not in ("silu", "swish"):
-            raise refuse(folder, "hidden_act", config.hidden_act, "silu")
-        types = set(getattr(config, "layer_types", None) or ())
+    def read(cls, folder: Path, config: Mapping[str, Any]) -> LayerShape:
+        """Raises: ConfigError for a field that would change what is computed here; KeyError for a missing one."""
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise refuse(folder, "hidden_act", activation, "silu")
+        types = set(config.get("layer_types") or ())
         if types - {_EVERY_LAYER_ATTENDS}:
             raise refuse(folder, "layer_types", sorted(types), _EVERY_LAYER_ATTENDS)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
         shape = cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=head_dim,
-            epsilon=config.rms_norm_eps,
+            epsilon=float(config.get("rms_norm_eps", _DEFAULT_EPSILON)),
         )
         if min(asdict(shape).values()) <= 0 or shape.num_heads % shape.num_kv_heads or head_dim % 2:
             raise refuse(folder, "the shape of layers", shape, "positive, heads in equal groups, an even head_dim")
@@ -59,19 +62,27 @@ class LayerShape:
 class Rotation:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, halves paired."""
 
-    def __init__(self, folder: Path, config: PretrainedConfig, head_dim: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], head_dim: int, device: torch.device) -> None:
         """Raises: ConfigError for a kind whose angles depend on the length, or that turns only a part."""
-        rope = config.rope_parameters
-        kind = rope["rope_type"]
+        # Older files have the base beside the kind, and no kind where it is the default.
+        rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
+        rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in _ROPE_TYPES:
             raise refuse(folder, "rope_parameters.rope_type", kind, ", ".join(_ROPE_TYPES))
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise refuse(folder, "rope_parameters.partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+        turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        if turned != 1.0:
+            raise refuse(folder, "rope_parameters.partial_rotary_factor", turned, "1.0")
         self._scale = 1.0
         if kind == "default":
             frequencies = torch.from_numpy(inverse_frequencies(rope["rope_theta"], head_dim))
         else:
-            frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            # Importing transformers takes seconds, which a node with packed weights does not have.
+            from transformers import LlamaConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            plain = LlamaConfig(**{**config, "model_type": "llama", "head_dim": head_dim})
+            frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](plain, torch.device("cpu"))
         self._frequencies = frequencies.to(device)  # [head_dim / 2] float32
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

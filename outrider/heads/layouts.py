@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from outrider.heads.base import HeadSpec
 from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse, spec_of
 from outrider.heads.layers import LayerShape
 
-_LAYER_CONFIGS: Mapping[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
     {"use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "output_hidden_states", "qk_norm"}
     | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # tensors tell of biases and of qk_norm
@@ -28,7 +27,7 @@ class Layout:
 
     folder: Path
     options: Mapping[str, Any]  # config.json
-    layer_config: PretrainedConfig
+    layer_config: Mapping[str, Any]  # the part of it that describes decoder layers
     shape: LayerShape
     is_nested: bool  # speculators' own
     target_hidden_size: int
@@ -42,19 +41,19 @@ class Layout:
         nested = options.get("transformer_layer_config")
         own = options if nested is None else nested
         model_type = "llama" if nested is None else own.get("model_type", "qwen3")
-        if model_type not in _LAYER_CONFIGS:
-            raise refuse(folder, "transformer_layer_config.model_type", model_type, ", ".join(_LAYER_CONFIGS))
+        if model_type not in _LAYER_TYPES:
+            raise refuse(folder, "transformer_layer_config.model_type", model_type, ", ".join(_LAYER_TYPES))
         for part in (options, own):
             check_flags(folder, part, flags)
-        layer_config = _LAYER_CONFIGS[model_type](**own)
-        vocab_size = int(layer_config.vocab_size)
+        shape = LayerShape.read(folder, own)
+        vocab_size = int(own["vocab_size"])
         layout = cls(
             folder=folder,
             options=options,
-            layer_config=layer_config,
-            shape=LayerShape.read(folder, layer_config),
+            layer_config=own,
+            shape=shape,
             is_nested=nested is not None,
-            target_hidden_size=int(options.get("target_hidden_size") or layer_config.hidden_size),
+            target_hidden_size=int(options.get("target_hidden_size") or shape.hidden_size),
             vocab_size=vocab_size,
             draft_vocab_size=int(options.get("draft_vocab_size") or vocab_size),
         )

@@ -16,11 +16,10 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, register_attention
@@ -29,6 +28,9 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
 from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse
 from outrider.heads.form import HeadForm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAME = "mtp"
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -76,6 +78,8 @@ class _Network(nn.Module):
 
     def __init__(self, config: PretrainedConfig, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """`tensors`: by the names of this class, all of them. Raises: ModelError for too few or others."""
+        from transformers import AutoModel  # takes seconds, which heads of other forms do not have
+
         super().__init__()
         with torch.device("meta"):
             model = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME)  # type: ignore[no-untyped-call]
@@ -180,6 +184,8 @@ def _fields(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 def _layer_config(checkpoint: Checkpoint) -> PretrainedConfig:
     """Of a decoder of nothing but this layer. Raises: ConfigError for what is not supported."""
+    from transformers import AutoConfig
+
     folder, fields = checkpoint.folder, dict(_fields(checkpoint))
     for name in _COUNTS:
         if (checkpoint.config.get(name) or fields.get(name) or 1) != 1:
