@@ -109,7 +109,7 @@ def make_build(
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
-        head = open_local_head(config, model_config.head, model, kv_cache)
+        head = open_local_head(config, model_config, model, kv_cache)
         proposers += head.proposers
         info = replace(
             model.info,

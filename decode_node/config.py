@@ -32,10 +32,10 @@ class DecodeNodeConfig:
         5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
     )
     draft_trees: str = setting(
-        "off",
+        "auto",
         choices=("auto", "off"),
-        help="auto: draft nodes send the likeliest alternatives to their tokens, which are verified in the same step "
-        "where they are worth more than a longer draft.",
+        help="auto: drafts have the likeliest alternatives to their tokens, which are verified in the same step where "
+        "they are worth more than a longer draft.",
     )
     draft_rows: str = setting(
         "best",

@@ -64,10 +64,10 @@ class ModelPair:
     ) -> ModelPair:
         """`drafter` as in `--draft`. Raises: what `open_model` raises, for the target's model."""
         choice = parse_draft_choice(drafter)
+        is_head = choice.proposer == "head"
+        config = replace(config, head=choice.model_id if is_head else "")
         own = replace(config, cpus=tuple(draft_cpus))
-        if choice.proposer == "head":
-            config, own = replace(config, head=choice.model_id), replace(own, head=choice.model_id)
-        elif choice.model_id:
+        if choice.model_id and not is_head:
             own = replace(own, id=choice.model_id)
         reduction = reduction_of(config)
         return cls(
@@ -124,7 +124,7 @@ class ModelPair:
         if self.reduction is None:
             return make_proposer(self.proposer_name, self.settings), None
         config = DecodeNodeConfig(num_speculative_tokens=self.num_speculative_tokens)
-        head = open_local_head(config, self.settings.model.head, self.model, engine.kv_cache)
+        head = open_local_head(config, self.settings.model, self.model, engine.kv_cache)
         return head.proposers[0], head.features_of
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:

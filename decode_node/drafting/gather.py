@@ -67,17 +67,24 @@ class LocalProposer:
         """Tokens of the sequence that it has not read."""
         return len(sample.sequence.token_ids) - self._num_read.get(sample.sequence.key, 0)
 
-    def propose(self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool) -> LocalDrafts:
+    def propose(
+        self, wanted: Sequence[tuple[Sample, int]], *, reads_ahead: bool, min_reach: float = 0.0
+    ) -> LocalDrafts:
         """Drafts of at most so many tokens; asks until they are complete.
 
         With `reads_ahead`, what time the reading of new tokens leaves goes to prompts whose KV is on its way.
+        `min_reach`: see ProposalRequest.
         """
         starts, unread = self._starts, self._unread
         requests: list[ProposalRequest] = []
         for sample, num_wanted in wanted:
             sequence = sample.sequence
             start, features = starts.get(sequence.key), self._features_of and self._features_of(sequence)
-            requests.append(ProposalRequest(sequence.key, sequence.token_ids, num_wanted, start, features=features))
+            requests.append(
+                ProposalRequest(
+                    sequence.key, sequence.token_ids, num_wanted, start, features=features, min_reach=min_reach
+                )
+            )
         requested = {request.sequence_id for request in requests}
         num_read = sum(self.num_missed(sample) for sample, _ in wanted)
         was_behind = not self._behind.isdisjoint(requested)
@@ -206,9 +213,12 @@ class DraftGatherer:
         found = local.propose(
             [(sample, asked[sample.sequence.key]) for sample in samples if sample.sequence.key in asked],
             reads_ahead=is_cheap,
+            min_reach=controller.min_reach(source, len(asked)),
         )
-        controller.observe_asked(source, asked, seconds=self._clock() - started, num_missed=found.num_read)
-        for sequence_id, tree in found.trees.items():
+        seconds, trees_found = self._clock() - started, found.trees
+        drafted = {key: trees_found[key].depth if key in trees_found else number for key, number in asked.items()}
+        controller.observe_asked(source, drafted, seconds=seconds, num_missed=found.num_read)
+        for sequence_id, tree in trees_found.items():
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
             self._drafts.setdefault(sequence_id, []).append(tree)

@@ -11,6 +11,8 @@ from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
 from outrider.engine.kv_cache.base import KVCache
 from outrider.engine.scheduler import EngineSequence
 from outrider.engine.transfer import upload_ids
+from outrider.heads.locate import head_folder
+from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from outrider.speculation.proposers.isolated import IsolatedProposer
@@ -45,12 +47,15 @@ class LocalHead:
     name: str = ""
 
 
-def open_local_head(config: DecodeNodeConfig, folder: str, model: LoadedModel, kv_cache: KVCache) -> LocalHead:
-    """Of the head in that folder; nothing where there is none, or draft nodes propose. Raises: as `load_head`.
+def open_local_head(
+    config: DecodeNodeConfig, model_config: ModelConfig, model: LoadedModel, kv_cache: KVCache
+) -> LocalHead:
+    """Of the head that `model.head` names; nothing where there is none, or draft nodes propose. Raises: as `load_head`.
 
     `kv_cache`: with the plane of its features.
     """
-    if not folder or not config.local_head or not config.num_speculative_tokens:
+    folder = head_folder(model_config)
+    if folder is None or not config.local_head or not config.num_speculative_tokens:
         return LocalHead()
     target = HeadTarget.of(model)
     proposer = make_head_proposer(

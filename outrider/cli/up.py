@@ -17,6 +17,7 @@ from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, L
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.config import add_settings_arguments, load_config
 from outrider.errors import ConfigError, PeerLostError
+from outrider.heads.locate import AUTO_HEAD
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import DRAFT_CHOICES, NO_PROPOSER, DraftChoice
 
@@ -114,8 +115,8 @@ def _check_heads(head: Path | None, draft: DraftChoice) -> None:
     """What is wrong is said at once, not by each node. Raises: ConfigError."""
     if head and draft.proposer in (NO_PROPOSER, "head"):
         raise ConfigError(f"--head drafts in decode nodes, --draft {draft.proposer} keeps them from it: choose one")
-    folder = head or (Path(draft.model_id) if draft.proposer == "head" else None)
-    if folder and not folder.expanduser().is_dir():
+    folder = str(head or (draft.model_id if draft.proposer == "head" else AUTO_HEAD))
+    if folder != AUTO_HEAD and not Path(folder).expanduser().is_dir():
         raise ConfigError(f"{folder} is no folder, so no head is there")
 
 

@@ -12,6 +12,8 @@ from typing import Any
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import divide_cpus
 from outrider.engine.processor import usable_cpus
+from outrider.heads.locate import AUTO_HEAD
+from outrider.speculation.proposers.factory import NO_PROPOSER
 
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
 MODEL = "outrider.cluster.locate_model"
@@ -46,7 +48,7 @@ class ChildSpec:
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
     """In the order of their start; the model's own process first, routers last."""
-    num_drafts = 0 if config.draft == "none" else config.draft_nodes
+    num_drafts = 0 if config.draft == NO_PROPOSER else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
     children += [
@@ -108,8 +110,10 @@ def _chosen(
         if role == DRAFT:
             chosen["draft_node.look_ahead"] = "off" if share.is_shared else "auto"
     choice = config.draft_choice
-    head = Path(choice.model_id).expanduser().absolute() if choice.proposer == "head" else None
-    if head and role in (PREFILL, DECODE):
+    head = choice.model_id if choice.proposer == "head" else ""
+    if head and head != AUTO_HEAD:
+        head = str(Path(head).expanduser().absolute())
+    if role in (PREFILL, DECODE) and (head or config.draft == NO_PROPOSER):
         chosen["model.head"] = head
     if role == ROUTER:
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
@@ -119,7 +123,7 @@ def _chosen(
         chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
         if head:
             chosen["decode_node.local_head"] = "false"
-        if config.draft == "none":
+        if config.draft == NO_PROPOSER:
             chosen["decode_node.local_fallback"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0
     elif role == DRAFT:

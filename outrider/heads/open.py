@@ -14,6 +14,7 @@ from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.form import HeadForm
 from outrider.heads.forms import FORMS
+from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
@@ -35,11 +36,9 @@ def read_reduction(folder: Path, target: Target) -> FeatureReduction:
 
 def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> FeatureReduction | None:
     """Of the head that `model.head` names; None without one. Raises: as `open_head` and `locate_model`."""
-    if not config.head:
+    folder = head_folder(config)
+    if folder is None:
         return None
-    folder = Path(config.head)
-    if not folder.is_dir():
-        raise ConfigError(f"model.head is {config.head!r}: there is no such folder")
     return read_reduction(folder, Target.open(locate_model(config, progress=progress).directory))
 
 

@@ -36,8 +36,9 @@ class ModelConfig:
         "memory traffic; native kernels only.",
     )
     head: str = setting(
-        "",
-        help="A drafter head's folder: prefill and decode nodes compute its features for each token; empty: none.",
+        "auto",
+        help="A drafter head's folder: prefill and decode nodes compute its features for each token. auto: the default "
+        "model has one; empty: none.",
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(

@@ -113,6 +113,7 @@ class DraftController:
     _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
     _step: int = 0
     _num_waiting: int = 0  # prompts, in the last step
+    _token_rate: float = 0.0  # tokens in a second, that the batch would generate: what time was worth in the last step
     _plain_seconds: float = float("inf")  # of the last step, had it been one without drafts; unknown before the first
     _asked_seconds: float = 0.0  # spent on drafts since the last choice
     _speedup: float = 1.0  # running mean of the expected rate over that of plain decoding
@@ -160,12 +161,20 @@ class DraftController:
             known.records[sequence_id].last_asked = self._step
         return asked
 
-    def observe_asked(self, source: str, asked: Mapping[int, int], *, seconds: float, num_missed: int | None) -> None:
-        """How long a proposer took for the drafts it was asked for. `num_missed` None: it read more than these need."""
+    def min_reach(self, source: str, num_asked: int) -> float:
+        """How likely a draft token of so many sequences must be reached for another one after it to pay."""
+        if self.verifies_all or not num_asked:
+            return 0.0
+        known = self._sources[source]
+        seconds = known.cost.seconds(1, num_asked, 0) - known.cost.seconds(0, 0, 0)
+        return (self.row_price + self._token_rate * seconds / num_asked) / known.overall.mean
+
+    def observe_asked(self, source: str, drafted: Mapping[int, int], *, seconds: float, num_missed: int | None) -> None:
+        """How long a proposer took for drafts of these depths. `num_missed` None: it read more than these need."""
         self._asked_seconds += seconds
-        if asked and num_missed is not None:
+        if drafted and num_missed is not None:
             self._sources[source].cost.observe(
-                seconds, depth=max(asked.values()), num_tokens=sum(asked.values()), num_missed=num_missed
+                seconds, depth=max(drafted.values()), num_tokens=sum(drafted.values()), num_missed=num_missed
             )
 
     def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
@@ -236,14 +245,7 @@ class DraftController:
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns how one draft went: the tokens of it that were accepted, from the root on."""
-        record = self._record(sequence_id, draft.source).of(draft.grade)
-        if accepted and self._step - record.last_step >= PROBE_STEPS:
-            record.begin_anew()
-        record.last_step = self._step
-        if draft.parents:
-            record.observe_tree(draft, accepted)
-        else:
-            record.observe_chain(len(draft.token_ids), len(accepted))
+        self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
         """Learns from a draft that was not verified: what was committed in its place says which tokens were right.
@@ -287,7 +289,7 @@ class DraftController:
         known = self._sources[source]
         row_price = 0.0 if self.verifies_all else self.row_price
         # Prompts that wait for the end of the step wait for its drafts as well.
-        token_rate = (
+        self._token_rate = (
             0.0 if self.verifies_all else self._speedup * (len(wanted) + self._num_waiting) / self._plain_seconds
         )
         candidates: list[Candidate] = []
@@ -295,10 +297,10 @@ class DraftController:
             if most > 0:
                 draft = drafts.get(sequence_id)
                 at_hand = () if draft is None else self._record(sequence_id, draft.source).ranked(draft)[1][:most]
-                chain = self._record(sequence_id, source).best().chain[:most]
+                chain = self._record(sequence_id, source).overall.chain[:most]
                 missed = num_missed.get(sequence_id, 0)
                 candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed))
-        asked = choose_asked(candidates, known.cost, token_rate=token_rate, row_price=row_price)
+        asked = choose_asked(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
         known.add_trial(
             asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS
         )

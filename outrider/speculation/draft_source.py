@@ -12,11 +12,13 @@ from outrider.speculation.draft_tree import DraftTree
 class DraftSource:
     """What is known of one source of drafts over all sequences. Not thread-safe."""
 
-    __slots__ = ("_credit", "_trial_seconds", "acceptance", "cost", "records")
+    __slots__ = ("_credit", "_trial_seconds", "acceptance", "cost", "overall", "records")
 
     def __init__(self) -> None:
         self.acceptance: dict[int, SourceAcceptance] = {}
         """By grade."""
+        self.overall = SourceAcceptance()
+        """Of all grades."""
         self.cost = AskCost()
         self._credit = 0.0  # seconds, for trials
         self._trial_seconds = 0.0  # that the next one takes
@@ -46,7 +48,7 @@ class DraftSource:
 class SourceRecord:
     """What one sequence accepts, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_asked")
+    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_asked", "overall")
 
     def __init__(self, source: DraftSource, num_positions: int, *, step: int) -> None:
         """`step`: in which something was verified last, as far as that matters."""
@@ -54,6 +56,8 @@ class SourceRecord:
         self._num_positions = num_positions
         self._begun = step
         self._by_grade: dict[int, AcceptanceRecord] = {}
+        self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
+        """Of drafts of all grades: before one is asked for, its grade is not known."""
         self.last_asked = step
 
     def of(self, grade: int) -> AcceptanceRecord:
@@ -71,6 +75,20 @@ class SourceRecord:
     def ranked(self, draft: DraftTree) -> tuple[DraftTree, Sequence[float]]:
         """See `AcceptanceRecord.ranked`."""
         return self.of(draft.grade).ranked(draft)
+
+    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, anew_after: int) -> None:
+        """Learns how one draft went: the tokens of it that were accepted, from the root on.
+
+        `anew_after`: steps without a verdict, after which an accepted draft says that the text has changed.
+        """
+        for record in (self.of(draft.grade), self.overall):
+            if accepted and step - record.last_step >= anew_after:
+                record.begin_anew()
+            record.last_step = step
+            if draft.parents:
+                record.observe_tree(draft, accepted)
+            else:
+                record.observe_chain(len(draft.token_ids), len(accepted))
 
     def best(self) -> AcceptanceRecord:
         """The record of the grade whose drafts are accepted most."""

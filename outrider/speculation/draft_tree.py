@@ -61,6 +61,11 @@ class DraftTree:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
 
+    @property
+    def depth(self) -> int:
+        """The most tokens that follow each other."""
+        return max(self.depths(), default=0)
+
     def path_of(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The indices of the tokens with which a text that goes on like this follows the draft, from the root on."""
         if not self.parents:

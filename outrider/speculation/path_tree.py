@@ -11,6 +11,7 @@ features that came with them: until then the rest of the old path is the `spare`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,9 @@ from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_estimates import PathEstimates
 from outrider.speculation.token_distribution import TokenDistribution, certain
+
+NUM_GRADES = 4
+"""Of drafts, by how sure a head was of their first token; 0: surest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +35,7 @@ class DraftPath:
     runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of each token; none for assumed tokens
     distributions: list[TokenDistribution | None] = field(default_factory=list)  # what each token was drawn from
     states: list[object] = field(default_factory=list)  # what each token is fed with: a head's own hidden state
+    confidences: list[float] = field(default_factory=list)  # of each token: how sure a head was; 1 for all others
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # an alternative's: which runner-up it assumes
     num_sent: int = 0  # of its tokens, to the decode node
@@ -45,12 +50,19 @@ class DraftPath:
         runners_up: tuple[int, ...],
         distribution: TokenDistribution | None = None,
         state: object = None,
+        confidence: float = 1.0,
     ) -> None:
         """The draft model's decision after the path."""
         self.token_ids.append(token_id)
         self.runners_up.append(runners_up)
         self.distributions.append(distribution)
         self.states.append(state)
+        self.confidences.append(confidence)
+
+    @property
+    def reach(self) -> float:
+        """Probability, by the drafter's own confidence, that the text goes through all of the path."""
+        return math.prod(self.confidences)
 
     def distributions_of(self, start: int, end: int) -> tuple[TokenDistribution, ...]:
         """As in DraftTree, of the tokens from `start` to `end`."""
@@ -65,6 +77,7 @@ class DraftPath:
         del self.runners_up[:num_tokens]
         del self.distributions[:num_tokens]
         del self.states[:num_tokens]
+        del self.confidences[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
 
@@ -165,7 +178,7 @@ class PathTree:
             num, path = max(num_agreeing, key=lambda each: min(each[0], each[1].kv.num_tokens - len(self) + size))
             path.kv.truncate(min(path.kv.num_tokens, len(self) - size + num))
             path.token_ids, path.runners_up, path.distributions = list(new), [()] * size, [None] * size
-            path.states = [None] * size
+            path.states, path.confidences = [None] * size, [1.0] * size
             following = [path]
         for path in self.paths:
             if path not in following:
@@ -264,21 +277,25 @@ class PathTree:
         assumed = [*main.token_ids[:index], main.runners_up[index][opening.rank]]
         size = len(assumed)
         states = main.states[:size]  # that of the runner-up is its winner's
-        path = DraftPath(kv, assumed, [()] * size, [None] * size, states, num_assumed=size, rank=opening.rank)
+        path = DraftPath(
+            kv, assumed, [()] * size, [None] * size, states, [1.0] * size, num_assumed=size, rank=opening.rank
+        )
         self.alternatives.append(path)
         return path
 
     def proposed(self, path: DraftPath, start: int, end: int) -> DraftTree:
         """The path's tokens from `start` to `end`, after the committed ones and those before `start`."""
         length, probability = len(self) + start, self.probability(path, start)
+        grade = min(int((1.0 - path.confidences[start]) * NUM_GRADES), NUM_GRADES - 1) if start < end else 0
         if self.start.takes_siblings:  # runners-up go along
             token_ids, parents = self.with_siblings(path, start, end)
-            return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents)
+            return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents, grade=grade)
         return DraftTree(
             length,
             token_ids=tuple(path.token_ids[start:end]),
             probability=probability,
             distributions=path.distributions_of(start, end),
+            grade=grade,
         )
 
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

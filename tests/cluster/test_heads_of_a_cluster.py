@@ -52,6 +52,20 @@ def test_a_head_that_draft_nodes_propose_with_is_known_to_targets_which_do_not()
     assert draft.draft_model(ModelConfig(id="target")) == ModelConfig(id="target", head=folder)
 
 
+def test_the_default_models_own_head_is_left_out_where_nothing_drafts():
+    for draft, head in (("ngram", "auto"), ("none", "")):
+        found = sections_of(cluster_of("--draft", draft).config)
+        assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == head
+        assert found["decode-0"]["decode_node"].local_head is True
+
+
+def test_draft_nodes_may_propose_with_the_default_models_own_head():
+    found = sections_of(cluster_of("--draft", "head:auto").config)
+    assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == "auto"
+    assert found["decode-0"]["decode_node"].local_head is False
+    assert (found["draft-0"]["draft_node"].proposer, found["draft-0"]["draft_node"].model) == ("head", "auto")
+
+
 def test_a_head_of_decode_nodes_proposes_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parrot").mkdir()

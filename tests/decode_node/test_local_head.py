@@ -25,14 +25,17 @@ def echo_path(tmp_path_factory):
 
 @pytest.fixture
 def make_head_node(echo_path, tmp_path, monkeypatch):
-    """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified."""
+    """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified.
+
+    Of two siblings one would be wrong: drafts are chains.
+    """
     monkeypatch.setattr(outrider.heads.open, "FORMS", (ECHO,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     monkeypatch.setattr(EchoHead, "opened", [])
     folder, nodes = make_echo_folder(tmp_path / "parrot"), []
 
     def make(*, head=str(folder), **config):
-        nodes.append(TinyNode(echo_path, head=head, **config))
+        nodes.append(TinyNode(echo_path, head=head, **{"draft_trees": "off", **config}))
         nodes[-1].loop._drafts._clock = lambda: 0.0  # nor does a head take time
         return nodes[-1]
 

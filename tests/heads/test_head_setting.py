@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,12 +12,16 @@ from decode_node.__main__ import make_build as make_decode
 from decode_node.config import DecodeNodeConfig
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
+from outrider.heads.checkpoint import Checkpoint
+from outrider.heads.locate import DEFAULT_HEAD, head_folder
 from outrider.heads.open import reduction_of
 from outrider.model_hub.config import ModelConfig
 from outrider.rpc.peer_security import PLAINTEXT
 from outrider.service.config import ServerConfig
+from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from prefill_node.__main__ import make_build as make_prefill
 from prefill_node.config import PrefillNodeConfig
+from tests.heads import golden_files
 from tests.support.tiny_head import make_tiny_head
 from tests.support.tiny_model import make_tiny_model
 
@@ -57,3 +63,35 @@ def test_a_head_of_another_target_is_refused_at_the_start(config, tmp_path, open
         open_node(other)
     with pytest.raises(ConfigError, match=r"model\.head is '.*nowhere': there is no such folder"):
         open_node(replace(config, head=str(tmp_path / "nowhere")))
+
+
+def test_only_the_default_model_has_a_head_of_its_own(tiny_model):
+    assert head_folder(ModelConfig()) == DEFAULT_HEAD
+    assert head_folder(ModelConfig(head="")) is None
+    other = ModelConfig(id=str(tiny_model))
+    assert head_folder(other) is None
+    with pytest.raises(ConfigError, match=f"no head comes with the model {tiny_model}"):
+        make_proposer("head", ProposerSettings(model=other))
+
+
+def test_the_head_in_the_package_is_small_and_says_how_it_was_made():
+    checkpoint = Checkpoint.open(DEFAULT_HEAD)
+    assert checkpoint.config["speculators_model_type"] == "eagle3"
+    assert sum(file.stat().st_size for file in DEFAULT_HEAD.iterdir()) < 20e6
+    for name in ("report.md", "training.svg", "training.txt"):
+        assert (DEFAULT_HEAD / name).stat().st_size, name
+
+
+def test_a_head_opens_without_transformers(tmp_path):
+    """Its import takes seconds, by which a node would start later."""
+    golden = golden_files.unpack("eagle3-residual", tmp_path)
+    program = f"""
+import sys, torch
+from pathlib import Path
+from outrider.heads.checkpoint import Target
+from outrider.heads.open import open_head
+open_head(Path({str(golden.head)!r}), Target.open(Path({str(golden.target)!r})), torch.device("cpu"), torch.float32)
+sys.exit("transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -123,6 +123,15 @@ def changing(batch, *states_and_lengths):
 SURE = State(1e9, {8: 1.0}, {8: 0.97}, head=0.5)
 
 
+def test_the_dearer_a_head_the_surer_it_must_be_to_draft_another_token():
+    found = []
+    for forward_ms in (1.0, 4.0):
+        batch = SourcesBatch("chat", "linear", 1, sources=[head(forward_ms)])
+        batch.rate(WARM_UP_STEPS)
+        found.append(batch.gatherer._controller.min_reach(HEAD, 1))
+    assert 0.0 < found[0] < found[1]
+
+
 def test_a_head_is_not_asked_while_long_lookups_are_accepted_and_found_again_when_the_text_changes():
     batch = SourcesBatch("chat", "linear", 1, sources=[head(), LOOKUPS], length=ENDLESS)
     changing(batch, (SURE, 1500), (FREE, 1500))

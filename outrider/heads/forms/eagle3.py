@@ -147,7 +147,8 @@ class Eagle3(HeadModel):
 
     def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
         shape = self._shape
-        packing = DecoderPacking(kernels)
+        # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
+        packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, layer in enumerate(self._layers):
             layer.pack(packing, str(index))
         positions = torch.arange(self.spec.max_model_len)

@@ -28,6 +28,7 @@ class ProposalRequest:
     looks_ahead: bool = False  # the update is answered; branches ahead of the next one are wanted
     owner: int = 0  # the decode node; owners share the look-ahead equally
     features: Features | None = None  # for a head; None where no target computes any
+    min_reach: float = 0.0  # the draft ends with a token that the text goes through with less probability than this
 
 
 class Progress(enum.Enum):

@@ -36,6 +36,7 @@ class Decided:
     distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
     state: object = None  # a head's own hidden state after the path, with which that token is fed
     following: tuple[tuple[int, ...], ...] = ()  # of a parallel head: the same for the positions after it
+    confidence: float = 1.0  # of a head: probability of the likeliest token
 
 
 class DraftForward(Protocol):

@@ -196,7 +196,7 @@ class DraftModelProposer:
             return not tree.num_behind
         answer = tree.answer(may_be_spare=request.max_alternatives > 0)
         return len(answer.token_ids) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(answer.token_ids) and tree.is_over(answer)
+            bool(answer.token_ids) and (tree.is_over(answer) or answer.reach < request.min_reach)
         )
 
     # --- planning -------------------------------------------------------------------------
@@ -328,7 +328,8 @@ class DraftModelProposer:
             kv = row.path.kv
             kv.advance(row.tree.rows_before(row.rows.start_position + len(row.rows.token_ids)))
             if outcome.token_ids:
-                row.path.append(outcome.token_ids[0], outcome.token_ids[1:], outcome.distribution, outcome.state)
+                token_id, *runners_up = outcome.token_ids
+                row.path.append(token_id, tuple(runners_up), outcome.distribution, outcome.state, outcome.confidence)
             for token_ids in outcome.following:
                 row.path.append(token_ids[0], token_ids[1:])
             if row.path is row.tree.main:

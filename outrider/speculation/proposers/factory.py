@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
+from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.proposers.base import Proposer
@@ -44,7 +44,10 @@ def _make_draft_model(settings: ProposerSettings, progress: Progress) -> Propose
 def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
     from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 
-    folder, target = Path(settings.model.head), HeadTarget.locate(settings.model, progress=progress)
+    folder = head_folder(settings.model)
+    if folder is None:
+        raise ConfigError(f"no head comes with the model {settings.model.id}: name the folder of one")
+    target = HeadTarget.locate(settings.model, progress=progress)
     return ReloadingProposer(
         folder,
         load=lambda: load_head(folder, target),
@@ -80,7 +83,7 @@ LOOKUP_NAMES = tuple(kind.name for kind in PROPOSERS if not kind.needs)
 
 PROPOSER_SUMMARY = ", ".join(f"{kind.name} ({kind.summary})" for kind in PROPOSERS)
 DRAFT_CHOICES = (*(":".join(filter(None, (kind.name, kind.needs))) for kind in PROPOSERS), NO_PROPOSER)
-"""What `--draft` takes; MODEL: a path or a hub id; DIR: a head's folder."""
+"""What `--draft` takes; MODEL: a path or a hub id; DIR: a head's folder, or "auto": that of the default model."""
 
 
 @dataclass(frozen=True, slots=True)

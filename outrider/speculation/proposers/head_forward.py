@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +20,9 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_runner import PagedStep
-from outrider.engine.sampler import Sampler
+from outrider.engine.sampler import Sampler, SequenceSampling
 from outrider.engine.sampler.warm_up import warm_up_sampler
-from outrider.engine.transfer import upload_ids
+from outrider.engine.transfer import upload, upload_ids
 from outrider.heads.base import HeadModel, HeadRows, HeadSpec
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
@@ -135,13 +136,14 @@ class HeadForward(PathSampler):
         hidden, logits = self._forward(batch, features, fed_rows)
         if not batch.num_logits:
             return [Decided(()) for _ in rows]
+        confidences = self._confidences(logits[::num_parallel], [row for row in rows if row.num_decisions])
         # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
         states = iter([state.clone() for state in hidden[::num_parallel]])
         return [
-            Decided(first.token_ids, first.distribution, next(states), tuple(each.token_ids for each in following))
+            replace(first, state=next(states), following=tuple(each.token_ids for each in following))
             if first.token_ids
             else first
-            for first, *following in self._decide(logits, rows, num_parallel=num_parallel)
+            for first, *following in self._decide(logits, rows, num_parallel=num_parallel, confidences=confidences)
         ]
 
     def _forward(
@@ -166,6 +168,17 @@ class HeadForward(PathSampler):
         if not batch.num_logits:
             return hidden, hidden
         return hidden, self._of_target(self.model.logits(hidden, depths.index_select(0, fed.logits_rows)))
+
+    def _confidences(self, logits: Tensor, rows: Sequence[PathRows]) -> Tensor:
+        """Of logits [len(rows), vocab_size]: each row's largest probability, at its temperature.
+
+        Returns [len(rows)] float64; 0 where features were no numbers.
+        """
+        if self.model.target_ids is not None:
+            logits = logits.index_select(1, self.model.target_ids)
+        params = [cast("SequenceSampling", row.sampling).params for row in rows]
+        temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in params], dtype=np.float32)
+        return torch.softmax(logits / upload(temperatures, self.device)[:, None], 1).amax(1).nan_to_num(0.0).double()
 
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Tensor]:
         """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""

@@ -38,11 +38,13 @@ class PathSampler:
         assert isinstance(sampling, SequenceSampling)
         self.sampler.commit(sampling, token_ids)
 
-    def _decide(self, logits: Tensor, rows: Sequence[PathRows], *, num_parallel: int = 1) -> list[list[Decided]]:
+    def _decide(
+        self, logits: Tensor, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: Tensor | None = None
+    ) -> list[list[Decided]]:
         """Of each of `rows`, `num_parallel` decisions; one that is empty where none is asked for. Waits once.
 
         logits: [num_deciding * num_parallel, vocab_size] float32, changed; of the positions after each path, the next
-        one first. Penalties count nothing among them.
+        one first. Penalties count nothing among them. confidences: [num_deciding] float64, of those next positions.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -59,14 +61,18 @@ class PathSampler:
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
-        found, *winners = read(distributions, *(pending for _, pending in rounds))
+        sure = Pending(
+            (confidences,) if confidences is not None else (), lambda arrays: [each.tolist() for each in arrays]
+        )
+        found, confident, *winners = read(distributions, sure, *(pending for _, pending in rounds))
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
                 token_ids[place].append(token_id)
         outcomes: list[list[Decided]] = [[] if row.num_decisions else [Decided(())] for row in rows]
         for place, (index, _) in enumerate(places):
-            outcomes[index].append(Decided(tuple(token_ids[place]), found.get(place)))
+            confidence = confident[0][place // num_parallel] if confident else 1.0
+            outcomes[index].append(Decided(tuple(token_ids[place]), found.get(place), confidence=confidence))
         return outcomes
 
     def _distributions(

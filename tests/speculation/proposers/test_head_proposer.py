@@ -13,6 +13,8 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.path_tree import NUM_GRADES
 from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
@@ -44,18 +46,23 @@ def config(tmp_path_factory) -> ModelConfig:
     return ModelConfig(id=str(target), head=str(head), num_threads=1)
 
 
-def drafts_of(proposer, text, num_wanted, *, key=1, scale=1.0) -> tuple[int, ...]:
+def tree_of(proposer, text, num_wanted, *, key=1, scale=1.0, min_reach=0.0) -> DraftTree:
     start = SequenceStart(
         options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99, temperature=0.0)),
         sample=0,
         prompt_length=len(PROMPT),
     )
     for _ in range(100):
-        request = ProposalRequest(key, text, num_wanted, start, features=RandomFeatures(len(text), scale=scale))
+        features = RandomFeatures(len(text), scale=scale)
+        request = ProposalRequest(key, text, num_wanted, start, features=features, min_reach=min_reach)
         (proposal,) = proposer.propose([request])
         if proposal.progress is Progress.DONE:
-            return proposal.tree.token_ids
+            return proposal.tree
     raise AssertionError("never done")
+
+
+def drafts_of(proposer, text, num_wanted, **options) -> tuple[int, ...]:
+    return tree_of(proposer, text, num_wanted, **options).token_ids
 
 
 def test_a_draft_node_opens_a_head_beside_its_targets_files(config):
@@ -70,6 +77,17 @@ def test_a_draft_node_opens_a_head_beside_its_targets_files(config):
 
 def proposer_of(folder, target):
     return make_head_proposer(load_head(folder, target), target)
+
+
+def test_a_draft_ends_where_the_head_is_no_longer_sure(config):
+    """Random weights are sure of nothing: no token has a probability of a half."""
+    target = HeadTarget.locate(config)
+    whole = tree_of(proposer_of(config.head, target), PROMPT, 6)
+    short = tree_of(proposer_of(config.head, target), PROMPT, 6, min_reach=0.5)
+    assert len(whole) == 6
+    assert short.token_ids == whole.token_ids[:1]
+    assert short.grade == whole.grade
+    assert 0 < whole.grade < NUM_GRADES
 
 
 def test_it_drafts_the_same_from_any_cache_and_by_native_kernels_as_by_torch(config):
