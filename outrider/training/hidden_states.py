@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 CLIENTS = (1, 4, 16)
 MAX_DRAFT_TOKENS = 5
 PRICED_CONTEXT = 256  # tokens before the priced rows: a prompt and half an answer
+FLUSHED_BYTES = 128 << 20
+MIN_TIMED_CALLS = 5
 
 
 def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> Compute:
@@ -81,11 +84,11 @@ class RowPrices:
 
     @classmethod
     def measure(cls, target: Compute, *, limit_seconds: float) -> RowPrices:
-        """Of the forward alone, the fastest of several: what the machine can do. Writes to the cache's first blocks.
+        """Of the forward alone, with caches flushed before. Writes to the KV cache's first blocks.
 
         `limit_seconds`: for each of the figures.
         """
-        size = target.kv_cache.block_size
+        size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
         seconds: dict[int, list[float]] = {}
         per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
         for clients in CLIENTS:
@@ -96,7 +99,7 @@ class RowPrices:
                     for first in itertools.islice(itertools.count(0, per_text), clients)
                 ]
                 batch = build_input_batch(rows, size)
-                seconds[clients].append(fastest(partial(_step, target, batch), limit_seconds))
+                seconds[clients].append(median_seconds(partial(_step, target, batch), flush, limit_seconds))
         return cls(seconds)
 
 
@@ -104,13 +107,20 @@ def _step(target: Compute, batch: InputBatch) -> Tensor:
     return target.runner.forward(batch).cpu()  # waits for a device
 
 
-def fastest(call: Callable[[], object], limit_seconds: float) -> float:
-    """Seconds of the fastest call within that time, after one that warms up."""
+def cache_flush(device: torch.device) -> Callable[[], object]:
+    """Reads more than a processor's last level of cache keeps, and waits for it."""
+    unrelated = torch.ones(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+    return lambda: unrelated.max().item()
+
+
+def median_seconds(call: Callable[[], object], flush: Callable[[], object], limit_seconds: float) -> float:
+    """Of `call` alone, each after a `flush`: of those that fit into the time, after one that warms up."""
     call()
     times: list[float] = []
     until = time.monotonic() + limit_seconds
-    while not times or time.monotonic() < until:
+    while len(times) < MIN_TIMED_CALLS or time.monotonic() < until:
+        flush()
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)
-    return min(times)
+    return statistics.median(times)

@@ -17,7 +17,7 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_forward import HeadForward
-from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, RowPrices, fastest
+from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, RowPrices, cache_flush, median_seconds
 from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results, Walk
 
 ALL = "all"
@@ -50,7 +50,10 @@ class _AnyFeatures:
 def measure_head(
     head: HeadModel, config: ModelConfig, device: torch.device, *, limit_seconds: float
 ) -> dict[int, float]:
-    """Seconds of one draft step by clients: each decides a token after PRICED_CONTEXT others, as in a node."""
+    """Seconds of one draft step by clients: each decides a token after PRICED_CONTEXT others, as in a node.
+
+    With caches flushed before each: in a node the target has read its own weights before a head's step.
+    """
     choice = choose_model_kernels(config, device)
     forward = HeadForward.of(
         head,
@@ -62,6 +65,7 @@ def measure_head(
     options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     start = SequenceStart(options=options, sample=0, prompt_length=1)
     features, seconds = _AnyFeatures(head.reduction.width), {}
+    flush = cache_flush(device)
     paths: list[PathRows] = []
     for clients in CLIENTS:
         while len(paths) < clients:
@@ -70,7 +74,7 @@ def measure_head(
             paths.append(
                 PathRows((0,), PRICED_CONTEXT, blocks, sampling, (), 1, features=features, num_committed=known)
             )
-        seconds[clients] = fastest(partial(forward.decide, paths, ()), limit_seconds)
+        seconds[clients] = median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds)
     return seconds
 
 
@@ -116,6 +120,7 @@ def write_report(facts: ReportFacts, results: Results) -> str:
         "## Prices on this machine",
         "",
         "Milliseconds of a step, by clients and rows of each; the head's draft step.",
+        "Medians, with the processor's caches flushed before each: a head's step follows one of the target.",
     ]
     rows = [
         [

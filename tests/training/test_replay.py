@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from outrider.training.hidden_states import CLIENTS, RowPrices
+from outrider.training.hidden_states import CLIENTS, RowPrices, median_seconds
 from outrider.training.replay import HEAD, LOOKUP, Walk, noise_given, replay
 from outrider.training.report import ReportFacts, speedup, write_report
 from tests.training.toy import HIDDEN, VOCAB, ToyTarget, toy_dataset, toy_student
@@ -103,3 +105,23 @@ def test_the_report_says_what_was_counted():
     assert "| head | 1.88 | 2.50 |" in report  # 30 / 16, 30 / 12
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
     assert f"| chat | {2.5 * 10 / 14:.2f} (lookup, k = 2) |" in report  # as good as both here, and free
+    assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
+    assert "Medians, with the processor's caches flushed before each" in report
+
+
+def test_a_step_is_timed_alone_each_time_after_the_caches_are_flushed(monkeypatch):
+    now, calls = [0.0], []
+    steps = iter([50.0, 3.0, 9.0, 4.0, 30.0, 5.0])  # the first warms up
+
+    def flush():
+        calls.append("flush")
+        now[0] += 1000.0
+
+    def step():
+        calls.append("step")
+        now[0] += next(steps)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert median_seconds(step, flush, 1.0) == 5.0
+    assert calls == ["step", *["flush", "step"] * 5]
