@@ -1,25 +1,17 @@
-"""The files of a head, and those of its target as far as a head needs them."""
+"""Checkpoints: a head's, and its target's as far as a head needs that."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadSpec
+from outrider.errors import ModelError
 from outrider.model_hub.vocabulary import read_json
-
-MAX_PARALLEL = 64
-"""Tokens of one forward."""
-
-_WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +41,6 @@ class Checkpoint:
     def tensor_names(self) -> frozenset[str]:
         return frozenset(self._files)
 
-    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A copy of weights: a head's files may be replaced while it drafts.
-
-        Raises: ModelError when there are none, of another shape, quantised, or with values that are not finite.
-        """
-        tensor = self.mapped(name, shape)
-        if tensor.dtype not in _WEIGHT_TYPES:
-            raise ModelError(f"{self.folder}: {name} is of {tensor.dtype}; quantised weights are not supported")
-        if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
-            raise ModelError(f"{self.folder}: {name} has values that are not finite")
-        return tensor.clone()
-
     def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The file's own memory. Raises: ModelError when there is none of this name, or of another shape."""
         if name not in self._files:
@@ -70,15 +50,6 @@ class Checkpoint:
         if shape is not None and tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: {name} is {tuple(tensor.shape)}, not {shape}")
         return tensor
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 in hexadecimal of the configuration and the weight files."""
-        digest = hashlib.sha256()
-        for path in (self.folder / "config.json", *sorted(self.folder.glob("*.safetensors"))):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,45 +104,3 @@ class Target:
             if name in self.checkpoint.tensor_names:
                 return self.checkpoint.mapped(name)
         raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
-
-
-def spec_of(form: str, checkpoint: Checkpoint, target: Target, dtype: torch.dtype, **fields: Any) -> HeadSpec:
-    """Of a head that drafts for texts as long as its target takes. `fields`: the other ones of HeadSpec."""
-    return HeadSpec(
-        form=form,
-        name=checkpoint.folder.name,
-        fingerprint=checkpoint.fingerprint,
-        vocab_size=target.vocab_size,
-        max_model_len=target.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-        **fields,
-    )
-
-
-def refuse(folder: Path, name: str, value: object, allowed: str) -> ConfigError:
-    """The error for a field of a head's configuration that is not supported."""
-    return ConfigError(f"head {folder}: {name} is {value!r}; supported: {allowed}")
-
-
-def check_target_ids(folder: Path, name: str, target_ids: Tensor, vocab_size: int) -> None:
-    """`target_ids` [draft_vocab_size] int64. Raises: ModelError for ids outside the vocabulary, or for one twice."""
-    least, most = target_ids.aminmax()
-    if least < 0 or most >= vocab_size or len(set(target_ids.tolist())) < len(target_ids):
-        raise ModelError(f"{folder}: {name} leads to ids outside of 0 … {vocab_size - 1}, or to one twice")
-
-
-def check_parallel(folder: Path, num_parallel: int, mask_token_id: int, vocab_size: int) -> None:
-    """Of a head that drafts `num_parallel` tokens in one forward. Raises: ConfigError."""
-    if not 0 < num_parallel <= MAX_PARALLEL:
-        raise refuse(folder, "the number of tokens in a forward", num_parallel, f"1 to {MAX_PARALLEL}")
-    if not 0 <= mask_token_id < vocab_size:
-        raise refuse(folder, "mask_token_id", mask_token_id, f"ids below {vocab_size}")
-
-
-def check_fits(folder: Path, **pairs: tuple[int, int]) -> None:
-    """Compares (of the head, of the target) by name. Raises: ConfigError that names all that differ."""
-    wrong = [
-        f"{name} {head} of the head, {target} of the target" for name, (head, target) in pairs.items() if head != target
-    ]
-    if wrong:
-        raise ConfigError(f"head {folder} was made for another target: {'; '.join(wrong)}")

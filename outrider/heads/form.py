@@ -6,18 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from outrider.engine.features import FeatureReduction
 from outrider.heads.base import HeadModel
-from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.heads.head_files import HeadFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadForm:
     """One entry of `FORMS`. Its functions raise ConfigError for what is not supported, ModelError for damaged files."""
 
-    name: str
-    is_form_of: Callable[[Mapping[str, Any]], bool]  # by config.json
-    reduction: Callable[[Checkpoint, Target], FeatureReduction]
-    open: Callable[[Checkpoint, Target, torch.device, torch.dtype], HeadModel]
+    name: str  # as `speculators_model_type` in the layout of speculators
+    is_form_of: Callable[[Mapping[str, Any]], bool]  # by config.json in any other layout
+    reduction: Callable[[HeadFiles], FeatureReduction]
+    open: Callable[[HeadFiles, FeatureReduction], HeadModel]  # reads the rest; with `HeadFiles.spec` at the end

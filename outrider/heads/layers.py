@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from outrider.engine.cpu_kernels.decoder_packing import DecoderPacking
 from outrider.engine.features import rms_norm
 from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.base import Attend
-from outrider.heads.checkpoint import refuse
-from outrider.heads.weights import Weights
+from outrider.heads.head_files import HeadFiles
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # of Llama and Qwen3
@@ -35,14 +33,14 @@ class LayerShape:
     epsilon: float  # of the norms
 
     @classmethod
-    def read(cls, folder: Path, config: Mapping[str, Any]) -> LayerShape:
+    def read(cls, files: HeadFiles, config: Mapping[str, Any]) -> LayerShape:
         """Raises: ConfigError for a field that would change what is computed here; KeyError for a missing one."""
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
-            raise refuse(folder, "hidden_act", activation, "silu")
+            raise files.refusal("hidden_act", activation, "silu")
         types = set(config.get("layer_types") or ())
         if types - {_EVERY_LAYER_ATTENDS}:
-            raise refuse(folder, "layer_types", sorted(types), _EVERY_LAYER_ATTENDS)
+            raise files.refusal("layer_types", sorted(types), _EVERY_LAYER_ATTENDS)
         num_heads = int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or config["hidden_size"] // num_heads)
         shape = cls(
@@ -55,24 +53,24 @@ class LayerShape:
             epsilon=float(config.get("rms_norm_eps", _DEFAULT_EPSILON)),
         )
         if min(asdict(shape).values()) <= 0 or shape.num_heads % shape.num_kv_heads or head_dim % 2:
-            raise refuse(folder, "the shape of layers", shape, "positive, heads in equal groups, an even head_dim")
+            raise files.refusal("the shape of layers", shape, "positive, heads in equal groups, an even head_dim")
         return shape
 
 
 class Rotation:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, halves paired."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], head_dim: int, device: torch.device) -> None:
+    def __init__(self, files: HeadFiles, config: Mapping[str, Any], head_dim: int) -> None:
         """Raises: ConfigError for a kind whose angles depend on the length, or that turns only a part."""
         # Older files have the base beside the kind, and no kind where it is the default.
         rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in _ROPE_TYPES:
-            raise refuse(folder, "rope_parameters.rope_type", kind, ", ".join(_ROPE_TYPES))
+            raise files.refusal("rope_parameters.rope_type", kind, ", ".join(_ROPE_TYPES))
         turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if turned != 1.0:
-            raise refuse(folder, "rope_parameters.partial_rotary_factor", turned, "1.0")
+            raise files.refusal("rope_parameters.partial_rotary_factor", turned, "1.0")
         self._scale = 1.0
         if kind == "default":
             frequencies = torch.from_numpy(inverse_frequencies(rope["rope_theta"], head_dim))
@@ -83,7 +81,7 @@ class Rotation:
 
             plain = LlamaConfig(**{**config, "model_type": "llama", "head_dim": head_dim})
             frequencies, self._scale = ROPE_INIT_FUNCTIONS[kind](plain, torch.device("cpu"))
-        self._frequencies = frequencies.to(device)  # [head_dim / 2] float32
+        self._frequencies = frequencies.to(files.device)  # [head_dim / 2] float32
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[num_rows] int64 → cosines and sines [num_rows, 1, head_dim / 2]."""
@@ -98,88 +96,61 @@ def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1)
 
 
-class Attention:
-    """Projections, optional norms of queries and keys, rotation, attention, output projection."""
-
-    def __init__(self, weights: Weights, prefix: str, shape: LayerShape, index: int, width: int) -> None:
-        """`width`: of the input."""
-        self._shape = shape
-        self._index = index
-        self._sizes = (shape.num_heads * shape.head_dim, *(2 * (shape.num_kv_heads * shape.head_dim,)))
-        self._projections = weights.take_rows(prefix, ("q_proj", "k_proj", "v_proj"), self._sizes, width)
-        self._output = weights.take_rows(prefix, ("o_proj",), (shape.hidden_size,), self._sizes[0])
-        self._query_norm = weights.take_if(f"{prefix}q_norm.weight", shape.head_dim)
-        self._key_norm = weights.take_if(f"{prefix}k_norm.weight", shape.head_dim)
-
-    def __call__(self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[num_rows, width] → [num_rows, hidden_size]."""
-        head_dim = self._shape.head_dim
-        query, key, value = (
-            part.view(len(rows), -1, head_dim) for part in torch.split(self._projections(rows), list(self._sizes), -1)
-        )
-        if self._query_norm is not None:
-            query = rms_norm(query, self._query_norm, self._shape.epsilon)
-        if self._key_norm is not None:
-            key = rms_norm(key, self._key_norm, self._shape.epsilon)
-        query, key = rotate(query, angles), rotate(key, angles)
-        attended = attend(self._index, query, key, value, head_dim**-0.5)
-        return self._output(attended.reshape(len(rows), -1))
-
-    def pack(self, packing: DecoderPacking, name: str) -> None:
-        packing.add(f"{name}.query_norm", as_float32(self._query_norm))
-        packing.add(f"{name}.key_norm", as_float32(self._key_norm))
-        packing.add_matrix(f"{name}.qkv", [self._projections])
-        packing.add_matrix(f"{name}.output", [self._output])
-
-
-class FeedForward:
-    """SwiGLU."""
-
-    def __init__(self, weights: Weights, prefix: str, shape: LayerShape) -> None:
-        sizes = (shape.intermediate_size, shape.intermediate_size)
-        self._inputs = weights.take_rows(prefix, ("gate_proj", "up_proj"), sizes, shape.hidden_size)
-        self._output = weights.take_rows(prefix, ("down_proj",), (shape.hidden_size,), shape.intermediate_size)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        gate, up = self._inputs(rows).chunk(2, -1)
-        return self._output(torch.nn.functional.silu(gate) * up)
-
-    def pack(self, packing: DecoderPacking, name: str) -> None:
-        packing.add_matrix(f"{name}.gate_up", self._inputs.halves(), interleave=True)
-        packing.add_matrix(f"{name}.down", [self._output])
-
-
 class DecoderLayer:
-    """One layer: attention, then the feed-forward part, each behind a norm and beside the residual stream."""
+    """Attention, then the SwiGLU feed-forward part, each behind a norm and beside the residual stream.
+
+    Queries and keys are normalised by head, where the checkpoint has these norms.
+    """
 
     def __init__(
-        self, weights: Weights, prefix: str, shape: LayerShape, index: int, *, width: int = 0, is_normed: bool = True
+        self, files: HeadFiles, prefix: str, shape: LayerShape, index: int, *, width: int = 0, is_normed: bool = True
     ) -> None:
         """`prefix`: "layers.0.". `width`: of attention's input, if not hidden_size. `is_normed`: has an input norm."""
-        self._epsilon = shape.epsilon
-        hidden = shape.hidden_size
-        self._input_norm = weights.take(f"{prefix}input_layernorm.weight", hidden) if is_normed else None
-        self._attention = Attention(weights, f"{prefix}self_attn.", shape, index, width or hidden)
-        self._norm = weights.take(f"{prefix}post_attention_layernorm.weight", hidden)
-        self._feed_forward = FeedForward(weights, f"{prefix}mlp.", shape)
+        self._shape = shape
+        self._index = index
+        hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        self._sizes = (heads, *(2 * (shape.num_kv_heads * shape.head_dim,)))
+        self._input_norm = files.take(f"{prefix}input_layernorm.weight", hidden) if is_normed else None
+        self._projections = files.take_rows(attention, ("q_proj", "k_proj", "v_proj"), self._sizes, width or hidden)
+        self._query_norm = files.take_if(f"{attention}q_norm.weight", shape.head_dim)
+        self._key_norm = files.take_if(f"{attention}k_norm.weight", shape.head_dim)
+        self._output = files.take_rows(attention, ("o_proj",), (hidden,), heads)
+        self._norm = files.take(f"{prefix}post_attention_layernorm.weight", hidden)
+        self._gate_and_up = files.take_rows(mlp, ("gate_proj", "up_proj"), (inner, inner), hidden)
+        self._down = files.take_rows(mlp, ("down_proj",), (hidden,), inner)
 
     def normed(self, rows: Tensor) -> Tensor:
         """By the input norm, or as they are."""
-        return rows if self._input_norm is None else rms_norm(rows, self._input_norm, self._epsilon)
+        return self._by(self._input_norm, rows)
 
     def __call__(
         self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, attention_input: Tensor | None = None
     ) -> Tensor:
         """[num_rows, hidden_size] → the same. Attention is given `normed(rows)`, unless it is told otherwise."""
-        rows = rows + self._attention(self.normed(rows) if attention_input is None else attention_input, angles, attend)
-        return rows + self._feed_forward(rms_norm(rows, self._norm, self._epsilon))
+        head_dim = self._shape.head_dim
+        projected = self._projections(self.normed(rows) if attention_input is None else attention_input)
+        query, key, value = (
+            part.view(len(rows), -1, head_dim) for part in torch.split(projected, list(self._sizes), -1)
+        )
+        query, key = rotate(self._by(self._query_norm, query), angles), rotate(self._by(self._key_norm, key), angles)
+        rows = rows + self._output(attend(self._index, query, key, value, head_dim**-0.5).reshape(len(rows), -1))
+        gate, up = self._gate_and_up(self._by(self._norm, rows)).chunk(2, -1)
+        return rows + self._down(torch.nn.functional.silu(gate) * up)
+
+    def _by(self, norm: Tensor | None, rows: Tensor) -> Tensor:
+        return rows if norm is None else rms_norm(rows, norm, self._shape.epsilon)
 
     def pack(self, packing: DecoderPacking, name: str) -> None:
         """For the kernels, by the names of DecoderWeights: `name` is "0" of the first layer."""
         packing.add(f"{name}.input_norm", as_float32(self._input_norm))
         packing.add(f"{name}.post_attention_norm", as_float32(self._norm))
-        self._attention.pack(packing, name)
-        self._feed_forward.pack(packing, name)
+        packing.add(f"{name}.query_norm", as_float32(self._query_norm))
+        packing.add(f"{name}.key_norm", as_float32(self._key_norm))
+        packing.add_matrix(f"{name}.qkv", [self._projections])
+        packing.add_matrix(f"{name}.output", [self._output])
+        packing.add_matrix(f"{name}.gate_up", self._gate_and_up.halves(), interleave=True)
+        packing.add_matrix(f"{name}.down", [self._down])
 
 
 def as_float32(norm: Tensor | None) -> Tensor | None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.heads.base import HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse, spec_of
-from outrider.heads.layers import LayerShape
+from outrider.heads.head_files import HeadFiles
+from outrider.heads.layers import LayerShape, Rotation
 
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
@@ -20,79 +17,71 @@ _HARMLESS = frozenset(
 )
 """Flags of published configurations that change nothing here when they are true."""
 
+MAX_PARALLEL = 64
+"""Tokens of one forward."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """A head's configuration, whoever wrote it."""
+    """A head's configuration, whoever wrote it; of the target that it was made for."""
 
-    folder: Path
-    options: Mapping[str, Any]  # config.json
-    layer_config: Mapping[str, Any]  # the part of it that describes decoder layers
-    shape: LayerShape
+    files: HeadFiles
     is_nested: bool  # speculators' own
-    target_hidden_size: int
-    vocab_size: int  # of the target
+    layer_config: Mapping[str, Any]  # the part of config.json that describes decoder layers
+    shape: LayerShape
     draft_vocab_size: int
 
     @classmethod
-    def read(cls, checkpoint: Checkpoint, target: Target, *flags: str) -> Layout:
+    def read(cls, files: HeadFiles, *flags: str) -> Layout:
         """`flags`: options that the form knows. Raises: ConfigError for what is not known, or is of another target."""
-        folder, options = checkpoint.folder, checkpoint.config
+        options, target = files.config, files.target
         nested = options.get("transformer_layer_config")
         own = options if nested is None else nested
         model_type = "llama" if nested is None else own.get("model_type", "qwen3")
         if model_type not in _LAYER_TYPES:
-            raise refuse(folder, "transformer_layer_config.model_type", model_type, ", ".join(_LAYER_TYPES))
+            raise files.refusal("transformer_layer_config.model_type", model_type, ", ".join(_LAYER_TYPES))
         for part in (options, own):
-            check_flags(folder, part, flags)
-        shape = LayerShape.read(folder, own)
-        vocab_size = int(own["vocab_size"])
-        layout = cls(
-            folder=folder,
-            options=options,
-            layer_config=own,
-            shape=shape,
-            is_nested=nested is not None,
-            target_hidden_size=int(options.get("target_hidden_size") or shape.hidden_size),
-            vocab_size=vocab_size,
-            draft_vocab_size=int(options.get("draft_vocab_size") or vocab_size),
-        )
-        check_fits(
-            folder,
-            hidden_size=(layout.target_hidden_size, target.hidden_size),
+            check_flags(files, part, flags)
+        shape, vocab_size = LayerShape.read(files, own), int(own["vocab_size"])
+        files.check_fits(
+            hidden_size=(int(options.get("target_hidden_size") or shape.hidden_size), target.hidden_size),
             vocab_size=(vocab_size, target.vocab_size),
         )
-        return layout
+        return cls(files, nested is not None, own, shape, int(options.get("draft_vocab_size") or vocab_size))
 
-    def head_spec(self, form: str, checkpoint: Checkpoint, target: Target, dtype: torch.dtype) -> HeadSpec:
-        """The specification of a head that drafts one token after the other, to any depth."""
+    def rotation(self) -> Rotation:
+        return Rotation(self.files, self.layer_config, self.shape.head_dim)
+
+    def spec(self, form: str, **fields: Any) -> HeadSpec:
+        """As `HeadFiles.spec`, of a head with layers of this shape."""
         # The target's longest text: a head's own figure is what it was trained on; its angles go on as the target's do.
-        return spec_of(
-            form,
-            checkpoint,
-            target,
-            dtype,
-            num_layers=self.shape.num_layers,
-            num_heads=self.shape.num_heads,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            width=self.shape.hidden_size,
-        )
+        shape = self.shape
+        own = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+        return self.files.spec(form, **{**own, "width": shape.hidden_size, **fields})
 
 
-def check_flags(folder: Path, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def check_flags(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raises: ConfigError for a flag that is on and unknown: it may change what is computed."""
     for name, value in part.items():
         if value is True and name not in _HARMLESS and name not in known:
-            raise refuse(folder, name, value, f"{', '.join(known)} among flags")
+            raise files.refusal(name, value, f"{', '.join(known)} among flags")
 
 
 def architectures(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(config.get("architectures") or ())
 
 
-def check_taps(folder: Path, name: str, taps: tuple[int, ...], target: Target) -> tuple[int, ...]:
+def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:
     """Raises: ConfigError for layers that the target does not have, or for one twice."""
-    if not taps or min(taps) < 0 or max(taps) > target.num_layers or len(set(taps)) < len(taps):
-        raise refuse(folder, name, list(taps), f"different layers, each after 0 … {target.num_layers} of the target's")
+    most = files.target.num_layers
+    if not taps or min(taps) < 0 or max(taps) > most or len(set(taps)) < len(taps):
+        raise files.refusal(name, list(taps), f"different layers, each after 0 … {most} of the target's")
     return taps
+
+
+def check_parallel(files: HeadFiles, num_parallel: int, mask_token_id: int) -> None:
+    """Of a head that drafts `num_parallel` tokens in one forward. Raises: ConfigError."""
+    if not 0 < num_parallel <= MAX_PARALLEL:
+        raise files.refusal("the number of tokens in a forward", num_parallel, f"1 to {MAX_PARALLEL}")
+    if not 0 <= mask_token_id < files.target.vocab_size:
+        raise files.refusal("mask_token_id", mask_token_id, f"ids below {files.target.vocab_size}")

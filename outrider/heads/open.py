@@ -14,6 +14,7 @@ from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.form import HeadForm
 from outrider.heads.forms import FORMS
+from outrider.heads.head_files import HeadFiles
 from outrider.heads.locate import head_folder
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import locate_model
@@ -21,17 +22,18 @@ from outrider.model_hub.progress import Progress, no_progress
 
 
 def open_head(folder: Path, target: Target, device: torch.device, dtype: torch.dtype) -> HeadModel:
-    """The head of this folder, for that target. Raises: ConfigError for one that does not fit or is not supported."""
-    checkpoint = Checkpoint.open(folder)
-    with _damage_is_named(checkpoint):
-        return form_of(checkpoint).open(checkpoint, target, device, dtype)
+    """The head of this folder, for that target.
+
+    Raises: ConfigError for one that does not fit or is not supported, ModelError for damaged files.
+    """
+    with _opened(folder, target, device, dtype) as (form, files):
+        return form.open(files, form.reduction(files))
 
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:
     """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
-    checkpoint = Checkpoint.open(folder)
-    with _damage_is_named(checkpoint):
-        return form_of(checkpoint).reduction(checkpoint, target)
+    with _opened(folder, target, torch.device("cpu"), torch.float32) as (form, files):
+        return form.reduction(files)
 
 
 def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> FeatureReduction | None:
@@ -43,23 +45,27 @@ def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> Fe
 
 
 @contextmanager
-def _damage_is_named(checkpoint: Checkpoint) -> Iterator[None]:
+def _opened(
+    folder: Path, target: Target, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[HeadForm, HeadFiles]]:
     """Makes ModelErrors of what libraries raise where a configuration lacks a field or has one of another type."""
+    files = HeadFiles(Checkpoint.open(folder), target, device, dtype)
     try:
-        yield
+        yield _form_of(files), files
     except OutriderError:
         raise
     except Exception as error:
-        raise ModelError(
-            f"head {checkpoint.folder} cannot be opened, its config.json may be damaged: {error!r}"
-        ) from error
+        raise ModelError(f"head {files.folder} cannot be opened, its config.json may be damaged: {error!r}") from error
 
 
-def form_of(checkpoint: Checkpoint) -> HeadForm:
+def _form_of(files: HeadFiles) -> HeadForm:
     """Raises: ConfigError for a configuration of no known form."""
+    config = files.config
+    kind = config.get("speculators_model_type")
     for form in FORMS:
-        if form.is_form_of(checkpoint.config):
+        if form.name == kind if "speculators_model_type" in config else form.is_form_of(config):
             return form
-    kind = checkpoint.config.get("speculators_model_type") or checkpoint.config.get("architectures")
     names = ", ".join(form.name for form in FORMS)
-    raise ConfigError(f"head {checkpoint.folder} is of no known form ({kind}); known are {names}")
+    raise ConfigError(
+        f"head {files.folder} is of no known form ({kind or config.get('architectures')}); known are {names}"
+    )

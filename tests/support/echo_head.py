@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.form import HeadForm
+from outrider.heads.head_files import HeadFiles
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -38,19 +38,19 @@ def make_echo_folder(folder: Path) -> Path:
 class EchoHead(HeadModel):
     """Computes what the target does, from the token alone; and notes with which feature it was fed."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, *_: object) -> None:
+    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+        target = files.target
         self.embedding, self._norm, self._output = (
             each.float() for each in (target.embedding(), target.final_norm(), target.output_layer())
         )
-        self.reduction = read_reduction(checkpoint, target)
+        self.reduction = reduction
         self.fed: list[tuple[int, int, int]] = []  # of rows with true features: position, the feature's token, the next
         EchoHead.opened.append(self)
         self.spec = HeadSpec(
             form="echo",
-            name=checkpoint.folder.name,
+            name=files.folder.name,
             fingerprint="",
             num_layers=1,
-            num_heads=1,
             num_kv_heads=1,
             head_dim=16,
             width=target.hidden_size,
@@ -86,8 +86,8 @@ def vars_of(rows: HeadRows) -> tuple[Tensor, ...]:
     return rows.token_ids, rows.features, rows.depths, rows.positions
 
 
-def read_reduction(_checkpoint: Checkpoint, target: Target) -> FeatureReduction:
-    return FeatureReduction(taps=(2,), hidden_size=target.hidden_size)
+def read_reduction(files: HeadFiles) -> FeatureReduction:
+    return FeatureReduction(taps=(2,), hidden_size=files.target.hidden_size)
 
 
 ECHO = HeadForm(name="echo", is_form_of=lambda config: "echo" in config, reduction=read_reduction, open=EchoHead)

@@ -10,7 +10,6 @@ Layouts: speculators (`speculators_model_type` dflash), and z-lab's flat one (`D
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,81 +17,72 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.checkpoint import Checkpoint, Target, check_parallel, refuse
 from outrider.heads.form import HeadForm
-from outrider.heads.layers import DecoderLayer, Rotation
-from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
-from outrider.heads.weights import Weights, take_embedding, take_output_layer, take_target_ids
+from outrider.heads.head_files import HeadFiles
+from outrider.heads.layers import DecoderLayer
+from outrider.heads.layouts import Layout, architectures, check_flags, check_parallel, check_taps
 
 _FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter of layers that are refused
 
 
 def _is_form_of(config: Mapping[str, Any]) -> bool:
-    if "speculators_model_type" in config:
-        return bool(config["speculators_model_type"] == "dflash")
     return architectures(config) == {"DFlashDraftModel"}
 
 
-def _reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
-    layout = Layout.read(checkpoint, target, *_FLAGS)
-    taps, hidden_size = _taps(layout, target), layout.target_hidden_size
+def _reduction(files: HeadFiles) -> FeatureReduction:
+    layout = Layout.read(files, *_FLAGS)
+    taps, hidden_size = _taps(layout), files.target.hidden_size
     return FeatureReduction(
         taps=taps,
         hidden_size=hidden_size,
         takes_final_norm=not layout.is_nested,  # z-lab reads transformers' hidden states
-        projection=checkpoint.tensor("fc.weight", (layout.shape.hidden_size, len(taps) * hidden_size)),
+        projection=files.read("fc.weight", layout.shape.hidden_size, len(taps) * hidden_size),
     )
 
 
-def _taps(layout: Layout, target: Target) -> tuple[int, ...]:
+def _taps(layout: Layout) -> tuple[int, ...]:
     """By inputs of layers, as speculators counts; z-lab counts outputs."""
+    files = layout.files
     if layout.is_nested:
-        name, ids = "aux_hidden_state_layer_ids", layout.options.get("aux_hidden_state_layer_ids")
+        name, ids = "aux_hidden_state_layer_ids", files.config.get("aux_hidden_state_layer_ids")
     else:
-        name, ids = "dflash_config.target_layer_ids", _block_option(layout, "target_layer_ids")
+        name, ids = "dflash_config.target_layer_ids", _block_option(files, "target_layer_ids")
         ids = ids and [tap + 1 for tap in ids]
-    return check_taps(layout.folder, name, tuple(ids or ()), target)
+    return check_taps(files, name, tuple(ids or ()))
 
 
-def _block_option(layout: Layout, name: str) -> Any:
+def _block_option(files: HeadFiles, name: str) -> Any:
     """z-lab's are in `dflash_config`, or beside it."""
-    within = layout.options.get("dflash_config") or {}
-    check_flags(layout.folder, within, _FLAGS)
+    within = files.config.get("dflash_config") or {}
+    check_flags(files, within, _FLAGS)
     value = within.get(name)
-    return layout.options.get(name) if value is None else value
+    return files.config.get(name) if value is None else value
 
 
 class DFlash(HeadModel):
     """A loaded DFlash head."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
-        layout = Layout.read(checkpoint, target, *_FLAGS)
-        shape = layout.shape
-        self.reduction = _reduction(checkpoint, target)
-        self._block_size, mask_token_id = _block_option(layout, "block_size"), _block_option(layout, "mask_token_id")
+    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+        layout = Layout.read(files, *_FLAGS)
+        shape, hidden = layout.shape, layout.shape.hidden_size
+        self.reduction = reduction
+        self._block_size, mask_token_id = _block_option(files, "block_size"), _block_option(files, "mask_token_id")
         for name, value in (("block_size", self._block_size), ("mask_token_id", mask_token_id)):
             if value is None:
-                raise refuse(layout.folder, name, value, "a number")
+                raise files.refusal(name, value, "a number")
         self._mask_token_id = int(mask_token_id)
-        num_parallel = int(self._block_size) - (not _block_option(layout, "sample_from_anchor"))
-        check_parallel(layout.folder, num_parallel, self._mask_token_id, layout.vocab_size)
-        self.spec = replace(
-            layout.head_spec("dflash", checkpoint, target, dtype),
-            num_parallel=num_parallel,
-            attends_both_ways=True,
-        )
-        weights = Weights(checkpoint, device, dtype)
-        weights.drop("fc.weight")
-        self.parallel_feature = torch.zeros(shape.hidden_size, device=device, dtype=dtype)  # of no consequence
-        self.target_ids = take_target_ids(weights, layout.draft_vocab_size, layout.vocab_size)
+        num_parallel = int(self._block_size) - (not _block_option(files, "sample_from_anchor"))
+        check_parallel(files, num_parallel, self._mask_token_id)
+        self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # of no consequence
+        self.target_ids = files.target_ids(layout.draft_vocab_size)
         self._epsilon = shape.epsilon
-        self._embedding = take_embedding(weights, target, layout.vocab_size, shape.hidden_size)
-        self._context_norm = weights.take("hidden_norm.weight", shape.hidden_size)
-        self._layers = [DecoderLayer(weights, f"layers.{index}.", shape, index) for index in range(shape.num_layers)]
-        self._norm = weights.take("norm.weight", shape.hidden_size)
-        self._output = take_output_layer(weights, target, self.target_ids, layout.vocab_size, shape.hidden_size)
-        self._rotation = Rotation(layout.folder, layout.layer_config, shape.head_dim, device)
-        weights.check_all_read()
+        self._embedding = files.embedding(hidden)
+        self._context_norm = files.take("hidden_norm.weight", hidden)
+        self._layers = [DecoderLayer(files, f"layers.{index}.", shape, index) for index in range(shape.num_layers)]
+        self._norm = files.take("norm.weight", hidden)
+        self._output = files.output_layer(hidden, self.target_ids)
+        self._rotation = layout.rotation()
+        self.spec = layout.spec("dflash", num_parallel=num_parallel, attends_both_ways=True)
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (token_id, *(self._mask_token_id,) * (self._block_size - 1))

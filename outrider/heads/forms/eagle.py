@@ -10,7 +10,6 @@ Source: Li et al. 2024, arXiv 2401.15077. Layouts: SafeAILab's flat one, and tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,47 +17,41 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.form import HeadForm
-from outrider.heads.layers import DecoderLayer, Rotation
+from outrider.heads.head_files import HeadFiles
+from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, architectures
-from outrider.heads.weights import Weights, take_embedding, take_output_layer
 
 _FLAGS = ("fusion_bias",)  # told by its tensor
 _FLAT = ({"LlamaForCausalLM"}, {"EagleLlamaForCausalLM"})
 
 
 def _is_form_of(config: Mapping[str, Any]) -> bool:
-    if "speculators_model_type" in config:
-        return bool(config["speculators_model_type"] == "eagle")
     return architectures(config) in _FLAT
 
 
-def _reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
-    layout = Layout.read(checkpoint, target, *_FLAGS)
-    return FeatureReduction(taps=(target.num_layers,), hidden_size=layout.shape.hidden_size, takes_final_norm=True)
+def _reduction(files: HeadFiles) -> FeatureReduction:
+    hidden_size = Layout.read(files, *_FLAGS).shape.hidden_size
+    return FeatureReduction(taps=(files.target.num_layers,), hidden_size=hidden_size, takes_final_norm=True)
 
 
 class Eagle(HeadModel):
     """A loaded EAGLE head."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
-        layout = Layout.read(checkpoint, target, *_FLAGS)
-        shape = layout.shape
-        self.reduction = _reduction(checkpoint, target)
-        weights = Weights(checkpoint, device, dtype)
-        self._embedding = take_embedding(weights, target, layout.vocab_size, shape.hidden_size)
-        fusion = "fusion_fc" if layout.is_nested else "fc"
-        self._fusion = weights.take_rows("", (fusion,), (shape.hidden_size,), 2 * shape.hidden_size)
+    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+        layout = Layout.read(files, *_FLAGS)
+        shape, hidden = layout.shape, layout.shape.hidden_size
+        self.reduction = reduction
+        self._embedding = files.embedding(hidden)
+        self._fusion = files.take_rows("", ("fusion_fc" if layout.is_nested else "fc",), (hidden,), 2 * hidden)
+        # Of the nested layout the target's own configuration is kept, with all its layers.
         prefixes = ["transformer."] if layout.is_nested else [f"layers.{i}." for i in range(shape.num_layers)]
         self._layers = [
-            DecoderLayer(weights, prefix, shape, index, is_normed=index > 0) for index, prefix in enumerate(prefixes)
+            DecoderLayer(files, prefix, shape, index, is_normed=index > 0) for index, prefix in enumerate(prefixes)
         ]
-        # Of the nested layout the target's own configuration is kept, with all its layers.
-        self.spec = replace(layout.head_spec("eagle", checkpoint, target, dtype), num_layers=len(self._layers))
-        self._output = take_output_layer(weights, target, None, layout.vocab_size, shape.hidden_size)
-        self._rotation = Rotation(layout.folder, layout.layer_config, shape.head_dim, device)
-        weights.check_all_read()
+        self._output = files.output_layer(hidden)
+        self._rotation = layout.rotation()
+        self.spec = layout.spec("eagle", num_layers=len(self._layers))
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)

@@ -7,6 +7,7 @@ SafeAILab and SpecForge (`LlamaForCausalLMEagle3`). EAGLE-3.1 adds `fc_norm` and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,13 +22,12 @@ from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.checkpoint import Checkpoint, Target, refuse
 from outrider.heads.form import HeadForm
-from outrider.heads.layers import DecoderLayer, Rotation, as_float32
+from outrider.heads.head_files import HeadFiles
+from outrider.heads.layers import DecoderLayer, as_float32
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
-from outrider.heads.weights import Weights, take_embedding, take_output_layer, take_target_ids
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FLAT = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
@@ -35,47 +35,46 @@ _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer"
 
 
 def _is_form_of(config: Mapping[str, Any]) -> bool:
-    if "speculators_model_type" in config:
-        return bool(config["speculators_model_type"] == "eagle3")
     named = architectures(config)
     # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
     return bool(named & _FLAT) or (named == {"LlamaForCausalLM"} and "draft_vocab_size" in config)
 
 
-def read_reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
+def read_reduction(files: HeadFiles) -> FeatureReduction:
     """Taps, their norms or norm, and `fc`. Raises: ConfigError, ModelError."""
-    layout = Layout.read(checkpoint, target, *FLAGS)
-    taps = _taps(layout, target)
-    num_taps, width = len(taps), layout.target_hidden_size
+    layout = Layout.read(files, *_FLAGS)
+    taps, hidden_size = _taps(layout), files.target.hidden_size
+    size = len(taps) * hidden_size
     norm = tap_norms = None
-    if layout.options.get("norm_before_fc"):
-        norm = checkpoint.tensor("input_norm.weight", (num_taps * width,))
-    if layout.options.get("fc_norm"):
-        tap_norms = torch.stack([checkpoint.tensor(f"fc_norm.{tap}.weight", (width,)) for tap in range(num_taps)])
+    if files.config.get("norm_before_fc"):
+        norm = files.read("input_norm.weight", size)
+    if files.config.get("fc_norm"):
+        tap_norms = torch.stack([files.read(f"fc_norm.{tap}.weight", hidden_size) for tap in range(len(taps))])
     return FeatureReduction(
         taps=taps,
-        hidden_size=width,
+        hidden_size=hidden_size,
         epsilon=layout.shape.epsilon,
         norm=norm,
         tap_norms=tap_norms,
-        projection=checkpoint.tensor("fc.weight", (layout.shape.hidden_size, num_taps * width)),
+        projection=files.read("fc.weight", layout.shape.hidden_size, size),
     )
 
 
-def _taps(layout: Layout, target: Target) -> tuple[int, ...]:
+def _taps(layout: Layout) -> tuple[int, ...]:
     """By inputs of layers, as speculators counts; the flat layout counts outputs."""
-    eagle_config = layout.options.get("eagle_config") or {}
-    check_flags(layout.folder, eagle_config, _OF_EAGLE_CONFIG)
+    files = layout.files
+    eagle_config = files.config.get("eagle_config") or {}
+    check_flags(files, eagle_config, _OF_EAGLE_CONFIG)
     for flag in _OF_EAGLE_CONFIG:
         if eagle_config.get(flag) is False:
-            raise refuse(layout.folder, f"eagle_config.{flag}", False, "True")
-    ids = layout.options.get(_IDS)
+            raise files.refusal(f"eagle_config.{flag}", False, "True")
+    ids = files.config.get(_IDS)
     if not layout.is_nested:
         if ids:
-            raise refuse(layout.folder, _IDS, ids, f"eagle_config.{_IDS} in this layout")
+            raise files.refusal(_IDS, ids, f"eagle_config.{_IDS} in this layout")
         ids = [tap + 1 for tap in eagle_config.get(_IDS) or ()]
-    num_layers = target.num_layers
-    return check_taps(layout.folder, _IDS, tuple(ids or (2, num_layers // 2, num_layers - 3)), target)
+    num_layers = files.target.num_layers
+    return check_taps(files, _IDS, tuple(ids or (2, num_layers // 2, num_layers - 3)))
 
 
 class Eagle3(HeadModel):
@@ -83,55 +82,41 @@ class Eagle3(HeadModel):
 
     form = "eagle3"
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
-        layout = Layout.read(checkpoint, target, *FLAGS)
-        shape = layout.shape
-        self.reduction = read_reduction(checkpoint, target)
-        self.spec = layout.head_spec(self.form, checkpoint, target, dtype)
-        weights = Weights(checkpoint, device, dtype)
-        weights.drop(
-            "fc.weight", "input_norm.weight", *(f"fc_norm.{tap}.weight" for tap in range(len(self.reduction.taps)))
-        )
-        self.target_ids = take_target_ids(weights, layout.draft_vocab_size, layout.vocab_size)
+    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+        layout = Layout.read(files, *_FLAGS)
+        shape, hidden = layout.shape, layout.shape.hidden_size
+        self.reduction = reduction
+        self.target_ids = files.target_ids(layout.draft_vocab_size)
         self._shape = shape
-        self._epsilon = shape.epsilon
-        self._keeps_unnormed = not layout.options.get("norm_before_residual")
-        self._feeds_back_normed = bool(layout.options.get("norm_output"))
-        self._embedding = take_embedding(weights, target, layout.vocab_size, shape.hidden_size)
-        first = "layers.0." if layout.is_nested or weights.has("layers.0.hidden_norm.weight") else "midlayer."
-        self._hidden_norm = weights.take(f"{first}hidden_norm.weight", shape.hidden_size)
-        self._layers = [
-            DecoderLayer(
-                weights,
-                f"layers.{index}." if index else first,
-                shape,
-                index,
-                width=0 if index else 2 * shape.hidden_size,
-            )
-            for index in range(shape.num_layers)
-        ]
-        self._norm = weights.take("norm.weight", shape.hidden_size)
-        self._output = take_output_layer(weights, target, self.target_ids, layout.vocab_size, shape.hidden_size)
-        self._rotation = Rotation(layout.folder, layout.layer_config, shape.head_dim, device)
-        self._read_more(layout, weights)
-        weights.check_all_read()
+        self._keeps_unnormed = not files.config.get("norm_before_residual")
+        self._feeds_back_normed = bool(files.config.get("norm_output"))
+        self._embedding = files.embedding(hidden)
+        first = "layers.0." if layout.is_nested or "layers.0.hidden_norm.weight" in files.names else "midlayer."
+        self._hidden_norm = files.take(f"{first}hidden_norm.weight", hidden)
+        self._layers = [DecoderLayer(files, first, shape, 0, width=2 * hidden)]
+        self._layers += [DecoderLayer(files, f"layers.{index}.", shape, index) for index in range(1, shape.num_layers)]
+        self._norm = files.take("norm.weight", hidden)
+        self._output = files.output_layer(hidden, self.target_ids)
+        self._rotation = layout.rotation()
+        self.spec = layout.spec(self.form, **self._read_more(files))
 
-    def _read_more(self, layout: Layout, weights: Weights) -> None:
-        """Of a form that has more."""
+    def _read_more(self, files: HeadFiles) -> dict[str, Any]:
+        """Of a form that has more: reads it, and returns fields of its specification."""
+        return {}
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)
-        normed = rms_norm(rows.features, self._hidden_norm, self._epsilon)
+        normed = rms_norm(rows.features, self._hidden_norm, self._shape.epsilon)
         hidden = rows.features if self._keeps_unnormed else normed
         first, *others = self._layers
         embeddings = first.normed(self._embedding[rows.token_ids])
         hidden = first(hidden, angles, attend, torch.cat([embeddings, normed], -1))
         for layer in others:
             hidden = layer(hidden, angles, attend)
-        return rms_norm(hidden, self._norm, self._epsilon) if self._feeds_back_normed else hidden
+        return rms_norm(hidden, self._norm, self._shape.epsilon) if self._feeds_back_normed else hidden
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
-        normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._epsilon)
+        normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._shape.epsilon)
         return self._output(normed).float()
 
     @property
@@ -161,14 +146,8 @@ class Eagle3(HeadModel):
         del self._layers, self._output
         weights = DecoderWeights(
             DecoderShape(
-                num_layers=shape.num_layers,
-                hidden_size=shape.hidden_size,
-                intermediate_size=shape.intermediate_size,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
+                **asdict(shape),
                 scaling=shape.head_dim**-0.5,
-                epsilon=shape.epsilon,
                 element_type=ELEMENT_TYPES[self._embedding.dtype],
                 sliding_windows=(0,) * shape.num_layers,
                 matrix_sizes=packing.matrix_sizes,

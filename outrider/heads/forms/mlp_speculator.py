@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.engine.features import FeatureReduction
-from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse, spec_of
+from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.form import HeadForm
+from outrider.heads.head_files import HeadFiles
 
 NAME = "mlp_speculator"
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
@@ -41,13 +41,24 @@ class _Stage(NamedTuple):
 class MLPSpeculatorHead(HeadModel):
     """The stages of one folder."""
 
-    def __init__(self, spec: HeadSpec, reduction: FeatureReduction, stages: tuple[_Stage, ...]) -> None:
-        self.spec = spec
+    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+        width, vocab_size, num_stages = reduction.width, files.target.vocab_size, int(files.config["n_predict"])
+        if num_stages < 1:
+            raise files.refusal("n_predict", num_stages, "1 or more")
         self.reduction = reduction
-        self._stages = stages
+        parts = (
+            _of_stages(files, "emb.{}.weight", range(num_stages), vocab_size, width),
+            [None, *_of_stages(files, "proj.{}.weight", range(1, num_stages), width, width)],
+            _of_stages(files, "ln.{}.weight", range(num_stages), width),
+            _of_stages(files, "ln.{}.bias", range(num_stages), width),
+            _of_stages(files, "head.{}.weight", range(num_stages), vocab_size, width),
+        )
+        self._stages = [_Stage(*each) for each in zip(*parts, strict=True)]
         # By the last stage, the target's state weighs half.
-        self._state_weight = 0.5 ** (0.5 / len(stages))
-        self._embedding_weight = math.sqrt((1 - self._state_weight**2) * spec.width / 2)
+        self._state_weight = 0.5 ** (0.5 / num_stages)
+        self._embedding_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
+        files.drop(*files.names)
+        self.spec = files.spec(NAME, width=width, max_depth=num_stages)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         states = torch.empty_like(rows.features)
@@ -75,62 +86,31 @@ def _is_form_of(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == NAME
 
 
-def _reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
-    config, hidden_size = checkpoint.config, target.hidden_size
-    check_fits(
-        checkpoint.folder,
+def _reduction(files: HeadFiles) -> FeatureReduction:
+    config, hidden_size = files.config, files.target.hidden_size
+    files.check_fits(
         emb_dim=(int(config["emb_dim"]), hidden_size),
-        vocab_size=(int(config["vocab_size"]), target.vocab_size),
+        vocab_size=(int(config["vocab_size"]), files.target.vocab_size),
     )
     if config.get("architectures", [ARCHITECTURE]) != [ARCHITECTURE]:
-        raise refuse(checkpoint.folder, "architectures", config["architectures"], ARCHITECTURE)
+        raise files.refusal("architectures", config["architectures"], ARCHITECTURE)
+    files.rename(lambda name: name.removeprefix("speculator."))
     return FeatureReduction(
-        taps=(target.num_layers,),
+        taps=(files.target.num_layers,),
         hidden_size=hidden_size,
         takes_final_norm=True,
         epsilon=EPSILON,
         norm=torch.full((hidden_size,), 0.5**0.5) if config.get("scale_input") else None,
-        projection=checkpoint.tensor(_prefix(checkpoint) + "proj.0.weight", (_inner_dim(config), hidden_size)),
+        projection=files.read("proj.0.weight", int(config.get("inner_dim") or config["emb_dim"]), hidden_size),
     )
 
 
-def _open(checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> MLPSpeculatorHead:
-    config, num_stages = checkpoint.config, int(checkpoint.config["n_predict"])
-    if num_stages < 1:
-        raise refuse(checkpoint.folder, "n_predict", num_stages, "1 or more")
-    reduction = _reduction(checkpoint, target)
-    prefix, width, vocab_size = _prefix(checkpoint), reduction.width, target.vocab_size
-    read: dict[str, Tensor] = {}
-
-    def tensor(name: str, stage: int, *shape: int, kind: str = "weight") -> Tensor:
-        """Tied stages have one of each, but for the first projection."""
-        if config.get("tie_weights"):
-            stage = min(stage, 1 if name == "proj" else 0)
-        full_name = f"{prefix}{name}.{stage}.{kind}"
-        if full_name not in read:
-            read[full_name] = checkpoint.tensor(full_name, shape).to(device, dtype)
-        return read[full_name]
-
-    stages = tuple(
-        _Stage(
-            embedding=tensor("emb", stage, vocab_size, width),
-            projection=tensor("proj", stage, width, width) if stage else None,
-            norm_weight=tensor("ln", stage, width),
-            norm_bias=tensor("ln", stage, width, kind="bias"),
-            output=tensor("head", stage, vocab_size, width),
-        )
-        for stage in range(num_stages)
-    )
-    spec = spec_of(NAME, checkpoint, target, dtype, width=width, max_depth=num_stages)
-    return MLPSpeculatorHead(spec, reduction, stages)
+def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int) -> list[Tensor]:
+    """One tensor for each; tied stages share that of the first."""
+    names = [name.format(stage) for stage in stages]
+    if files.config.get("tie_weights"):
+        return [files.take(each, *shape) for each in names[:1]] * len(names)
+    return [files.take(each, *shape) for each in names]
 
 
-def _inner_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("inner_dim") or config["emb_dim"])
-
-
-def _prefix(checkpoint: Checkpoint) -> str:
-    return "speculator." if "speculator.proj.0.weight" in checkpoint.tensor_names else ""
-
-
-FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=_open)
+FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=MLPSpeculatorHead)

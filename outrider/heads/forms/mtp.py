@@ -13,7 +13,6 @@ checkpoint, that of DeepSeek and GLM (`model.layers.L.*`) and of Qwen (`mtp.*`);
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,9 +24,9 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, register_attention
 from outrider.engine.features import FeatureReduction
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.checkpoint import Checkpoint, Target, check_fits, refuse
+from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.form import HeadForm
+from outrider.heads.head_files import HeadFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -112,14 +111,20 @@ class _Network(nn.Module):
 class MTPHead(HeadModel):
     """The head of one folder."""
 
-    def __init__(
-        self, spec: HeadSpec, reduction: FeatureReduction, network: _Network, embedding: Tensor, output: Tensor
-    ) -> None:
-        self.spec = spec
+    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+        config, width = _layer_config(files), files.target.hidden_size
+        register_attention()
         self.reduction = reduction
-        self._network = network
-        self._embedding = embedding  # [vocab_size, hidden_size]
-        self._output = output  # the same
+        self._network = _Network(config, _own_tensors(files), files.device)
+        self._embedding = files.target_embedding(width)
+        self._output = files.target_output(width)
+        self.spec = files.spec(
+            NAME,
+            num_layers=1,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            width=width,
+        )
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         found: Tensor = self._network(
@@ -128,19 +133,16 @@ class MTPHead(HeadModel):
         return found
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
-        return nn.functional.linear(hidden, self._output).float()
+        return self._output(hidden).float()
 
 
 def _is_form_of(config: Mapping[str, Any]) -> bool:
-    if "speculators_model_type" in config:
-        return bool(config["speculators_model_type"] == NAME)
     return any((config.get("text_config") or config).get(name) for name in _COUNTS)
 
 
-def _reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
-    fields = _fields(checkpoint)
-    check_fits(
-        checkpoint.folder,
+def _reduction(files: HeadFiles) -> FeatureReduction:
+    fields, target = _fields(files), files.target
+    files.check_fits(
         hidden_size=(int(fields["hidden_size"]), target.hidden_size),
         vocab_size=(int(fields["vocab_size"]), target.vocab_size),
         num_hidden_layers=(int(fields["num_hidden_layers"]), target.num_layers),
@@ -148,96 +150,70 @@ def _reduction(checkpoint: Checkpoint, target: Target) -> FeatureReduction:
     return FeatureReduction(taps=(target.num_layers,), hidden_size=target.hidden_size, takes_final_norm=True)
 
 
-def _open(checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> MTPHead:
-    reduction = _reduction(checkpoint, target)
-    config = _layer_config(checkpoint)
-    own = _own_tensors(checkpoint, target.num_layers)
-    cast = {
-        name: tensor.to(device, torch.float32 if name.endswith(_FLOAT32) else dtype) for name, tensor in own.items()
-    }
-    register_attention()
-    network = _Network(config, cast, device)
-    spec = HeadSpec(
-        form=NAME,
-        name=checkpoint.folder.name,
-        fingerprint=_fingerprint(checkpoint, own),
-        num_layers=1,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        width=target.hidden_size,
-        vocab_size=target.vocab_size,
-        max_model_len=target.max_model_len,
-        dtype=str(dtype).removeprefix("torch."),
-    )
-    return MTPHead(
-        spec, reduction, network, target.embedding().to(device, dtype), target.output_layer().to(device, dtype)
-    )
-
-
-def _fields(checkpoint: Checkpoint) -> Mapping[str, Any]:
+def _fields(files: HeadFiles) -> Mapping[str, Any]:
     """Of the configuration that describes the layer."""
-    config = checkpoint.config
+    config = files.config
     fields: Mapping[str, Any] = config.get("transformer_layer_config") or config.get("text_config") or config
     return fields
 
 
-def _layer_config(checkpoint: Checkpoint) -> PretrainedConfig:
+def _layer_config(files: HeadFiles) -> PretrainedConfig:
     """Of a decoder of nothing but this layer. Raises: ConfigError for what is not supported."""
     from transformers import AutoConfig
 
-    folder, fields = checkpoint.folder, dict(_fields(checkpoint))
+    fields = dict(_fields(files))
     for name in _COUNTS:
-        if (checkpoint.config.get(name) or fields.get(name) or 1) != 1:
-            raise refuse(folder, name, checkpoint.config.get(name) or fields[name], "1")
+        if (files.config.get(name) or fields.get(name) or 1) != 1:
+            raise files.refusal(name, files.config.get(name) or fields[name], "1")
     for name in ("quantization_config", "kv_lora_rank"):
         if fields.get(name):
-            raise refuse(folder, name, fields[name], "none: weights as they are, and plain keys and values")
+            raise files.refusal(name, fields[name], "none: weights as they are, and plain keys and values")
     try:
         config = copy.deepcopy(AutoConfig.for_model(**fields))
     except (KeyError, ValueError) as error:
-        raise refuse(folder, "model_type", fields.get("model_type"), "what transformers knows") from error
+        raise files.refusal("model_type", fields.get("model_type"), "what transformers knows") from error
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in _LENGTH_DEPENDENT_ROPE:
-        raise refuse(folder, "rope_parameters.rope_type", kind, "one that does not depend on the length")
+        raise files.refusal("rope_parameters.rope_type", kind, "one that does not depend on the length")
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         if set(config.layer_types) == {"sliding_attention"}:
-            raise refuse(folder, "layer_types", "sliding_attention", "full_attention")
+            raise files.refusal("layer_types", "sliding_attention", "full_attention")
         config.layer_types = ["full_attention"]
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0  # the head has experts even where the target's first layers do not
     return config
 
 
-def _own_tensors(checkpoint: Checkpoint, num_layers: int) -> dict[str, Tensor]:
+def _own_tensors(files: HeadFiles) -> dict[str, Tensor]:
     """By the names of `_Network`. Raises: ModelError."""
-    names = checkpoint.tensor_names
-    if "speculators_model_type" in checkpoint.config:
+    if "speculators_model_type" in files.config:
         own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         layout = _Layout("mtp_layers.0.", *(f"mtp_layers.0.{name}.weight" for name in own))
-    elif any(name.startswith("mtp.") for name in names):
+    elif any(name.startswith("mtp.") for name in files.names):
         own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         layout = _Layout("mtp.layers.0.", *(f"mtp.{name}.weight" for name in own))
     else:
         own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        prefix = f"model.layers.{num_layers}."
+        prefix = f"model.layers.{files.target.num_layers}."
         layout = _Layout(prefix, *(f"{prefix}{name}.weight" for name in own))
-    tensors = {field: checkpoint.tensor(name) for field, name in layout._asdict().items() if field != "layer"}
-    tensors = {f"{field}.weight": tensor for field, tensor in tensors.items()}
+    tensors = {f"{field}.weight": files.take(name) for field, name in layout._asdict().items() if field != "layer"}
     experts: dict[tuple[str, int], Tensor] = {}
-    for name in names - set(layout[1:]):
+    for name in sorted(files.names - set(layout[1:])):
         short = name.removeprefix(layout.layer)
         if short == name or short in _SHARED:
             continue
         if match := _EXPERT.fullmatch(short):
-            experts[match[2], int(match[1])] = checkpoint.tensor(name)
+            experts[match[2], int(match[1])] = files.take(name)
+        elif name.endswith(_FLOAT32):
+            tensors[f"layer.{short}"] = files.read(name).to(files.device, torch.float32)
         else:
-            tensors[f"layer.{short}"] = checkpoint.tensor(name)
-    return tensors | _joined(checkpoint, experts)
+            tensors[f"layer.{short}"] = files.take(name)
+    files.drop(*files.names)
+    return tensors | _joined(files, experts)
 
 
-def _joined(checkpoint: Checkpoint, experts: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
+def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
     """Of all experts one tensor each, as transformers keeps them."""
     if not experts:
         return {}
@@ -247,17 +223,8 @@ def _joined(checkpoint: Checkpoint, experts: Mapping[tuple[str, int], Tensor]) -
             torch.stack([experts[name, number] for number in numbers]) for name in ("gate_proj", "up_proj", "down_proj")
         )
     except KeyError as error:
-        raise ModelError(f"{checkpoint.folder} has no {error} of its MTP layer's {len(numbers)} experts") from error
+        raise ModelError(f"{files.folder} has no {error} of its MTP layer's {len(numbers)} experts") from error
     return {"layer.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "layer.mlp.experts.down_proj": down}
 
 
-def _fingerprint(checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> str:
-    """Of the configuration and the head's tensors: its files may be all of the target."""
-    digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
-    for name, tensor in sorted(own.items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=_open)
+FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=MTPHead)

@@ -9,22 +9,18 @@ Layouts: speculators (`speculators_model_type` peagle), and SpecForge's flat one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from outrider.heads.checkpoint import check_parallel, refuse
 from outrider.heads.form import HeadForm
 from outrider.heads.forms.eagle3 import Eagle3, read_reduction
-from outrider.heads.layouts import Layout, architectures
-from outrider.heads.weights import Weights
+from outrider.heads.head_files import HeadFiles
+from outrider.heads.layouts import architectures, check_parallel
 
 _DEFAULT_NUM_TOKENS = 8
 """That owners train, where the configuration does not say."""
 
 
 def _is_form_of(config: Mapping[str, Any]) -> bool:
-    if "speculators_model_type" in config:
-        return bool(config["speculators_model_type"] == "peagle")
     return architectures(config) == {"PEagleDraftModel"}
 
 
@@ -33,15 +29,15 @@ class PEagle(Eagle3):
 
     form = "peagle"
 
-    def _read_more(self, layout: Layout, weights: Weights) -> None:
-        mask_token_id = layout.options.get("mask_token_id")
+    def _read_more(self, files: HeadFiles) -> dict[str, Any]:
+        mask_token_id, num_parallel = files.config.get("mask_token_id"), _num_tokens(files.config)
         if mask_token_id is None:
-            raise refuse(layout.folder, "mask_token_id", None, "an id of the target's vocabulary")
+            raise files.refusal("mask_token_id", None, "an id of the target's vocabulary")
         self._mask_token_id = int(mask_token_id)
-        taps = weights.take("mask_hidden", 1, 1, len(self.reduction.taps) * layout.target_hidden_size)
-        self.parallel_feature = self.reduction.to(weights.device, weights.dtype)(taps[0])[0]
-        self.spec = replace(self.spec, num_parallel=_num_tokens(layout.options))
-        check_parallel(layout.folder, self.spec.num_parallel, self._mask_token_id, layout.vocab_size)
+        check_parallel(files, num_parallel, self._mask_token_id)
+        taps = files.take("mask_hidden", 1, 1, len(self.reduction.taps) * self.reduction.hidden_size)
+        self.parallel_feature = self.reduction.to(files.device, files.dtype)(taps[0])[0]
+        return {"num_parallel": num_parallel}
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (self._mask_token_id,) * (self.spec.num_parallel - 1)

@@ -1,0 +1,196 @@
+"""A head's folder as its form reads it: what is not known there is refused, and never ignored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ConfigError, ModelError
+from outrider.heads.base import HeadSpec
+from outrider.heads.checkpoint import Checkpoint, Target
+
+_NEVER_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+"""Of the training, or told by another tensor."""
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class HeadFiles:
+    """The checkpoint of a head, the target beside it, and where its weights go to.
+
+    Notes which tensors were read: `spec` refuses those that are left.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.target = target
+        self.device = device
+        self.dtype = dtype
+        self._stored = {name: name for name in checkpoint.tensor_names if not name.endswith(_NEVER_READ)}
+        self._left = set(self._stored)
+        self._digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.checkpoint.config
+
+    # --- tensors, each read once ----------------------------------------------------------
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of tensors that say something of a head, as they are asked for."""
+        return frozenset(self._stored)
+
+    def rename(self, short: Callable[[str], str]) -> None:
+        """Tensors are asked for by short names from here on; errors still name them as they are stored."""
+        self._stored = {short(name): name for name in self._stored.values()}
+
+    def read(self, name: str, *shape: int) -> Tensor:
+        """A copy of weights as they are stored: a head's files may be replaced while it drafts. No `shape`: of any.
+
+        Raises: ModelError when there are none, of another shape, quantised, or with values that are not finite.
+        """
+        tensor, name = self._mapped(name, *shape), self._stored.get(name, name)
+        if tensor.dtype not in _TYPES:
+            raise ModelError(f"{self.folder}: {name} is of {tensor.dtype}; quantised weights are not supported")
+        if tensor.numel() and not all(bound.isfinite() for bound in tensor.aminmax()):
+            raise ModelError(f"{self.folder}: {name} has values that are not finite")
+        return tensor.clone()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The same on the head's device, in its type."""
+        return self.read(name, *shape).to(self.device, self.dtype)
+
+    def take_if(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if name in self._stored else None
+
+    def take_rows(self, prefix: str, names: tuple[str, ...], sizes: tuple[int, ...], width: int) -> Linear:
+        """Projections of the same input, as one. Biases are added where the checkpoint has them."""
+        weight = torch.cat(
+            [self.take(f"{prefix}{name}.weight", size, width) for name, size in zip(names, sizes, strict=True)]
+        )
+        biases = [self.take_if(f"{prefix}{name}.bias", size) for name, size in zip(names, sizes, strict=True)]
+        if all(bias is None for bias in biases):
+            return Linear(weight)
+        parts = zip(biases, sizes, strict=True)
+        return Linear(weight, torch.cat([weight.new_zeros(size) if bias is None else bias for bias, size in parts]))
+
+    def drop(self, *names: str) -> None:
+        """Says that these are not needed here."""
+        self._left -= {self._stored.get(name, name) for name in names}
+
+    def _mapped(self, name: str, *shape: int) -> Tensor:
+        stored = self._stored.get(name, name)
+        tensor = self.checkpoint.mapped(stored, shape or None)
+        self._left.discard(stored)
+        self._digest.update(stored.encode())
+        self._digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return tensor
+
+    # --- what most heads have -------------------------------------------------------------
+
+    def embedding(self, width: int) -> Tensor:
+        """[vocab_size, width]: the head's own, or else the target's."""
+        own = self.take_if("embed_tokens.weight", self.target.vocab_size, width)
+        return self.target_embedding(width) if own is None else own
+
+    def output_layer(self, width: int, target_ids: Tensor | None = None) -> Linear:
+        """The layer that gives logits: the head's own, or else those rows of the target's that the head can draft."""
+        num_ids = self.target.vocab_size if target_ids is None else len(target_ids)
+        own = self.take_if("lm_head.weight", num_ids, width)
+        return self.target_output(width, target_ids) if own is None else Linear(own)
+
+    def target_embedding(self, width: int) -> Tensor:
+        return self._of_target(self.target.embedding(), width)
+
+    def target_output(self, width: int, target_ids: Tensor | None = None) -> Linear:
+        weight = self._of_target(self.target.output_layer(), width)
+        return Linear(weight if target_ids is None else weight[target_ids])
+
+    def target_ids(self, size: int) -> Tensor | None:
+        """[size] int64: the target's id of each of the head's; None where both count alike.
+
+        `d2t` says how far each of the head's ids is from the target's.
+        """
+        if size == self.target.vocab_size and "d2t" not in self._stored:
+            return None
+        target_ids = self.ids("d2t", size, is_relative=True)
+        is_alike = size == self.target.vocab_size and bool((target_ids.diff() == 1).all())
+        return None if is_alike else target_ids
+
+    def ids(self, name: str, size: int, *, is_relative: bool = False) -> Tensor:
+        """[size] int64: ids of the target. Raises: ModelError for others than it has, or for one twice."""
+        ids = self._mapped(name, size).to(torch.int64)
+        if is_relative:
+            ids = ids + torch.arange(size)
+        least, most = ids.aminmax()
+        if least < 0 or most >= self.target.vocab_size or len(set(ids.tolist())) < size:
+            allowed = f"0 … {self.target.vocab_size - 1}"
+            raise ModelError(f"{self.folder}: {name} leads to ids outside of {allowed}, or to one twice")
+        return ids.to(self.device)
+
+    def _of_target(self, tensor: Tensor, width: int) -> Tensor:
+        shape = (self.target.vocab_size, width)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.folder} lacks a tensor, and its target's is {tuple(tensor.shape)}, not {shape}")
+        return tensor.to(self.device, self.dtype)
+
+    # --- what they say --------------------------------------------------------------------
+
+    def refusal(self, name: str, value: object, allowed: str) -> ConfigError:
+        """The error for a field of the configuration that is not supported."""
+        return ConfigError(f"head {self.folder}: {name} is {value!r}; supported: {allowed}")
+
+    def check_fits(self, **pairs: tuple[int, int]) -> None:
+        """Compares (of the head, of the target) by name. Raises: ConfigError that names all that differ."""
+        wrong = [
+            f"{name} {head} of the head, {target} of the target"
+            for name, (head, target) in pairs.items()
+            if head != target
+        ]
+        if wrong:
+            raise ConfigError(f"head {self.folder} was made for another target: {'; '.join(wrong)}")
+
+    def spec(self, form: str, **fields: Any) -> HeadSpec:
+        """Of a head that drafts for texts as long as its target takes, once it has read all. `fields`: of HeadSpec.
+
+        Raises: ConfigError that names tensors which the form does not know.
+        """
+        if self._left:
+            names = ", ".join(sorted(self._left)[:8])
+            raise ConfigError(f"head {self.folder} has tensors that its form does not know: {names}")
+        return HeadSpec(
+            form=form,
+            name=self.folder.name,
+            fingerprint=self._digest.hexdigest(),
+            vocab_size=self.target.vocab_size,
+            max_model_len=self.target.max_model_len,
+            dtype=str(self.dtype).removeprefix("torch."),
+            **fields,
+        )
+
+
+class Linear:
+    """x · weightᵀ + bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight  # [num_out, num_in]
+        self.bias = bias  # [num_out]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.linear(rows, self.weight, self.bias)
+
+    def halves(self) -> tuple[Linear, Linear]:
+        """Of the outputs."""
+        biases = (None, None) if self.bias is None else self.bias.chunk(2)
+        first, second = map(Linear, self.weight.chunk(2), biases)
+        return first, second
