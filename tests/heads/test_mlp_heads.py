@@ -127,3 +127,37 @@ def test_what_is_not_supported_is_refused_by_its_field(name, field, value, tmp_p
     rewrite_config(golden.head, **{field: value})
     with pytest.raises(ConfigError, match=field):
         opened(golden)
+
+
+@pytest.mark.parametrize("name", ["medusa-own-output", "medusa-truncated"])
+def test_a_whole_target_and_further_heads_are_not_read(name, tmp_path):
+    golden = golden_files.unpack(name, tmp_path)
+    before = opened(golden).spec.fingerprint
+    whole = {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 3), "lm_head.weight": torch.ones(40, 16)}
+    whole |= {"9.0.linear.weight": torch.ones(3, 3), "lm_heads.9.weight": torch.ones(3, 3)}  # beyond medusa_num_heads
+    rewrite_tensors(golden.head, lambda own: own | whole)
+    found = golden_files.logits_of(opened(golden), golden.token_ids, golden.taps)
+    torch.testing.assert_close(found, golden.logits, atol=1e-4, rtol=1e-4)
+    assert opened(golden).spec.fingerprint == before, "only its own tensors are read for it"
+
+
+def test_copies_of_tied_stages_may_be_stored(tmp_path):
+    golden = golden_files.unpack("mlp-speculator-tied", tmp_path)
+
+    def copied(own):
+        kinds = ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
+        own |= {f"speculator.{kind.format(2)}": own[f"speculator.{kind.format(0)}"].clone() for kind in kinds}
+        return own | {"speculator.proj.2.weight": own["speculator.proj.1.weight"].clone()}
+
+    rewrite_tensors(golden.head, copied)
+    found = golden_files.logits_of(opened(golden), golden.token_ids, golden.taps)
+    torch.testing.assert_close(found, golden.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_that_is_not_known_is_refused_by_name(name, tmp_path):
+    golden = golden_files.unpack(name, tmp_path)
+    for unknown in ("0.norm.weight", "1.0.gate.weight", "0.7.linear.weight", "speculator.emb.9.weight", "ln0.weight"):
+        rewrite_tensors(golden.head, lambda own, unknown=unknown: own | {unknown: torch.zeros(3)})
+        with pytest.raises(ConfigError, match=f"does not know: .*{unknown}"):
+            opened(golden)

@@ -130,3 +130,35 @@ def test_attention_that_the_heads_cache_does_not_compute_is_refused(head_dim, op
     rows = torch.zeros(1, 2, 8)
     with pytest.raises(ConfigError, match="which is not supported"):
         _Attention(lambda *_: rows).attend(0, rows, rows, rows[..., :head_dim], AttentionOptions(1.0, **options), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "unknown"),
+    [
+        ("mtp-glm", "model.layers.2.gate.weight"),
+        ("mtp-glm", "model.layers.3.enorm.weight"),
+        ("mtp-qwen", "mtp.layers.0.gate.weight"),
+        ("mtp-qwen", "mtp.layers.1.input_layernorm.weight"),
+        ("mtp-qwen", "mtp.gate.weight"),
+        ("mtp-speculators", "mtp_layers.0.gate.weight"),
+        ("mtp-speculators", "mtp_layers.1.final_layernorm.weight"),
+        ("mtp-speculators", "norm.weight"),
+    ],
+)
+def test_a_tensor_that_is_not_known_is_refused_by_name(name, unknown, tmp_path):
+    golden = golden_files.unpack(name, tmp_path)
+    rewrite_tensors(golden.head, lambda own: own | {unknown: torch.zeros(3)})
+    with pytest.raises(ConfigError, match=re.escape(f"does not know: {unknown}")):
+        opened(golden)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_whole_target_and_buffers_beside_the_layer_are_not_read(name, tmp_path):
+    golden = golden_files.unpack(name, tmp_path)
+    others = {
+        "mtp-glm": ["model.layers.1.self_attn.q_proj.weight", "model.layers.2.self_attn.rotary_emb.inv_freq"],
+        "mtp-qwen": ["model.language_model.norm.weight", "model.visual.patch.weight", "mtp.embed_tokens.weight"],
+        "mtp-speculators": ["embed_tokens.weight", "lm_head.weight", "rotary_emb.inv_freq", "verifier_lm_head.weight"],
+    }[name]
+    rewrite_tensors(golden.head, lambda own: own | {other: torch.full((3,), torch.nan) for other in others})
+    torch.testing.assert_close(logits_of(golden), golden.logits, atol=1e-3, rtol=1e-3)

@@ -26,6 +26,7 @@ from outrider.heads.head_files import HeadFiles, Linear
 
 NAME = "medusa"
 _PREFIX = re.compile(r"^medusa_heads?\.")
+_OF_TARGET = ("model.", "lm_head.")
 _BLOCK_OF_VLLM = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 
 
@@ -70,7 +71,8 @@ class MedusaHead(HeadModel):
             )
             for head in range(num_heads)
         ]
-        files.drop(*files.names)
+        # The checkpoint may be the whole target's, and have more heads than its configuration asks for.
+        files.drop(*(name for name in files.names if name.startswith(_OF_TARGET) or _number(name) >= num_heads))
         self.spec = files.spec(NAME, width=width, max_depth=num_heads)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -122,6 +124,12 @@ def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
     num_ids = vocab_size if target_ids is None else len(target_ids)
     files.check_fits(vocab_size=(len(weight), num_ids), hidden_size=(weight.shape[1], width))
     return Linear(weight)
+
+
+def _number(name: str) -> int:
+    """Of the head that a tensor is of; -1: of none."""
+    match = re.match(r"(?:lm_heads\.)?(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def _target_ids(files: HeadFiles) -> Tensor | None:

@@ -57,7 +57,6 @@ class MLPSpeculatorHead(HeadModel):
         # By the last stage, the target's state weighs half.
         self._state_weight = 0.5 ** (0.5 / num_stages)
         self._embedding_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
-        files.drop(*files.names)
         self.spec = files.spec(NAME, width=width, max_depth=num_stages)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -106,9 +105,10 @@ def _reduction(files: HeadFiles) -> FeatureReduction:
 
 
 def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int) -> list[Tensor]:
-    """One tensor for each; tied stages share that of the first."""
+    """One tensor for each; tied stages share that of the first, of which there may be copies."""
     names = [name.format(stage) for stage in stages]
     if files.config.get("tie_weights"):
+        files.drop(*names[1:])
         return [files.take(each, *shape) for each in names[:1]] * len(names)
     return [files.take(each, *shape) for each in names]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,8 +36,8 @@ NAME = "mtp"
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields that say how many such layers a checkpoint has."""
 
-_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the target's own, which DeepSeek's checkpoints have as well."""
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
+"""Endings of copies of the target's own, which DeepSeek's checkpoints have as well."""
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _FLOAT32 = "e_score_correction_bias"
@@ -44,9 +45,10 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 class _Layout(NamedTuple):
-    """Names of tensors; what else begins with `layer` is the decoder layer's."""
+    """Names of tensors."""
 
-    layer: str
+    family: str  # what all of the head's begin with
+    layer: str  # what those of the decoder layer begin with
     token_norm: str
     hidden_norm: str
     projection: str
@@ -75,8 +77,8 @@ class _Attention(NamedTuple):
 class _Network(nn.Module):
     """The modules of the head, on the device, with its weights."""
 
-    def __init__(self, config: PretrainedConfig, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """`tensors`: by the names of this class, all of them. Raises: ModelError for too few or others."""
+    def __init__(self, config: PretrainedConfig, files: HeadFiles) -> None:
+        """Raises: ModelError for too few tensors."""
         from transformers import AutoModel  # takes seconds, which heads of other forms do not have
 
         super().__init__()
@@ -87,10 +89,10 @@ class _Network(nn.Module):
             self.projection = nn.Linear(2 * size, size, bias=False)
             self.layer = model.layers[0]
         try:
-            self.load_state_dict(dict(tensors), assign=True)
+            self.load_state_dict(_own_tensors(files, self.state_dict().keys()), assign=True)
         except RuntimeError as error:
             raise ModelError(f"of the MTP layer: {error}") from error
-        with torch.device(device):
+        with torch.device(files.device):
             self.rotation = type(model.rotary_emb)(config=config)
         self.requires_grad_(requires_grad=False).eval()
 
@@ -115,7 +117,7 @@ class MTPHead(HeadModel):
         config, width = _layer_config(files), files.target.hidden_size
         register_attention()
         self.reduction = reduction
-        self._network = _Network(config, _own_tensors(files), files.device)
+        self._network = _Network(config, files)
         self._embedding = files.target_embedding(width)
         self._output = files.target_output(width)
         self.spec = files.spec(
@@ -185,32 +187,38 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
     return config
 
 
-def _own_tensors(files: HeadFiles) -> dict[str, Tensor]:
-    """By the names of `_Network`. Raises: ModelError."""
+def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]:
+    """By the names of `_Network`, which are `known`; others of the head are left. Raises: ModelError."""
+    num_layers = files.target.num_layers
     if "speculators_model_type" in files.config:
         own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        layout = _Layout("mtp_layers.0.", *(f"mtp_layers.0.{name}.weight" for name in own))
+        layout = _Layout("", "mtp_layers.0.", *(f"mtp_layers.0.{name}.weight" for name in own))
     elif any(name.startswith("mtp.") for name in files.names):
         own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        layout = _Layout("mtp.layers.0.", *(f"mtp.{name}.weight" for name in own))
+        layout = _Layout("mtp.", "mtp.layers.0.", *(f"mtp.{name}.weight" for name in own))
     else:
         own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        prefix = f"model.layers.{files.target.num_layers}."
-        layout = _Layout(prefix, *(f"{prefix}{name}.weight" for name in own))
-    tensors = {f"{field}.weight": files.take(name) for field, name in layout._asdict().items() if field != "layer"}
+        prefix = f"model.layers.{num_layers}."
+        layout = _Layout("model.layers.", prefix, *(f"{prefix}{name}.weight" for name in own))
+    tensors = {f"{field}.weight": files.take(name) for field, name in zip(layout._fields[2:], layout[2:], strict=True)}
     experts: dict[tuple[str, int], Tensor] = {}
-    for name in sorted(files.names - set(layout[1:])):
+    for name in sorted(files.names - set(layout)):
         short = name.removeprefix(layout.layer)
-        if short == name or short in _SHARED:
-            continue
-        if match := _EXPERT.fullmatch(short):
+        if name.endswith(_SHARED) or not name.startswith(layout.family) or _is_of_layer_before(name, num_layers):
+            files.drop(name)
+        elif match := _EXPERT.fullmatch(short):
             experts[match[2], int(match[1])] = files.take(name)
-        elif name.endswith(_FLOAT32):
-            tensors[f"layer.{short}"] = files.read(name).to(files.device, torch.float32)
-        else:
-            tensors[f"layer.{short}"] = files.take(name)
-    files.drop(*files.names)
+        elif f"layer.{short}" in known:
+            tensor = files.read(name)
+            dtype = torch.float32 if name.endswith(_FLOAT32) else files.dtype
+            tensors[f"layer.{short}"] = tensor.to(files.device, dtype)
     return tensors | _joined(files, experts)
+
+
+def _is_of_layer_before(name: str, num_layers: int) -> bool:
+    """Whether it is of one of the target's own layers."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return number.isdecimal() and int(number) < num_layers
 
 
 def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
