@@ -79,14 +79,9 @@ class HeadModel(ABC):
         """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
         return ()
 
-    @property
-    def suits_kernels(self) -> bool:
-        """Whether native kernels can compute it: `native_step`."""
-        return False
-
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
-        """The native step that computes hidden states and logits, over the head's own cache.
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
+        """The native step that computes hidden states and logits, over the head's own cache; None: torch does.
 
         It takes the weights along: torch cannot compute this head any more.
         """
-        raise NotImplementedError
+        return None

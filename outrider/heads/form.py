@@ -19,3 +19,4 @@ class HeadForm:
     is_form_of: Callable[[Mapping[str, Any]], bool]  # by config.json in any other layout
     reduction: Callable[[HeadFiles], FeatureReduction]
     open: Callable[[HeadFiles, FeatureReduction], HeadModel]  # reads the rest; with `HeadFiles.spec` at the end
+    suits_kernels: Callable[[HeadFiles], bool] = lambda _files: False  # whether it will have a `native_step`

@@ -21,12 +21,16 @@ from outrider.model_hub.locate import locate_model
 from outrider.model_hub.progress import Progress, no_progress
 
 
-def open_head(folder: Path, target: Target, device: torch.device, dtype: torch.dtype) -> HeadModel:
-    """The head of this folder, for that target.
+def open_head(
+    folder: Path, target: Target, device: torch.device, dtype: torch.dtype, *, torch_dtype: torch.dtype | None = None
+) -> HeadModel:
+    """The head of this folder, for that target. `torch_dtype`: in place of `dtype`, where no native kernels compute it.
 
     Raises: ConfigError for one that does not fit or is not supported, ModelError for damaged files.
     """
     with _opened(folder, target, device, dtype) as (form, files):
+        if torch_dtype is not None and not form.suits_kernels(files):
+            files.dtype = torch_dtype
         return form.open(files, form.reduction(files))
 
 

@@ -138,7 +138,6 @@ def test_a_proposers_forward_asks_the_kernels_where_there_are_some(folders, kern
 
 def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
     head = opened(make_random_eagle3(tmp_path, head_dim=8), torch.float32)
-    assert not head.suits_kernels
     forward = HeadForward.of(head, num_cached_tokens=512, known_token_ids=KNOWN, device=CPU, kernels=kernels)
     assert forward.native is None
     assert by_torch(head, 0)[1].isfinite().any()
@@ -147,7 +146,9 @@ def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
 @pytest.mark.parametrize(
     ("head_dim", "has_kernels", "dtype"), [(16, True, "bfloat16"), (16, False, "float32"), (8, True, "float32")]
 )
-def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(tmp_path, kernels, head_dim, has_kernels, dtype):
+def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(
+    tmp_path, kernels, monkeypatch, head_dim, has_kernels, dtype
+):
     head, target = make_random_eagle3(tmp_path, head_dim=head_dim)
     opened_for = HeadTarget(
         directory=target,
@@ -157,6 +158,14 @@ def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(tmp_path, kerne
         vocabulary_fingerprint="",
         kernels=kernels if has_kernels else None,
     )
+    opened_in = []
+
+    def noting(*args, **options):
+        opened_in.append(open_head(*args, **options))
+        return opened_in[-1]
+
+    monkeypatch.setattr("outrider.speculation.proposers.head_proposer.open_head", noting)
     model = load_head(head, opened_for)
+    assert opened_in == [model], "once: it may have gigabytes"
     assert model.spec.dtype == dtype
     assert (make_head_proposer(model, opened_for)._forward.native is not None) == (dtype == "bfloat16")

@@ -24,7 +24,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
-from outrider.heads.layers import DecoderLayer, as_float32
+from outrider.heads.layers import DecoderLayer, LayerShape, as_float32
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -119,19 +119,10 @@ class Eagle3(HeadModel):
         normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._shape.epsilon)
         return self._output(normed).float()
 
-    @property
-    def suits_kernels(self) -> bool:
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
         shape = self._shape
-        widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
-        return (
-            type(self) is Eagle3  # other forms feed rows in other ways
-            and self._embedding.dtype in ELEMENT_TYPES
-            and not any(width % WIDTH_STEP for width in widths)
-            and not shape.head_dim % HEAD_DIM_STEP
-        )
-
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
-        shape = self._shape
+        if type(self) is not Eagle3 or not _is_for_kernels(shape, self._embedding.dtype):
+            return None  # other forms feed rows in other ways
         # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, layer in enumerate(self._layers):
@@ -163,4 +154,20 @@ class Eagle3(HeadModel):
         return NativeStep(decoder, kv_cache)
 
 
-FORM = HeadForm(name=Eagle3.form, is_form_of=_is_form_of, reduction=read_reduction, open=Eagle3)
+def _suits_kernels(files: HeadFiles) -> bool:
+    return _is_for_kernels(Layout.read(files, *_FLAGS).shape, files.dtype)
+
+
+def _is_for_kernels(shape: LayerShape, dtype: torch.dtype) -> bool:
+    widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
+    is_padded = any(width % WIDTH_STEP for width in widths) or shape.head_dim % HEAD_DIM_STEP
+    return dtype in ELEMENT_TYPES and not is_padded
+
+
+FORM = HeadForm(
+    name=Eagle3.form,
+    is_form_of=_is_form_of,
+    reduction=read_reduction,
+    open=Eagle3,
+    suits_kernels=_suits_kernels,
+)

@@ -84,15 +84,11 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
     Raises: ConfigError for one that was made for another target or is not supported; ModelError for damaged files.
     """
-
-    def opened(dtype: str) -> HeadModel:
-        with torch.inference_mode():
-            return open_head(Path(folder), Target.open(target.directory), target.device, TORCH_DTYPES[dtype])
-
-    model = opened(target.dtype)
-    if target.device.type != "cpu" or target.dtype == "float32" or (target.kernels and model.suits_kernels):
-        return model
-    return opened("float32")
+    dtype, torch_dtype = TORCH_DTYPES[target.dtype], torch.float32 if target.device.type == "cpu" else None
+    if target.kernels is None and torch_dtype is not None:
+        dtype = torch_dtype
+    with torch.inference_mode():
+        return open_head(Path(folder), Target.open(target.directory), target.device, dtype, torch_dtype=torch_dtype)
 
 
 def make_head_proposer(
