@@ -31,7 +31,7 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     acceptance = tree.estimates.acceptance
     rows: list[AheadRow] = []
     for path in tree.paths:
-        num_tokens = len(path.token_ids)
+        num_tokens = len(path)
         if tree.num_missing(path) > tree.most_draft_rows:
             continue  # its KV was evicted
         max_tokens = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted

@@ -20,6 +20,7 @@ from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS,
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_estimates import PathEstimates
+from outrider.speculation.proposers.draft_forward import Decided
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
 NUM_GRADES = 4
@@ -31,53 +32,38 @@ class DraftPath:
     """Tokens after the committed ones: assumed ones first, then those that the draft model decided after them."""
 
     kv: SequenceKV  # of committed and path tokens, as far as computed
-    token_ids: list[int] = field(default_factory=list)
-    runners_up: list[tuple[int, ...]] = field(default_factory=list)  # of each token; none for assumed tokens
-    distributions: list[TokenDistribution | None] = field(default_factory=list)  # what each token was drawn from
-    states: list[object] = field(default_factory=list)  # what each token is fed with: a head's own hidden state
-    confidences: list[float] = field(default_factory=list)  # of each token: how sure a head was; 1 for all others
+    decided: list[Decided] = field(default_factory=list)  # each token; its state is what it is fed with
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # an alternative's: which runner-up it assumes
     num_sent: int = 0  # of its tokens, to the decode node
 
+    def __len__(self) -> int:
+        """Tokens after the committed ones."""
+        return len(self.decided)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [each.token_ids[0] for each in self.decided]
+
     @property
     def num_decided(self) -> int:
-        return len(self.token_ids) - self.num_assumed
-
-    def append(
-        self,
-        token_id: int,
-        runners_up: tuple[int, ...],
-        distribution: TokenDistribution | None = None,
-        state: object = None,
-        confidence: float = 1.0,
-    ) -> None:
-        """The draft model's decision after the path."""
-        self.token_ids.append(token_id)
-        self.runners_up.append(runners_up)
-        self.distributions.append(distribution)
-        self.states.append(state)
-        self.confidences.append(confidence)
+        return len(self) - self.num_assumed
 
     @property
     def reach(self) -> float:
         """Probability, by the drafter's own confidence, that the text goes through all of the path."""
-        return math.prod(self.confidences)
+        return math.prod(each.confidence for each in self.decided)
 
     def distributions_of(self, start: int, end: int) -> tuple[TokenDistribution, ...]:
         """As in DraftTree, of the tokens from `start` to `end`."""
-        some = list(zip(self.token_ids, self.distributions, strict=True))[start:end]
-        if all(distribution is None for _, distribution in some):
+        some = self.decided[start:end]
+        if all(each.distribution is None for each in some):
             return ()
-        return tuple(distribution or certain(token_id) for token_id, distribution in some)
+        return tuple(each.distribution or certain(each.token_ids[0]) for each in some)
 
     def cut_front(self, num_tokens: int) -> None:
         """Drops committed tokens, and counts nothing of the rest as sent."""
-        del self.token_ids[:num_tokens]
-        del self.runners_up[:num_tokens]
-        del self.distributions[:num_tokens]
-        del self.states[:num_tokens]
-        del self.confidences[:num_tokens]
+        del self.decided[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
 
@@ -177,8 +163,7 @@ class PathTree:
         if not following:
             num, path = max(num_agreeing, key=lambda each: min(each[0], each[1].kv.num_tokens - len(self) + size))
             path.kv.truncate(min(path.kv.num_tokens, len(self) - size + num))
-            path.token_ids, path.runners_up, path.distributions = list(new), [()] * size, [None] * size
-            path.states, path.confidences = [None] * size, [1.0] * size
+            path.decided = [Decided((token_id,)) for token_id in new]
             following = [path]
         for path in self.paths:
             if path not in following:
@@ -203,13 +188,13 @@ class PathTree:
 
     def answer(self, *, may_be_spare: bool) -> DraftPath:
         """The path to send: the main one, unless a head's guess from before the commit will do until that begins."""
-        return self.spare if may_be_spare and self.spare and not self.main.token_ids else self.main
+        return self.spare if may_be_spare and self.spare and not self.main else self.main
 
     # --- growth ---------------------------------------------------------------------------
 
     def first_missing(self, path: DraftPath) -> int:
         """The position of the first of `missing`."""
-        if self._num_fed(path) == len(self) + len(path.token_ids):  # fed without asking for logits
+        if self._num_fed(path) == len(self) + len(path):  # fed without asking for logits
             path.kv.truncate(path.kv.num_tokens - 1)
         return self._num_fed(path)
 
@@ -222,7 +207,7 @@ class PathTree:
 
     def num_missing(self, path: DraftPath) -> int:
         """How many `missing` would return."""
-        return max(1, len(self) + len(path.token_ids) - self._num_fed(path))
+        return max(1, len(self) + len(path) - self._num_fed(path))
 
     @property
     def num_behind(self) -> int:
@@ -240,9 +225,9 @@ class PathTree:
 
     def is_over(self, path: DraftPath) -> bool:
         """Whether it ends with a stop token, at the maximum length, or where a head can draft no further."""
-        if len(self) + len(path.token_ids) >= self._max_length or len(path.token_ids) > self._max_own_rows:
+        if len(self) + len(path) >= self._max_length or len(path) > self._max_own_rows:
             return True
-        return bool(path.token_ids) and path.token_ids[-1] in self._stop_token_ids
+        return bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids
 
     @property
     def num_left(self) -> int:
@@ -261,7 +246,7 @@ class PathTree:
         """Alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
         num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token must be there
-        num_positions = min(num_positions, num_forkable, len(main.token_ids), self._max_own_rows)
+        num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
         if num_forkable < self._num_listed:  # evicted since
@@ -274,19 +259,19 @@ class PathTree:
         main, index = self.main, opening.index
         kv = main.kv.fork()
         kv.truncate(self.rows_before(len(self) + index))
-        assumed = [*main.token_ids[:index], main.runners_up[index][opening.rank]]
-        size = len(assumed)
-        states = main.states[:size]  # that of the runner-up is its winner's
-        path = DraftPath(
-            kv, assumed, [()] * size, [None] * size, states, [1.0] * size, num_assumed=size, rank=opening.rank
-        )
+        assumed = [*main.token_ids[:index], main.decided[index].token_ids[1 + opening.rank]]
+        # The state of the runner-up is its winner's.
+        decided = [
+            Decided((token_id,), state=each.state) for token_id, each in zip(assumed, main.decided, strict=False)
+        ]
+        path = DraftPath(kv, decided, num_assumed=len(assumed), rank=opening.rank)
         self.alternatives.append(path)
         return path
 
     def proposed(self, path: DraftPath, start: int, end: int) -> DraftTree:
         """The path's tokens from `start` to `end`, after the committed ones and those before `start`."""
         length, probability = len(self) + start, self.probability(path, start)
-        grade = min(int((1.0 - path.confidences[start]) * NUM_GRADES), NUM_GRADES - 1) if start < end else 0
+        grade = min(int((1.0 - path.decided[start].confidence) * NUM_GRADES), NUM_GRADES - 1) if start < end else 0
         if self.start.takes_siblings:  # runners-up go along
             token_ids, parents = self.with_siblings(path, start, end)
             return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents, grade=grade)
@@ -308,11 +293,12 @@ class PathTree:
         reached = 1.0  # probability that the text goes along the path to here
         on_path: list[tuple[float, int, int]] = []  # probability, place on the path, id
         siblings: list[tuple[float, int, int]] = []
-        for place in range(end - start):
-            on_path.append((reached * acceptance, place, path.token_ids[start + place]))
+        for place, decided in enumerate(path.decided[start:end]):
+            token_id, *runners_up = decided.token_ids
+            on_path.append((reached * acceptance, place, token_id))
             siblings += [
-                (reached * (1.0 - acceptance) * self.estimates.runner_up_chance(rank), place, token_id)
-                for rank, token_id in enumerate(path.runners_up[start + place])
+                (reached * (1.0 - acceptance) * self.estimates.runner_up_chance(rank), place, runner_up)
+                for rank, runner_up in enumerate(runners_up)
             ]
             reached *= acceptance
         if not siblings:
@@ -343,8 +329,8 @@ class PathTree:
         for path in (*self.paths, *((self.spare,) if self.spare else ())):
             num_agreeing = _num_common(path.token_ids, new)
             self.num_wasted_tokens += path.num_decided - max(0, num_agreeing - path.num_assumed)
-            if spare is None and num_agreeing == size < len(path.token_ids) and path.num_assumed <= size:
-                self.num_wasted_tokens -= len(path.token_ids) - size
+            if spare is None and num_agreeing == size < len(path) and path.num_assumed <= size:
+                self.num_wasted_tokens -= len(path) - size
                 spare = path
         for path in self.alternatives:
             path.kv.free()
@@ -358,8 +344,8 @@ class PathTree:
         taken = {(path.num_assumed - 1, path.rank) for path in self.alternatives}
         openings = [
             Opening(index, rank, self._probability_of(index, rank))
-            for index, runners_up in enumerate(self.main.runners_up[:num_positions])
-            for rank in range(len(runners_up))
+            for index, decided in enumerate(self.main.decided[:num_positions])
+            for rank in range(len(decided.token_ids) - 1)
             if (index, rank) not in taken
         ]
         return sorted(openings, key=lambda opening: -opening.probability)
@@ -370,14 +356,14 @@ class PathTree:
 
     def _learn(self, new: Sequence[int]) -> None:
         """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
-        path = self.spare if self.spare and not self.main.token_ids else self.main
+        path = self.answer(may_be_spare=True)
         for index, token_id in enumerate(new):
-            if index >= len(path.token_ids):
+            if index >= len(path):
                 return
-            if path.token_ids[index] == token_id:
+            decided, *runners_up = path.decided[index].token_ids
+            if decided == token_id:
                 self.estimates.observe_accepted()
                 continue
-            runners_up = path.runners_up[index]
             self.estimates.observe_missed(runners_up.index(token_id) if token_id in runners_up else None)
             following = next((p for p in self.alternatives if p.token_ids[: index + 1] == list(new[: index + 1])), None)
             if following is None:

@@ -305,4 +305,4 @@ def test_a_runner_up_is_the_winner_of_the_race_without_the_winner(model):
     drafts_of(proposer, ProposalRequest(1, PROMPT, 3, start_of(GREEDY), max_alternatives=1))
     main = proposer._trees[1].main
     logits = Reference(model).logits(PROMPT)[0]
-    assert [main.token_ids[0], *main.runners_up[0]] == logits.argsort(descending=True)[:4].tolist()
+    assert list(main.decided[0].token_ids) == logits.argsort(descending=True)[:4].tolist()

@@ -12,6 +12,7 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
+from outrider.speculation.proposers.draft_forward import Decided
 from tests.speculation.draft_trees import likeliest_path
 
 PROMPT = (1, 2, 3, 4, 5)
@@ -32,7 +33,7 @@ class Sequence:
             num_rows = len(self.tree.missing(path))
             path.kv.reserve(path.kv.num_tokens + num_rows)
             path.kv.advance(path.kv.num_tokens + num_rows)
-            path.append(token_id, (token_id + 100, token_id + 200), state=f"before {token_id}")
+            path.decided.append(Decided((token_id, token_id + 100, token_id + 200), state=f"before {token_id}"))
         return path
 
     def open(self) -> DraftPath:
@@ -217,6 +218,10 @@ def head() -> Sequence:
     return Sequence(head=HeadRules())
 
 
+def states(path) -> list[str]:
+    return [each.state for each in path.decided]
+
+
 def fed(sequence, path) -> tuple[int, list[int]]:
     """Rows that a path keeps, and the tokens to feed."""
     return path.kv.num_tokens, list(sequence.tree.missing(path))
@@ -226,7 +231,7 @@ def test_a_head_has_no_row_for_the_first_token(head):
     assert fed(head, head.tree.main) == (0, list(PROMPT[1:]))
     head.draft(head.tree.main, 10, 11)
     assert fed(head, head.tree.main) == (len(PROMPT), [11])
-    assert head.tree.main.states == ["before 10", "before 11"]
+    assert states(head.tree.main) == ["before 10", "before 11"]
 
 
 def test_what_a_head_had_drafted_is_spare_after_a_commit_and_rows_with_own_states_go(head):
@@ -235,7 +240,7 @@ def test_what_a_head_had_drafted_is_spare_after_a_commit_and_rows_with_own_state
     assert head.tree.follow([*PROMPT, 10, 11]) == (10, 11)
     assert tokens(head) == [[]]
     assert head.tree.spare is main
-    assert (main.token_ids, main.states) == ([12, 13], ["before 12", "before 13"])
+    assert (main.token_ids, states(main)) == ([12, 13], ["before 12", "before 13"])
     assert fed(head, head.tree.main) == (len(PROMPT) - 1, [10, 11])
     assert head.tree.num_missing(head.tree.main) <= head.tree.most_draft_rows
     assert head.tree.num_wasted_tokens == 1
@@ -260,7 +265,7 @@ def test_a_spare_serves_until_the_text_leaves_it(head):
 def test_an_alternative_that_was_right_becomes_the_spare(head):
     head.draft(head.tree.main, 10, 11, 12)
     alternative = head.draft(head.open(), 31, 32)
-    assert alternative.states == ["before 10", "before 31", "before 32"], "a runner-up follows the winner's row"
+    assert states(alternative) == ["before 10", "before 31", "before 32"], "a runner-up follows the winner's row"
     head.tree.follow([*PROMPT, 110, 31])
     assert head.tree.spare.token_ids == [32]
     assert fed(head, head.tree.main) == (len(PROMPT) - 1, [110, 31])

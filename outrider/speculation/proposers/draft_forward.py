@@ -30,12 +30,12 @@ class PathRows:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a forward has decided after one path."""
+    """What a forward has decided at the position after one path."""
 
-    token_ids: tuple[int, ...]  # the winner of the race at the next position, then the winners without those before
+    token_ids: tuple[int, ...]  # the winner of the race, then the winners without those before; none: not decided
     distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
     state: object = None  # a head's own hidden state after the path, with which that token is fed
-    following: tuple[tuple[int, ...], ...] = ()  # of a parallel head: the same for the positions after it
+    following: tuple[Decided, ...] = ()  # of a parallel head: at the positions after it
     confidence: float = 1.0  # of a head: probability of the likeliest token
 
 

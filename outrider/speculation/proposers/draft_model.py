@@ -195,8 +195,8 @@ class DraftModelProposer:
         if request.num_wanted <= 0:
             return not tree.num_behind
         answer = tree.answer(may_be_spare=request.max_alternatives > 0)
-        return len(answer.token_ids) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(answer.token_ids) and (tree.is_over(answer) or answer.reach < request.min_reach)
+        return len(answer) >= (1 if request.max_alternatives else request.num_wanted) or (
+            bool(answer) and (tree.is_over(answer) or answer.reach < request.min_reach)
         )
 
     # --- planning -------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class DraftModelProposer:
         for request, tree in sorted(waiting, key=lambda each: each[1].num_missing(each[1].main)):
             main = tree.main
             num_missing = tree.num_missing(main) if request.num_wanted > 0 else tree.num_behind
-            is_draft = num_missing <= tree.most_draft_rows and (bool(main.token_ids) or self._head is not None)
+            is_draft = num_missing <= tree.most_draft_rows and (bool(main) or self._head is not None)
             num_rows = num_missing if is_draft else min(num_missing, budget)
             if num_rows < num_missing:
                 plan.behind.add(request.sequence_id)
@@ -290,7 +290,9 @@ class DraftModelProposer:
             tree.start.wants_distributions,
             tree.features,
             len(tree),
-            tuple(path.states[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]),
+            tuple(
+                each.state for each in path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
+            ),
         )
         plan.rows.append(_PlannedRows(tree, path, rows))
         return True
@@ -327,11 +329,7 @@ class DraftModelProposer:
         for row, outcome in zip(plan.rows, decided, strict=True):
             kv = row.path.kv
             kv.advance(row.tree.rows_before(row.rows.start_position + len(row.rows.token_ids)))
-            if outcome.token_ids:
-                token_id, *runners_up = outcome.token_ids
-                row.path.append(token_id, tuple(runners_up), outcome.distribution, outcome.state, outcome.confidence)
-            for token_ids in outcome.following:
-                row.path.append(token_ids[0], token_ids[1:])
+            row.path.decided += [each for each in (outcome, *outcome.following) if each.token_ids]
             if row.path is row.tree.main:
                 kv.publish(row.tree.token_ids)
 
@@ -361,7 +359,7 @@ class DraftModelProposer:
             progress = Progress.CATCHING_UP
         num_offered = 0
         if progress is Progress.DONE:
-            answer.num_sent = num_offered = min(len(answer.token_ids), request.num_wanted)
+            answer.num_sent = num_offered = min(len(answer), request.num_wanted)
         return Proposal(
             sequence_id=request.sequence_id,
             tree=tree.proposed(answer, 0, num_offered),
@@ -373,21 +371,21 @@ class DraftModelProposer:
         num_wanted = request.num_wanted
         for path in tree.paths:
             # The main path has two drafts: what is verified now, and after one more token the next.
-            is_next = path is tree.main and len(path.token_ids) > num_wanted + 1
+            is_next = path is tree.main and len(path) > num_wanted + 1
             num_before = num_wanted + 1 if is_next else path.num_assumed
-            size, told = len(path.token_ids) - num_before, max(0, path.num_sent - num_before)
+            size, told = len(path) - num_before, max(0, path.num_sent - num_before)
             is_complete = size >= num_wanted or tree.is_over(path)
             if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
                 continue
             estimates = tree.estimates
             gain = tree.probability(path, num_before) * (estimates.tokens_won(size) - estimates.tokens_won(told))
             if is_complete or gain >= MIN_GAIN:
-                path.num_sent = len(path.token_ids)
+                path.num_sent = len(path)
                 # The main path begins earlier if there is room, for a target that verifies less than it asked for.
                 most = most_tokens_offered(num_wanted)
-                start = path.num_assumed or min(num_before, max(0, len(path.token_ids) - most))
+                start = path.num_assumed or min(num_before, max(0, len(path) - most))
                 yield AheadBranch(
-                    tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path.token_ids)))
+                    tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path)))
                 )
 
 

@@ -138,9 +138,7 @@ class HeadForward(PathSampler):
         # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
         states = iter([state.clone() for state in hidden[::num_parallel]])
         return [
-            replace(first, state=next(states), following=tuple(each.token_ids for each in following))
-            if first.token_ids
-            else first
+            replace(first, state=next(states), following=tuple(following)) if first.token_ids else first
             for first, *following in self._decide(logits, rows, num_parallel=num_parallel, confidences=confidences)
         ]
 

@@ -70,8 +70,8 @@ class PathSampler:
             for place, token_id in zip(decided, ids, strict=True):
                 token_ids[place].append(token_id)
         outcomes: list[list[Decided]] = [[] if row.num_decisions else [Decided(())] for row in rows]
-        for place, (index, _) in enumerate(places):
-            confidence = confident[0][place // num_parallel] if confident else 1.0
+        for place, (index, ahead) in enumerate(places):
+            confidence = confident[0][place // num_parallel] if confident and not ahead else 1.0
             outcomes[index].append(Decided(tuple(token_ids[place]), found.get(place), confidence=confidence))
         return outcomes
 

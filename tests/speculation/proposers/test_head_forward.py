@@ -212,7 +212,7 @@ def test_a_sequence_that_its_cache_cannot_hold_gets_no_draft_and_the_others_do()
 def test_a_path_holds_its_own_states_and_not_those_of_a_whole_forward():
     proposer = proposer_of(ToyHead())
     drafts_of(proposer, *(request([key, *PROMPT], 3, key=key) for key in range(4)))
-    states = [state for tree in proposer._trees.values() for state in tree.main.states]
+    states = [each.state for tree in proposer._trees.values() for each in tree.main.decided]
     assert len(states) == 12
     assert {state.untyped_storage().nbytes() for state in states} == {4 * WIDTH}
 
