@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.engine.cpu_kernels.decoder import NativeStep
     from outrider.engine.cpu_kernels.kernels import CpuKernels
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
+    from outrider.heads.head_files import HeadFiles
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling): writes the rows' keys and values to the head's paged cache and attends
@@ -55,17 +56,35 @@ class HeadRows:
 
 
 class HeadModel(ABC):
-    """A loaded head. One owner thread. The caller turns gradients off.
+    """A head of one form. One owner thread. The caller turns gradients off.
+
+    Made in two parts, as its target's nodes need no more than the first: its class is given the files and reads what
+    `reduction` needs; `load` reads all other weights. Both raise ConfigError for what is not supported, ModelError for
+    damaged files.
 
     A head with `spec.num_parallel` > 1 decides after parallel rows, which follow the last true one in the same forward,
     with the next positions and depths 1, 2, …; the last `num_parallel` rows of both give the tokens after the newest.
     Nothing of parallel rows stays: the next true rows take the places of their keys and values.
     """
 
-    spec: HeadSpec
+    form: str  # as `speculators_model_type` in the layout of speculators
     reduction: FeatureReduction
+    suits_kernels: bool = False  # native kernels can compute it: `native_step`
+    spec: HeadSpec  # from `load` on
     target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: they are the same
     parallel_feature: Tensor | None = None  # [width]: what parallel rows are fed with in place of a feature
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        """By config.json, in any other layout than that of speculators."""
+        return False
+
+    @abstractmethod
+    def __init__(self, files: HeadFiles) -> None: ...
+
+    @abstractmethod
+    def load(self, files: HeadFiles) -> None:
+        """The same files. Ends with `HeadFiles.spec`, which refuses tensors that were not read."""
 
     @abstractmethod
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -79,9 +98,9 @@ class HeadModel(ABC):
         """The token ids of the parallel rows after the newest token, `token_id`; empty where there are none."""
         return ()
 
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
-        """The native step that computes hidden states and logits, over the head's own cache; None: torch does.
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
+        """The native step that computes hidden states and logits, over the head's own cache.
 
         It takes the weights along: torch cannot compute this head any more.
         """
-        return None
+        raise NotImplementedError

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from outrider.engine.features import FeatureReduction
 from outrider.errors import ModelError
 from outrider.model_hub.vocabulary import read_json
 
@@ -84,6 +85,10 @@ class Target:
     def max_model_len(self) -> int:
         """Tokens."""
         return int(self.config["max_position_embeddings"])
+
+    def last_hidden_state(self) -> FeatureReduction:
+        """Of heads that are fed with what the target's own output layer reads."""
+        return FeatureReduction(taps=(self.num_layers,), hidden_size=self.hidden_size, takes_final_norm=True)
 
     def embedding(self) -> Tensor:
         """[vocab_size, hidden_size]. Raises: ModelError for a checkpoint that keeps it under no known name."""

@@ -25,7 +25,6 @@ MAX_PARALLEL = 64
 class Layout:
     """A head's configuration, whoever wrote it; of the target that it was made for."""
 
-    files: HeadFiles
     is_nested: bool  # speculators' own
     layer_config: Mapping[str, Any]  # the part of config.json that describes decoder layers
     shape: LayerShape
@@ -47,17 +46,17 @@ class Layout:
             hidden_size=(int(options.get("target_hidden_size") or shape.hidden_size), target.hidden_size),
             vocab_size=(vocab_size, target.vocab_size),
         )
-        return cls(files, nested is not None, own, shape, int(options.get("draft_vocab_size") or vocab_size))
+        return cls(nested is not None, own, shape, int(options.get("draft_vocab_size") or vocab_size))
 
-    def rotation(self) -> Rotation:
-        return Rotation(self.files, self.layer_config, self.shape.head_dim)
+    def rotation(self, files: HeadFiles) -> Rotation:
+        return Rotation(files, self.layer_config, self.shape.head_dim)
 
-    def spec(self, form: str, **fields: Any) -> HeadSpec:
+    def spec(self, files: HeadFiles, form: str, **fields: Any) -> HeadSpec:
         """As `HeadFiles.spec`, of a head with layers of this shape."""
         # The target's longest text: a head's own figure is what it was trained on; its angles go on as the target's do.
         shape = self.shape
         own = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-        return self.files.spec(form, **{**own, "width": shape.hidden_size, **fields})
+        return files.spec(form, **{**own, "width": shape.hidden_size, **fields})
 
 
 def check_flags(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -12,7 +12,6 @@ from outrider.engine.features import FeatureReduction
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.heads.base import HeadModel
 from outrider.heads.checkpoint import Checkpoint, Target
-from outrider.heads.form import HeadForm
 from outrider.heads.forms import FORMS
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.locate import head_folder
@@ -28,16 +27,17 @@ def open_head(
 
     Raises: ConfigError for one that does not fit or is not supported, ModelError for damaged files.
     """
-    with _opened(folder, target, device, dtype) as (form, files):
-        if torch_dtype is not None and not form.suits_kernels(files):
+    with _opened(folder, target, device, dtype) as (head, files):
+        if torch_dtype is not None and not head.suits_kernels:
             files.dtype = torch_dtype
-        return form.open(files, form.reduction(files))
+        head.load(files)
+        return head
 
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:
     """What the target's nodes compute for this head; the rest of it is not read. Raises: as `open_head`."""
-    with _opened(folder, target, torch.device("cpu"), torch.float32) as (form, files):
-        return form.reduction(files)
+    with _opened(folder, target, torch.device("cpu"), torch.float32) as (head, _):
+        return head.reduction
 
 
 def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> FeatureReduction | None:
@@ -51,25 +51,28 @@ def reduction_of(config: ModelConfig, *, progress: Progress = no_progress) -> Fe
 @contextmanager
 def _opened(
     folder: Path, target: Target, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[HeadForm, HeadFiles]]:
-    """Makes ModelErrors of what libraries raise where a configuration lacks a field or has one of another type."""
+) -> Iterator[tuple[HeadModel, HeadFiles]]:
+    """A head that is not loaded yet, and its files.
+
+    Makes ModelErrors of what libraries raise where a configuration lacks a field or has one of another type.
+    """
     files = HeadFiles(Checkpoint.open(folder), target, device, dtype)
     try:
-        yield _form_of(files), files
+        yield _form_of(files)(files), files
     except OutriderError:
         raise
     except Exception as error:
         raise ModelError(f"head {files.folder} cannot be opened, its config.json may be damaged: {error!r}") from error
 
 
-def _form_of(files: HeadFiles) -> HeadForm:
+def _form_of(files: HeadFiles) -> type[HeadModel]:
     """Raises: ConfigError for a configuration of no known form."""
     config = files.config
     kind = config.get("speculators_model_type")
     for form in FORMS:
-        if form.name == kind if "speculators_model_type" in config else form.is_form_of(config):
+        if form.form == kind if "speculators_model_type" in config else form.is_form_of(config):
             return form
-    names = ", ".join(form.name for form in FORMS)
+    names = ", ".join(form.form for form in FORMS)
     raise ConfigError(
         f"head {files.folder} is of no known form ({kind or config.get('architectures')}); known are {names}"
     )

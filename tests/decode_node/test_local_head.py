@@ -9,7 +9,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.speculation.step_cost import StepCostModel
 from tests.decode_node.tiny_node import PROMPT, TinyNode, generate
-from tests.support.echo_head import ECHO, EchoHead, make_echo_folder, make_echo_model
+from tests.support.echo_head import EchoHead, make_echo_folder, make_echo_model
 from tests.support.random_eagle3 import make_random_eagle3
 
 pytestmark = pytest.mark.usefixtures("steps_take_a_set_time")
@@ -29,7 +29,7 @@ def make_head_node(echo_path, tmp_path, monkeypatch):
 
     Of two siblings one would be wrong: drafts are chains.
     """
-    monkeypatch.setattr(outrider.heads.open, "FORMS", (ECHO,))
+    monkeypatch.setattr(outrider.heads.open, "FORMS", (EchoHead,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     monkeypatch.setattr(EchoHead, "opened", [])
     folder, nodes = make_echo_folder(tmp_path / "parrot"), []

@@ -15,7 +15,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from outrider.speculation.step_cost import StepCostModel
 from tests.decode_node.tiny_node import PROMPT, TinyNode
-from tests.support.echo_head import ECHO, EchoHead, make_echo_folder, make_echo_model
+from tests.support.echo_head import EchoHead, make_echo_folder, make_echo_model
 from tests.support.loop_thread import LoopThread
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
@@ -96,7 +96,7 @@ class Cluster:
 
 @pytest.fixture
 def make_cluster(echo_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(outrider.heads.open, "FORMS", (ECHO,))
+    monkeypatch.setattr(outrider.heads.open, "FORMS", (EchoHead,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     monkeypatch.setattr(EchoHead, "opened", [])
     clusters = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
 from tests.support.tiny_model import make_tiny_model
 
@@ -38,12 +39,20 @@ def make_echo_folder(folder: Path) -> Path:
 class EchoHead(HeadModel):
     """Computes what the target does, from the token alone; and notes with which feature it was fed."""
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+    form = "echo"
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return "echo" in config
+
+    def __init__(self, files: HeadFiles) -> None:
+        self.reduction = FeatureReduction(taps=(2,), hidden_size=files.target.hidden_size)
+
+    def load(self, files: HeadFiles) -> None:
         target = files.target
         self.embedding, self._norm, self._output = (
             each.float() for each in (target.embedding(), target.final_norm(), target.output_layer())
         )
-        self.reduction = reduction
         self.fed: list[tuple[int, int, int]] = []  # of rows with true features: position, the feature's token, the next
         EchoHead.opened.append(self)
         self.spec = HeadSpec(
@@ -84,10 +93,3 @@ class EchoHead(HeadModel):
 
 def vars_of(rows: HeadRows) -> tuple[Tensor, ...]:
     return rows.token_ids, rows.features, rows.depths, rows.positions
-
-
-def read_reduction(files: HeadFiles) -> FeatureReduction:
-    return FeatureReduction(taps=(2,), hidden_size=files.target.hidden_size)
-
-
-ECHO = HeadForm(name="echo", is_form_of=lambda config: "echo" in config, reduction=read_reduction, open=EchoHead)

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.engine.features import FeatureReduction
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
+from outrider.heads.head_files import HeadFiles
 
 VOCAB_SIZE = 300
 WIDTH = 32
@@ -47,6 +48,9 @@ class ToyHead(HeadModel):
         self._positions = weight(2048, WIDTH) * 2
         self._in, self._qkv, self._out = weight(WIDTH, 2 * WIDTH), weight(4 * 16, WIDTH), weight(WIDTH, WIDTH)
         self._output = weight(VOCAB_SIZE if self.target_ids is None else len(self.target_ids), WIDTH) * 4
+
+    def load(self, files: HeadFiles) -> None:
+        raise NotImplementedError
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         joined = torch.cat([self._embedding[rows.token_ids], rows.features], dim=1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from outrider.heads.form import HeadForm
-from outrider.heads.forms import dflash, eagle, eagle3, medusa, mlp_speculator, mtp, peagle
+from outrider.heads.base import HeadModel
+from outrider.heads.forms.dflash import DFlash
+from outrider.heads.forms.eagle import Eagle
+from outrider.heads.forms.eagle3 import Eagle3
+from outrider.heads.forms.medusa import Medusa
+from outrider.heads.forms.mlp_speculator import MLPSpeculator
+from outrider.heads.forms.mtp import MTP
+from outrider.heads.forms.peagle import PEagle
 
-FORMS: tuple[HeadForm, ...] = (
-    *(eagle3.FORM, peagle.FORM, dflash.FORM, medusa.FORM, mlp_speculator.FORM, mtp.FORM),
-    eagle.FORM,  # its configuration says little
-)
+FORMS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, Medusa, MLPSpeculator, MTP, Eagle)
+"""The configuration of EAGLE says little: it comes last."""

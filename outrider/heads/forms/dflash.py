@@ -17,7 +17,6 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, architectures, check_flags, check_parallel, check_taps
@@ -25,47 +24,27 @@ from outrider.heads.layouts import Layout, architectures, check_flags, check_par
 _FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter of layers that are refused
 
 
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    return architectures(config) == {"DFlashDraftModel"}
-
-
-def _reduction(files: HeadFiles) -> FeatureReduction:
-    layout = Layout.read(files, *_FLAGS)
-    taps, hidden_size = _taps(layout), files.target.hidden_size
-    return FeatureReduction(
-        taps=taps,
-        hidden_size=hidden_size,
-        takes_final_norm=not layout.is_nested,  # z-lab reads transformers' hidden states
-        projection=files.read("fc.weight", layout.shape.hidden_size, len(taps) * hidden_size),
-    )
-
-
-def _taps(layout: Layout) -> tuple[int, ...]:
-    """By inputs of layers, as speculators counts; z-lab counts outputs."""
-    files = layout.files
-    if layout.is_nested:
-        name, ids = "aux_hidden_state_layer_ids", files.config.get("aux_hidden_state_layer_ids")
-    else:
-        name, ids = "dflash_config.target_layer_ids", _block_option(files, "target_layer_ids")
-        ids = ids and [tap + 1 for tap in ids]
-    return check_taps(files, name, tuple(ids or ()))
-
-
-def _block_option(files: HeadFiles, name: str) -> Any:
-    """z-lab's are in `dflash_config`, or beside it."""
-    within = files.config.get("dflash_config") or {}
-    check_flags(files, within, _FLAGS)
-    value = within.get(name)
-    return files.config.get(name) if value is None else value
-
-
 class DFlash(HeadModel):
-    """A loaded DFlash head."""
+    """A DFlash head."""
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
-        layout = Layout.read(files, *_FLAGS)
-        shape, hidden = layout.shape, layout.shape.hidden_size
-        self.reduction = reduction
+    form = "dflash"
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return architectures(config) == {"DFlashDraftModel"}
+
+    def __init__(self, files: HeadFiles) -> None:
+        self._layout = Layout.read(files, *_FLAGS)
+        taps, hidden_size = _taps(files, is_nested=self._layout.is_nested), files.target.hidden_size
+        self.reduction = FeatureReduction(
+            taps=taps,
+            hidden_size=hidden_size,
+            takes_final_norm=not self._layout.is_nested,  # z-lab reads transformers' hidden states
+            projection=files.read("fc.weight", self._layout.shape.hidden_size, len(taps) * hidden_size),
+        )
+
+    def load(self, files: HeadFiles) -> None:
+        shape, hidden = self._layout.shape, self._layout.shape.hidden_size
         self._block_size, mask_token_id = _block_option(files, "block_size"), _block_option(files, "mask_token_id")
         for name, value in (("block_size", self._block_size), ("mask_token_id", mask_token_id)):
             if value is None:
@@ -74,15 +53,15 @@ class DFlash(HeadModel):
         num_parallel = int(self._block_size) - (not _block_option(files, "sample_from_anchor"))
         check_parallel(files, num_parallel, self._mask_token_id)
         self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # of no consequence
-        self.target_ids = files.target_ids(layout.draft_vocab_size)
+        self.target_ids = files.target_ids(self._layout.draft_vocab_size)
         self._epsilon = shape.epsilon
         self._embedding = files.embedding(hidden)
         self._context_norm = files.take("hidden_norm.weight", hidden)
         self._layers = [DecoderLayer(files, f"layers.{index}.", shape, index) for index in range(shape.num_layers)]
         self._norm = files.take("norm.weight", hidden)
         self._output = files.output_layer(hidden, self.target_ids)
-        self._rotation = layout.rotation()
-        self.spec = layout.spec("dflash", num_parallel=num_parallel, attends_both_ways=True)
+        self._rotation = self._layout.rotation(files)
+        self.spec = self._layout.spec(files, self.form, num_parallel=num_parallel, attends_both_ways=True)
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (token_id, *(self._mask_token_id,) * (self._block_size - 1))
@@ -100,4 +79,19 @@ class DFlash(HeadModel):
         return self._output(rms_norm(hidden, self._norm, self._epsilon)).float()
 
 
-FORM = HeadForm(name="dflash", is_form_of=_is_form_of, reduction=_reduction, open=DFlash)
+def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
+    """By inputs of layers, as speculators counts; z-lab counts outputs."""
+    if is_nested:
+        name, ids = "aux_hidden_state_layer_ids", files.config.get("aux_hidden_state_layer_ids")
+    else:
+        name, ids = "dflash_config.target_layer_ids", _block_option(files, "target_layer_ids")
+        ids = ids and [tap + 1 for tap in ids]
+    return check_taps(files, name, tuple(ids or ()))
+
+
+def _block_option(files: HeadFiles, name: str) -> Any:
+    """z-lab's are in `dflash_config`, or beside it."""
+    within = files.config.get("dflash_config") or {}
+    check_flags(files, within, _FLAGS)
+    value = within.get(name)
+    return files.config.get(name) if value is None else value

@@ -17,41 +17,41 @@ from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, architectures
 
 _FLAGS = ("fusion_bias",)  # told by its tensor
-_FLAT = ({"LlamaForCausalLM"}, {"EagleLlamaForCausalLM"})
-
-
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    return architectures(config) in _FLAT
-
-
-def _reduction(files: HeadFiles) -> FeatureReduction:
-    hidden_size = Layout.read(files, *_FLAGS).shape.hidden_size
-    return FeatureReduction(taps=(files.target.num_layers,), hidden_size=hidden_size, takes_final_norm=True)
 
 
 class Eagle(HeadModel):
-    """A loaded EAGLE head."""
+    """An EAGLE head."""
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
-        layout = Layout.read(files, *_FLAGS)
-        shape, hidden = layout.shape, layout.shape.hidden_size
-        self.reduction = reduction
+    form = "eagle"
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return architectures(config) in ({"LlamaForCausalLM"}, {"EagleLlamaForCausalLM"})
+
+    def __init__(self, files: HeadFiles) -> None:
+        self._layout = Layout.read(files, *_FLAGS)
+        hidden_size = self._layout.shape.hidden_size
+        self.reduction = FeatureReduction(
+            taps=(files.target.num_layers,), hidden_size=hidden_size, takes_final_norm=True
+        )
+
+    def load(self, files: HeadFiles) -> None:
+        is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size
         self._embedding = files.embedding(hidden)
-        self._fusion = files.take_rows("", ("fusion_fc" if layout.is_nested else "fc",), (hidden,), 2 * hidden)
+        self._fusion = files.take_rows("", ("fusion_fc" if is_nested else "fc",), (hidden,), 2 * hidden)
         # Of the nested layout the target's own configuration is kept, with all its layers.
-        prefixes = ["transformer."] if layout.is_nested else [f"layers.{i}." for i in range(shape.num_layers)]
+        prefixes = ["transformer."] if is_nested else [f"layers.{index}." for index in range(shape.num_layers)]
         self._layers = [
             DecoderLayer(files, prefix, shape, index, is_normed=index > 0) for index, prefix in enumerate(prefixes)
         ]
         self._output = files.output_layer(hidden)
-        self._rotation = layout.rotation()
-        self.spec = layout.spec("eagle", num_layers=len(self._layers))
+        self._rotation = self._layout.rotation(files)
+        self.spec = self._layout.spec(files, self.form, num_layers=len(self._layers))
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)
@@ -62,6 +62,3 @@ class Eagle(HeadModel):
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         return self._output(hidden).float()
-
-
-FORM = HeadForm(name="eagle", is_form_of=_is_form_of, reduction=_reduction, open=Eagle)

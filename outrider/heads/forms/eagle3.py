@@ -22,86 +22,71 @@ from outrider.engine.cpu_kernels.operators import HEAD_DIM_STEP
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
-from outrider.heads.layers import DecoderLayer, LayerShape, as_float32
+from outrider.heads.layers import DecoderLayer, as_float32
 from outrider.heads.layouts import Layout, architectures, check_flags, check_taps
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_FLAT = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+_ARCHITECTURES = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
 """Flags of `eagle_config` that say what every EAGLE-3 head does."""
 
 
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    named = architectures(config)
-    # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
-    return bool(named & _FLAT) or (named == {"LlamaForCausalLM"} and "draft_vocab_size" in config)
-
-
-def read_reduction(files: HeadFiles) -> FeatureReduction:
-    """Taps, their norms or norm, and `fc`. Raises: ConfigError, ModelError."""
-    layout = Layout.read(files, *_FLAGS)
-    taps, hidden_size = _taps(layout), files.target.hidden_size
-    size = len(taps) * hidden_size
-    norm = tap_norms = None
-    if files.config.get("norm_before_fc"):
-        norm = files.read("input_norm.weight", size)
-    if files.config.get("fc_norm"):
-        tap_norms = torch.stack([files.read(f"fc_norm.{tap}.weight", hidden_size) for tap in range(len(taps))])
-    return FeatureReduction(
-        taps=taps,
-        hidden_size=hidden_size,
-        epsilon=layout.shape.epsilon,
-        norm=norm,
-        tap_norms=tap_norms,
-        projection=files.read("fc.weight", layout.shape.hidden_size, size),
-    )
-
-
-def _taps(layout: Layout) -> tuple[int, ...]:
-    """By inputs of layers, as speculators counts; the flat layout counts outputs."""
-    files = layout.files
-    eagle_config = files.config.get("eagle_config") or {}
-    check_flags(files, eagle_config, _OF_EAGLE_CONFIG)
-    for flag in _OF_EAGLE_CONFIG:
-        if eagle_config.get(flag) is False:
-            raise files.refusal(f"eagle_config.{flag}", False, "True")
-    ids = files.config.get(_IDS)
-    if not layout.is_nested:
-        if ids:
-            raise files.refusal(_IDS, ids, f"eagle_config.{_IDS} in this layout")
-        ids = [tap + 1 for tap in eagle_config.get(_IDS) or ()]
-    num_layers = files.target.num_layers
-    return check_taps(files, _IDS, tuple(ids or (2, num_layers // 2, num_layers - 3)))
-
-
 class Eagle3(HeadModel):
-    """A loaded EAGLE-3 head."""
+    """An EAGLE-3 head."""
 
     form = "eagle3"
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
-        layout = Layout.read(files, *_FLAGS)
-        shape, hidden = layout.shape, layout.shape.hidden_size
-        self.reduction = reduction
-        self.target_ids = files.target_ids(layout.draft_vocab_size)
-        self._shape = shape
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        named = architectures(config)
+        # SafeAILab's own name the target's class; no language model has a vocabulary to draft from.
+        return bool(named & _ARCHITECTURES) or (named == {"LlamaForCausalLM"} and "draft_vocab_size" in config)
+
+    def __init__(self, files: HeadFiles) -> None:
+        self._layout = Layout.read(files, *_FLAGS)
+        self._shape = shape = self._layout.shape
+        taps, hidden_size = _taps(files, is_nested=self._layout.is_nested), files.target.hidden_size
+        size = len(taps) * hidden_size
+        norm = tap_norms = None
+        if files.config.get("norm_before_fc"):
+            norm = files.read("input_norm.weight", size)
+        if files.config.get("fc_norm"):
+            tap_norms = torch.stack([files.read(f"fc_norm.{tap}.weight", hidden_size) for tap in range(len(taps))])
+        self.reduction = FeatureReduction(
+            taps=taps,
+            hidden_size=hidden_size,
+            epsilon=shape.epsilon,
+            norm=norm,
+            tap_norms=tap_norms,
+            projection=files.read("fc.weight", shape.hidden_size, size),
+        )
+        widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
+        self.suits_kernels = (
+            files.dtype in ELEMENT_TYPES
+            and not any(width % WIDTH_STEP for width in widths)
+            and not shape.head_dim % HEAD_DIM_STEP
+        )
+
+    def load(self, files: HeadFiles) -> None:
+        shape, hidden = self._shape, self._shape.hidden_size
+        self.target_ids = files.target_ids(self._layout.draft_vocab_size)
         self._keeps_unnormed = not files.config.get("norm_before_residual")
         self._feeds_back_normed = bool(files.config.get("norm_output"))
         self._embedding = files.embedding(hidden)
-        first = "layers.0." if layout.is_nested or "layers.0.hidden_norm.weight" in files.names else "midlayer."
+        has_layers = self._layout.is_nested or "layers.0.hidden_norm.weight" in files.names
+        first = "layers.0." if has_layers else "midlayer."
         self._hidden_norm = files.take(f"{first}hidden_norm.weight", hidden)
         self._layers = [DecoderLayer(files, first, shape, 0, width=2 * hidden)]
         self._layers += [DecoderLayer(files, f"layers.{index}.", shape, index) for index in range(1, shape.num_layers)]
         self._norm = files.take("norm.weight", hidden)
         self._output = files.output_layer(hidden, self.target_ids)
-        self._rotation = layout.rotation()
-        self.spec = layout.spec(self.form, **self._read_more(files))
+        self._rotation = self._layout.rotation(files)
+        self.spec = self._layout.spec(files, self.form, **self._load_more(files))
 
-    def _read_more(self, files: HeadFiles) -> dict[str, Any]:
-        """Of a form that has more: reads it, and returns fields of its specification."""
+    def _load_more(self, files: HeadFiles) -> dict[str, Any]:
+        """Of a form that has more: returns fields of its specification."""
         return {}
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -119,10 +104,8 @@ class Eagle3(HeadModel):
         normed = hidden if self._feeds_back_normed else rms_norm(hidden, self._norm, self._shape.epsilon)
         return self._output(normed).float()
 
-    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep | None:
+    def native_step(self, kernels: CpuKernels, kv_cache: PagedKVCache) -> NativeStep:
         shape = self._shape
-        if type(self) is not Eagle3 or not _is_for_kernels(shape, self._embedding.dtype):
-            return None  # other forms feed rows in other ways
         # A draft token takes as long as reading the weights. Rounding them changes few drafts, and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, layer in enumerate(self._layers):
@@ -154,20 +137,17 @@ class Eagle3(HeadModel):
         return NativeStep(decoder, kv_cache)
 
 
-def _suits_kernels(files: HeadFiles) -> bool:
-    return _is_for_kernels(Layout.read(files, *_FLAGS).shape, files.dtype)
-
-
-def _is_for_kernels(shape: LayerShape, dtype: torch.dtype) -> bool:
-    widths = (shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim)
-    is_padded = any(width % WIDTH_STEP for width in widths) or shape.head_dim % HEAD_DIM_STEP
-    return dtype in ELEMENT_TYPES and not is_padded
-
-
-FORM = HeadForm(
-    name=Eagle3.form,
-    is_form_of=_is_form_of,
-    reduction=read_reduction,
-    open=Eagle3,
-    suits_kernels=_suits_kernels,
-)
+def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
+    """By inputs of layers, as speculators counts; the flat layout counts outputs."""
+    eagle_config = files.config.get("eagle_config") or {}
+    check_flags(files, eagle_config, _OF_EAGLE_CONFIG)
+    for flag in _OF_EAGLE_CONFIG:
+        if eagle_config.get(flag) is False:
+            raise files.refusal(f"eagle_config.{flag}", False, "True")
+    ids = files.config.get(_IDS)
+    if not is_nested:
+        if ids:
+            raise files.refusal(_IDS, ids, f"eagle_config.{_IDS} in this layout")
+        ids = [tap + 1 for tap in eagle_config.get(_IDS) or ()]
+    num_layers = files.target.num_layers
+    return check_taps(files, _IDS, tuple(ids or (2, num_layers // 2, num_layers - 3)))

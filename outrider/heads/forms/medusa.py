@@ -18,13 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.engine.features import FeatureReduction
 from outrider.errors import ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles, Linear
 
-NAME = "medusa"
 _PREFIX = re.compile(r"^medusa_heads?\.")
 _OF_TARGET = ("model.", "lm_head.")
 _BLOCK_OF_VLLM = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
@@ -35,10 +32,34 @@ class _Head(NamedTuple):
     output: Linear  # [draft_vocab_size, hidden_size]
 
 
-class MedusaHead(HeadModel):
+class Medusa(HeadModel):
     """All heads of one folder."""
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+    form = "medusa"
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return (
+            "medusa_num_heads" in config
+            or config.get("model_type") == cls.form
+            or config.get("architectures") == ["MedusaModel"]
+        )
+
+    def __init__(self, files: HeadFiles) -> None:
+        if not files.names and list(files.folder.glob("*.pt")):
+            raise ModelError(
+                f"{files.folder} has its weights in .pt files, which are not read; convert them, as in: "
+                f'python -c "import torch, safetensors.torch; safetensors.torch.save_file('
+                f"torch.load('medusa_lm_head.pt', map_location='cpu', weights_only=True), "
+                f"'medusa_lm_head.safetensors')\""
+            )
+        files.rename(lambda name: _BLOCK_OF_VLLM.sub(r"\1.\2.linear.", _PREFIX.sub("", name)))
+        if "0.0.linear.weight" in files.names:
+            width = files.read("0.0.linear.weight").shape[-1]
+            files.check_fits(hidden_size=(width, files.target.hidden_size))
+        self.reduction = files.target.last_hidden_state()
+
+    def load(self, files: HeadFiles) -> None:
         config, width = files.config, files.target.hidden_size
         # A checkpoint that is the whole target as well keeps the target's num_hidden_layers beside medusa_num_heads.
         keys = (
@@ -49,7 +70,6 @@ class MedusaHead(HeadModel):
         num_heads, num_blocks = int(config.get(keys[0], 0)), int(config.get(keys[1], 1))
         if num_heads < 1:
             raise files.refusal(keys[0], config.get(keys[0]), "1 or more")
-        self.reduction = reduction
         self.target_ids = _target_ids(files)
         self._logit_scale = float(config.get("logit_scale", 1.0))
         outputs: dict[str, Linear] = {}
@@ -73,7 +93,7 @@ class MedusaHead(HeadModel):
         ]
         # The checkpoint may be the whole target's, and have more heads than its configuration asks for.
         files.drop(*(name for name in files.names if name.startswith(_OF_TARGET) or _number(name) >= num_heads))
-        self.spec = files.spec(NAME, width=width, max_depth=num_heads)
+        self.spec = files.spec(self.form, width=width, max_depth=num_heads)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         return rows.features
@@ -87,30 +107,6 @@ class MedusaHead(HeadModel):
                 state = state + functional.silu(block(state))
             logits[at_depth] = self._heads[depth].output(state).float() * self._logit_scale
         return logits
-
-
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    return (
-        "medusa_num_heads" in config
-        or config.get("model_type") == NAME
-        or config.get("architectures") == ["MedusaModel"]
-    )
-
-
-def _reduction(files: HeadFiles) -> FeatureReduction:
-    if not files.names and list(files.folder.glob("*.pt")):
-        raise ModelError(
-            f"{files.folder} has its weights in .pt files, which are not read; convert them, as in: "
-            f'python -c "import torch, safetensors.torch; safetensors.torch.save_file('
-            f"torch.load('medusa_lm_head.pt', map_location='cpu', weights_only=True), 'medusa_lm_head.safetensors')\""
-        )
-    files.rename(lambda name: _BLOCK_OF_VLLM.sub(r"\1.\2.linear.", _PREFIX.sub("", name)))
-    if "0.0.linear.weight" in files.names:
-        width = files.read("0.0.linear.weight").shape[-1]
-        files.check_fits(hidden_size=(width, files.target.hidden_size))
-    return FeatureReduction(
-        taps=(files.target.num_layers,), hidden_size=files.target.hidden_size, takes_final_norm=True
-    )
 
 
 def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
@@ -139,6 +135,3 @@ def _target_ids(files: HeadFiles) -> Tensor | None:
     if "token_map" not in files.names:
         raise files.refusal("truncated_vocab_size", size, "with a tensor token_map")
     return files.ids("token_map", int(size))
-
-
-FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=MedusaHead)

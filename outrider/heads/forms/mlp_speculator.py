@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.engine.features import FeatureReduction
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
 
-NAME = "mlp_speculator"
 ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
 EPSILON = 1e-6
 
@@ -38,14 +36,35 @@ class _Stage(NamedTuple):
     output: Tensor  # [vocab_size, inner_dim]
 
 
-class MLPSpeculatorHead(HeadModel):
+class MLPSpeculator(HeadModel):
     """The stages of one folder."""
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
-        width, vocab_size, num_stages = reduction.width, files.target.vocab_size, int(files.config["n_predict"])
+    form = "mlp_speculator"
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") == cls.form
+
+    def __init__(self, files: HeadFiles) -> None:
+        config, hidden_size = files.config, files.target.hidden_size
+        files.check_fits(
+            emb_dim=(int(config["emb_dim"]), hidden_size),
+            vocab_size=(int(config["vocab_size"]), files.target.vocab_size),
+        )
+        if config.get("architectures", [ARCHITECTURE]) != [ARCHITECTURE]:
+            raise files.refusal("architectures", config["architectures"], ARCHITECTURE)
+        files.rename(lambda name: name.removeprefix("speculator."))
+        self.reduction = replace(
+            files.target.last_hidden_state(),
+            epsilon=EPSILON,
+            norm=torch.full((hidden_size,), 0.5**0.5) if config.get("scale_input") else None,
+            projection=files.read("proj.0.weight", int(config.get("inner_dim") or config["emb_dim"]), hidden_size),
+        )
+
+    def load(self, files: HeadFiles) -> None:
+        width, vocab_size, num_stages = self.reduction.width, files.target.vocab_size, int(files.config["n_predict"])
         if num_stages < 1:
             raise files.refusal("n_predict", num_stages, "1 or more")
-        self.reduction = reduction
         parts = (
             _of_stages(files, "emb.{}.weight", range(num_stages), vocab_size, width),
             [None, *_of_stages(files, "proj.{}.weight", range(1, num_stages), width, width)],
@@ -57,7 +76,7 @@ class MLPSpeculatorHead(HeadModel):
         # By the last stage, the target's state weighs half.
         self._state_weight = 0.5 ** (0.5 / num_stages)
         self._embedding_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
-        self.spec = files.spec(NAME, width=width, max_depth=num_stages)
+        self.spec = files.spec(self.form, width=width, max_depth=num_stages)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         states = torch.empty_like(rows.features)
@@ -81,29 +100,6 @@ class MLPSpeculatorHead(HeadModel):
         return logits
 
 
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == NAME
-
-
-def _reduction(files: HeadFiles) -> FeatureReduction:
-    config, hidden_size = files.config, files.target.hidden_size
-    files.check_fits(
-        emb_dim=(int(config["emb_dim"]), hidden_size),
-        vocab_size=(int(config["vocab_size"]), files.target.vocab_size),
-    )
-    if config.get("architectures", [ARCHITECTURE]) != [ARCHITECTURE]:
-        raise files.refusal("architectures", config["architectures"], ARCHITECTURE)
-    files.rename(lambda name: name.removeprefix("speculator."))
-    return FeatureReduction(
-        taps=(files.target.num_layers,),
-        hidden_size=hidden_size,
-        takes_final_norm=True,
-        epsilon=EPSILON,
-        norm=torch.full((hidden_size,), 0.5**0.5) if config.get("scale_input") else None,
-        projection=files.read("proj.0.weight", int(config.get("inner_dim") or config["emb_dim"]), hidden_size),
-    )
-
-
 def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int) -> list[Tensor]:
     """One tensor for each; tied stages share that of the first, of which there may be copies."""
     names = [name.format(stage) for stage in stages]
@@ -111,6 +107,3 @@ def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int) -> list[
         files.drop(*names[1:])
         return [files.take(each, *shape) for each in names[:1]] * len(names)
     return [files.take(each, *shape) for each in names]
-
-
-FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=MLPSpeculatorHead)

@@ -23,16 +23,13 @@ from torch import Tensor, nn
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, register_attention
-from outrider.engine.features import FeatureReduction
 from outrider.errors import ConfigError, ModelError
 from outrider.heads.base import Attend, HeadModel, HeadRows
-from outrider.heads.form import HeadForm
 from outrider.heads.head_files import HeadFiles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAME = "mtp"
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields that say how many such layers a checkpoint has."""
 
@@ -110,18 +107,32 @@ class _Network(nn.Module):
         return self.final_norm(rows[0])  # type: ignore[no-any-return]
 
 
-class MTPHead(HeadModel):
+class MTP(HeadModel):
     """The head of one folder."""
 
-    def __init__(self, files: HeadFiles, reduction: FeatureReduction) -> None:
+    form = "mtp"
+
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return any((config.get("text_config") or config).get(name) for name in _COUNTS)
+
+    def __init__(self, files: HeadFiles) -> None:
+        fields, target = _fields(files), files.target
+        files.check_fits(
+            hidden_size=(int(fields["hidden_size"]), target.hidden_size),
+            vocab_size=(int(fields["vocab_size"]), target.vocab_size),
+            num_hidden_layers=(int(fields["num_hidden_layers"]), target.num_layers),
+        )
+        self.reduction = target.last_hidden_state()
+
+    def load(self, files: HeadFiles) -> None:
         config, width = _layer_config(files), files.target.hidden_size
         register_attention()
-        self.reduction = reduction
         self._network = _Network(config, files)
         self._embedding = files.target_embedding(width)
         self._output = files.target_output(width)
         self.spec = files.spec(
-            NAME,
+            self.form,
             num_layers=1,
             num_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -136,20 +147,6 @@ class MTPHead(HeadModel):
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         return self._output(hidden).float()
-
-
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    return any((config.get("text_config") or config).get(name) for name in _COUNTS)
-
-
-def _reduction(files: HeadFiles) -> FeatureReduction:
-    fields, target = _fields(files), files.target
-    files.check_fits(
-        hidden_size=(int(fields["hidden_size"]), target.hidden_size),
-        vocab_size=(int(fields["vocab_size"]), target.vocab_size),
-        num_hidden_layers=(int(fields["num_hidden_layers"]), target.num_layers),
-    )
-    return FeatureReduction(taps=(target.num_layers,), hidden_size=target.hidden_size, takes_final_norm=True)
 
 
 def _fields(files: HeadFiles) -> Mapping[str, Any]:
@@ -233,6 +230,3 @@ def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict
     except KeyError as error:
         raise ModelError(f"{files.folder} has no {error} of its MTP layer's {len(numbers)} experts") from error
     return {"layer.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "layer.mlp.experts.down_proj": down}
-
-
-FORM = HeadForm(name=NAME, is_form_of=_is_form_of, reduction=_reduction, open=MTPHead)

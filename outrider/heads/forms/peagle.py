@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.heads.form import HeadForm
-from outrider.heads.forms.eagle3 import Eagle3, read_reduction
+from outrider.heads.forms.eagle3 import Eagle3
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layouts import architectures, check_parallel
 
@@ -20,16 +19,20 @@ _DEFAULT_NUM_TOKENS = 8
 """That owners train, where the configuration does not say."""
 
 
-def _is_form_of(config: Mapping[str, Any]) -> bool:
-    return architectures(config) == {"PEagleDraftModel"}
-
-
 class PEagle(Eagle3):
-    """A loaded P-EAGLE head."""
+    """A P-EAGLE head."""
 
     form = "peagle"
 
-    def _read_more(self, files: HeadFiles) -> dict[str, Any]:
+    @classmethod
+    def is_form_of(cls, config: Mapping[str, Any]) -> bool:
+        return architectures(config) == {"PEagleDraftModel"}
+
+    def __init__(self, files: HeadFiles) -> None:
+        super().__init__(files)
+        self.suits_kernels = False  # they feed rows as EAGLE-3 does
+
+    def _load_more(self, files: HeadFiles) -> dict[str, Any]:
         mask_token_id, num_parallel = files.config.get("mask_token_id"), _num_tokens(files.config)
         if mask_token_id is None:
             raise files.refusal("mask_token_id", None, "an id of the target's vocabulary")
@@ -50,6 +53,3 @@ def _num_tokens(options: Mapping[str, Any]) -> int:
         if method.get("proposal_type") == config.get("default_proposal_method"):
             return int(method["speculative_tokens"])
     return _DEFAULT_NUM_TOKENS
-
-
-FORM = HeadForm(name=PEagle.form, is_form_of=_is_form_of, reduction=read_reduction, open=PEagle)

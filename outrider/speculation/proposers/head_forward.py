@@ -84,7 +84,9 @@ class HeadForward(PathSampler):
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
             num_parallel_rows=len(model.parallel_tokens(0)),
         )
-        native = None if kernels is None or cache is None else model.native_step(kernels, cache)
+        native = None
+        if kernels is not None and cache is not None and model.suits_kernels:
+            native = model.native_step(kernels, cache)
         return cls(pool, cache, attention, model, sampler, rules, device, native)
 
     @property
