@@ -15,7 +15,8 @@ from outrider.engine.sampler import Sampler
 from outrider.engine.scheduler import EngineSequence
 from outrider.node import FeatureFormat
 from outrider.speculation.features import HeadRules
-from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.path_tree import Decided
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.path_sampler import PathSampler
 
 FORMAT = FeatureFormat(fingerprint="simulated", width=576, dtype="bfloat16")

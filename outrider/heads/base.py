@@ -10,36 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
+from outrider.heads.head_files import HeadFiles
+from outrider.heads.spec import HeadSpec
 
 if TYPE_CHECKING:
     from outrider.engine.cpu_kernels.decoder import NativeStep
     from outrider.engine.cpu_kernels.kernels import CpuKernels
     from outrider.engine.kv_cache.paged_cache import PagedKVCache
-    from outrider.heads.head_files import HeadFiles
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling): writes the rows' keys and values to the head's paged cache and attends
 causally over it. query [num_rows, num_heads, head_dim], key and value [num_rows, num_kv_heads, head_dim], rotated
 → [num_rows, num_heads, head_dim]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSpec:
-    """What a proposer needs to know of a head."""
-
-    form: str  # "eagle3"
-    name: str  # of its folder
-    fingerprint: str  # SHA-256 in hexadecimal of its configuration and weights
-    num_layers: int = 0  # that keep keys and values; 0: the head keeps none
-    num_kv_heads: int = 0
-    head_dim: int = 0
-    width: int  # of its own hidden state, which takes the place of a feature that is not there yet
-    vocab_size: int  # of the target
-    max_model_len: int  # tokens
-    dtype: str
-    max_depth: int | None = None  # tokens that it can draft after the last true feature; None: any number
-    num_parallel: int = 1  # tokens decided in one forward; more than 1: after true features only, see `parallel_tokens`
-    attends_both_ways: bool = False  # parallel rows attend to all of them, not only to those before
 
 
 @dataclass(frozen=True, slots=True, eq=False)

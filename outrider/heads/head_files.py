@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError, ModelError
-from outrider.heads.base import HeadSpec
 from outrider.heads.checkpoint import Checkpoint, Target
+from outrider.heads.spec import HeadSpec
 
 _NEVER_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 """Of the training, or told by another tensor."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.heads.base import HeadSpec
 from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import LayerShape, Rotation
+from outrider.heads.spec import HeadSpec
 
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(

@@ -20,11 +20,21 @@ from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS,
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.path_estimates import PathEstimates
-from outrider.speculation.proposers.draft_forward import Decided
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
 NUM_GRADES = 4
 """Of drafts, by how sure a head was of their first token; 0: surest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a forward has decided at the position after one path."""
+
+    token_ids: tuple[int, ...]  # the winner of the race, then the winners without those before; none: not decided
+    distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
+    state: object = None  # a head's own hidden state after the path, with which that token is fed
+    following: tuple[Decided, ...] = ()  # of a parallel head: at the positions after it
+    confidence: float = 1.0  # of a head: probability of the likeliest token
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,8 @@ from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import ROOT, DraftTree
-from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.path_tree import Decided
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from tests.speculation.draft_trees import child
 from tests.support.draft_messages import hello_of, start_of

@@ -13,7 +13,7 @@ from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
-from outrider.speculation.proposers.head_forward import HeadForward, cache_planes
+from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from tests.heads.golden_files import DenseAttention
 from tests.support.random_eagle3 import make_random_eagle3
@@ -56,9 +56,7 @@ class Native:
     def __init__(self, head, kernels):
         self.head = head
         self.dtype = getattr(torch, head.spec.dtype)
-        self.step = head.native_step(
-            kernels, PagedKVCache(cache_planes(head.spec), num_blocks=8, block_size=BLOCK_SIZE)
-        )
+        self.step = head.native_step(kernels, PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE))
 
     def run(self, *parts, num_logits=None, features=FEATURES):
         """(states, logits) of each part's rows, or of its last `num_logits`."""

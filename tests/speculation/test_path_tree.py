@@ -11,8 +11,7 @@ from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
-from outrider.speculation.path_tree import DraftPath, Opening, PathTree
-from outrider.speculation.proposers.draft_forward import Decided
+from outrider.speculation.path_tree import Decided, DraftPath, Opening, PathTree
 from tests.speculation.draft_trees import likeliest_path
 
 PROMPT = (1, 2, 3, 4, 5)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
-from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
+from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
+from outrider.heads.spec import HeadSpec
 from tests.support.tiny_model import make_tiny_model
 
 

@@ -10,8 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.engine.features import FeatureReduction
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.heads.base import Attend, HeadModel, HeadRows, HeadSpec
+from outrider.heads.base import Attend, HeadModel, HeadRows
 from outrider.heads.head_files import HeadFiles
+from outrider.heads.spec import HeadSpec
 
 VOCAB_SIZE = 300
 WIDTH = 32

@@ -9,7 +9,7 @@ from typing import Protocol
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import Features, HeadRules
-from outrider.speculation.token_distribution import TokenDistribution
+from outrider.speculation.path_tree import Decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,6 @@ class PathRows:
     features: Features | None = None  # of a head: of the committed tokens
     num_committed: int = 0  # of a head: tokens; those from here on are fed with `states`, in place of features
     states: tuple[object, ...] = ()  # its own hidden states, one for each such token of `token_ids`
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What a forward has decided at the position after one path."""
-
-    token_ids: tuple[int, ...]  # the winner of the race, then the winners without those before; none: not decided
-    distribution: TokenDistribution | None = None  # that the first was drawn from, if asked for
-    state: object = None  # a head's own hidden state after the path, with which that token is fed
-    following: tuple[Decided, ...] = ()  # of a parallel head: at the positions after it
-    confidence: float = 1.0  # of a head: probability of the likeliest token
 
 
 class DraftForward(Protocol):

@@ -18,17 +18,17 @@ from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES, PagedKVCache
-from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.model_runner import PagedStep
 from outrider.engine.sampler import Sampler, SequenceSampling
 from outrider.engine.sampler.warm_up import warm_up_sampler
 from outrider.engine.transfer import upload, upload_ids
-from outrider.heads.base import HeadModel, HeadRows, HeadSpec
+from outrider.heads.base import HeadModel, HeadRows
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
+from outrider.speculation.path_tree import Decided
 from outrider.speculation.proposers.base import MAX_SEQUENCES
-from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.path_sampler import PathSampler
 
 BLOCK_SIZE = 16
@@ -67,9 +67,9 @@ class HeadForward(PathSampler):
         """
         spec = model.spec
         cache, num_blocks, block_size = None, MAX_PATHS, spec.max_model_len
-        if spec.num_layers:
+        if spec.planes:
             num_blocks, block_size = -(-num_cached_tokens // BLOCK_SIZE), BLOCK_SIZE
-            cache = PagedKVCache(cache_planes(spec), num_blocks=num_blocks, block_size=block_size, device=device)
+            cache = PagedKVCache(spec.planes, num_blocks=num_blocks, block_size=block_size, device=device)
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
         attention: AttentionBackend
         if kernels is not None and spec.dtype in ("float32", "bfloat16") and spec.head_dim % 16 == 0:
@@ -80,7 +80,7 @@ class HeadForward(PathSampler):
         warm_up_sampler(sampler, device)
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
         rules = HeadRules(
-            keeps_kv=spec.num_layers > 0,
+            keeps_kv=bool(spec.planes),
             max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
             num_parallel_rows=len(model.parallel_tokens(0)),
         )
@@ -152,7 +152,9 @@ class HeadForward(PathSampler):
             return self.native.draft(batch, features.contiguous(), self.model.target_ids, self.vocab_size)
         device = self.device
         fed = batch.on(device)
-        depths = upload_ids([depth for row, parallel in fed_rows for depth in _depths(row, len(parallel))], device)
+        depths = upload_ids(
+            [depth for row, parallel in fed_rows for depth in _depths(row, len(row.token_ids) + len(parallel))], device
+        )
         if self.model.spec.attends_both_ways:
             batch = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
         step = None if self.kv_cache is None else PagedStep(batch, self.kv_cache, self.attention, None)
@@ -181,7 +183,7 @@ class HeadForward(PathSampler):
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Tensor]:
         """Of the path's rows and its parallel ones: [n, width] each, together as many as there are rows."""
         parts: list[Tensor] = []
-        if num_true := _num_true(row):
+        if num_true := len(row.token_ids) - len(row.states):
             assert row.features is not None
             values = row.features.read(row.start_position - 1, row.start_position - 1 + num_true)
             parts.append(values.to(self.device, TORCH_DTYPES[self.model.spec.dtype]))
@@ -235,17 +237,7 @@ class _Zeros:
         return torch.zeros(end - start, self.width)
 
 
-def cache_planes(spec: HeadSpec) -> tuple[PlaneSpec, ...]:
-    """Keys and values of the head's own layers."""
-    return tuple(PlaneSpec(name, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype) for name in ("k", "v"))
-
-
-def _num_true(row: PathRows) -> int:
-    """Of the path's rows, those that are fed with the target's features."""
-    return len(row.token_ids) - len(row.states)
-
-
-def _depths(row: PathRows, num_parallel_rows: int) -> list[int]:
-    """Of each of the path's rows, and of its parallel ones."""
-    first = row.start_position + _num_true(row) - row.num_committed + 1
-    return [*[0] * _num_true(row), *range(first, first + len(row.states)), *range(1, num_parallel_rows + 1)]
+def _depths(row: PathRows, num_rows: int) -> list[int]:
+    """Of so many rows: the path's, and parallel ones after them."""
+    num_known = row.num_committed - row.start_position - 1  # the last row that is fed with a true feature
+    return [max(0, index - num_known) for index in range(num_rows)]

@@ -26,7 +26,7 @@ from outrider.model_hub.vocabulary import (
     vocabulary_fingerprint,
 )
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
-from outrider.speculation.proposers.head_forward import HeadForward, cache_planes
+from outrider.speculation.proposers.head_forward import HeadForward
 
 MEMORY_SHARE = 0.03
 """Of free memory, for keys and values of a head: it has one layer or few where its target has dozens."""
@@ -100,7 +100,7 @@ def make_head_proposer(
 ) -> DraftModelProposer:
     """Proposes with a loaded head. In the thread that runs its steps."""
     spec = model.spec
-    token_bytes = sum(plane.num_layers * plane.bytes_per_token_per_layer for plane in cache_planes(spec))
+    token_bytes = sum(plane.bytes_per_token for plane in spec.planes)
     num_cached_tokens = 0
     if token_bytes:
         affordable = int(MEMORY_SHARE * free_memory_bytes(target.device)) // token_bytes

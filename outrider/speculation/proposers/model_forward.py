@@ -22,7 +22,8 @@ from outrider.model_hub.kernels import attention_of
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
-from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.path_tree import Decided
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 from outrider.speculation.proposers.path_sampler import PathSampler
 

@@ -12,7 +12,8 @@ from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
 from outrider.engine.transfer import Arrays, read, upload_ids
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.draft_forward import Decided, PathRows
+from outrider.speculation.path_tree import Decided
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 
