@@ -7,7 +7,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,31 +75,22 @@ def write_hidden_states(
             progress("features, tokens", int(dataset.starts[start]), int(dataset.starts[-1]))
 
 
-@dataclass(frozen=True, slots=True)
-class RowPrices:
-    """Seconds of a step, by clients and rows of each: one row is plain decoding, k + 1 verify k draft tokens."""
+def measure_rows(target: Compute, *, limit_seconds: float) -> dict[int, list[float]]:
+    """Seconds of a step's forward, by clients: with one row of each (plain decoding), two rows, … (verifying drafts).
 
-    seconds: dict[int, list[float]]
-
-    @classmethod
-    def measure(cls, target: Compute, *, limit_seconds: float) -> RowPrices:
-        """Of the forward alone, with caches flushed before. Writes to the KV cache's first blocks.
-
-        `limit_seconds`: for each of the figures.
-        """
-        size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
-        seconds: dict[int, list[float]] = {}
-        per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
-        for clients in CLIENTS:
-            seconds[clients] = []
-            for num_rows in range(1, MAX_DRAFT_TOKENS + 2):
-                rows = [
-                    SequenceRows([0] * num_rows, PRICED_CONTEXT, range(first, first + per_text), num_logits=num_rows)
-                    for first in itertools.islice(itertools.count(0, per_text), clients)
-                ]
-                batch = build_input_batch(rows, size)
-                seconds[clients].append(median_seconds(partial(_step, target, batch), flush, limit_seconds))
-        return cls(seconds)
+    With caches flushed before each. Writes to the KV cache's first blocks. `limit_seconds`: for each of the figures.
+    """
+    size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
+    per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
+    seconds: dict[int, list[float]] = {clients: [] for clients in CLIENTS}
+    for clients, num_rows in itertools.product(CLIENTS, range(1, MAX_DRAFT_TOKENS + 2)):
+        rows = [
+            SequenceRows([0] * num_rows, PRICED_CONTEXT, range(first, first + per_text), num_logits=num_rows)
+            for first in range(0, clients * per_text, per_text)
+        ]
+        step = partial(_step, target, build_input_batch(rows, size))
+        seconds[clients].append(median_seconds(step, flush, limit_seconds))
+    return seconds
 
 
 def _step(target: Compute, batch: InputBatch) -> Tensor:

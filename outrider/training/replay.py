@@ -11,9 +11,10 @@ target's logits is largest at the token that was chosen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,45 +25,26 @@ from outrider.training.dataset import Dataset
 from outrider.training.forms.base import Student
 
 FIRST_GRADE = 4  # tokens that have stood there before: with fewer the head is right more often
-HEAD, LOOKUP, BOTH = SOURCES = ("head", "lookup", "lookup, then head")
+SOURCES = ("head", "lookup", "lookup, then head")
+HEAD, LOOKUP, BOTH = range(len(SOURCES))
 
 
-@dataclass(slots=True)
-class Walk:
-    """Sums over walks with one k."""
-
-    num_tokens: int = 0
-    num_steps: int = 0
-    tried: list[int] = field(default_factory=list)  # steps that had a draft at this position, those before being right
-    accepted: list[int] = field(default_factory=list)  # of those, with a right one there
-
-    @property
-    def tokens_per_step(self) -> float:
-        return self.num_tokens / self.num_steps if self.num_steps else 0.0
-
-    def add(self, text: Sequence[int], prompt_length: int, k: int, drafts: Sequence[Sequence[int]]) -> None:
-        """From the second token of the answer on, as the prefill node gives the first, while k + 1 more are known.
-
-        `drafts`: by number of known tokens; k of each are used.
-        """
-        self.tried = self.tried or [0] * k
-        self.accepted = self.accepted or [0] * k
-        known = prompt_length + 1
-        while known + k + 1 <= len(text):
-            draft = drafts[known][:k]
-            right = 0
-            while right < len(draft) and draft[right] == text[known + right]:
-                right += 1
-            for position in range(min(right + 1, len(draft))):
-                self.tried[position] += 1
-                self.accepted[position] += position < right
-            known += right + 1
-            self.num_tokens += right + 1
-            self.num_steps += 1
+Results = dict[tuple[str, float], np.ndarray]
+"""By kind of text and temperature: the number of steps, [num_sources, most, most + 1] int64, by source, k - 1 and
+their right draft tokens."""
 
 
-Results = dict[tuple[str, float, str, int], Walk]
-"""By kind of text, temperature, source and k."""
+def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
+    """The right draft tokens of each step of one text.
+
+    From the second token of the answer on, as the prefill node gives the first, while k + 1 more are there.
+    `num_right`: of the drafts behind each number of known tokens, which is its place.
+    """
+    steps, known = [], prompt_length + 1
+    while known + k < len(num_right):
+        steps.append(min(num_right[known], k))
+        known += steps[-1] + 1
+    return steps
 
 
 @torch.no_grad()
@@ -88,13 +70,15 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
         features = hidden if is_own_final else hidden[:, : -target.hidden_size]
         drafts = _draft(student, features, token_ids.to(device), most, temperature, noise).tolist()
         tokens = token_ids.tolist()
-        found, is_long = _look_up(tokens, most)
-        by_head = [(), (), *drafts][: len(found)]  # feature t and token t + 1 draft behind t + 2 known tokens
-        both = [one if first else other for one, other, first in zip(found, by_head, is_long, strict=True)]
-        for source, known_drafts in ((HEAD, by_head), (LOOKUP, found), (BOTH, both)):
+        # Feature t and token t + 1 draft behind t + 2 known tokens.
+        by_head = [_num_right(tokens, known, draft) for known, draft in enumerate(((), (), *drafts[:-2]))]
+        by_lookup, is_long = _look_up(tokens, most)
+        both = [one if first else other for one, other, first in zip(by_lookup, by_head, is_long, strict=True)]
+        counts = results.setdefault((kind, temperature), np.zeros((len(SOURCES), most, most + 1), dtype=np.int64))
+        for source, num_right in enumerate((by_head, by_lookup, both)):
             for k in range(1, most + 1):
-                walk = results.setdefault((kind, temperature, source, k), Walk())
-                walk.add(tokens, prompt_length, k, known_drafts)
+                steps = np.array(walk(num_right, prompt_length, k), dtype=np.int64)
+                counts[source, k - 1] += np.bincount(steps, minlength=most + 1)
     return results
 
 
@@ -135,15 +119,22 @@ def _draft(
     return torch.stack(drafts, 1)
 
 
-def _look_up(tokens: Sequence[int], most: int) -> tuple[list[Sequence[int]], list[bool]]:
-    """By number of known tokens: what followed their longest known ending, and whether that goes before the head."""
+def _look_up(tokens: Sequence[int], most: int) -> tuple[list[int], list[bool]]:
+    """By number of known tokens: how much is right of what followed their longest known ending, and whether that goes
+    before the head.
+    """
     index = NgramIndex(NgramSegment(0, len(tokens)))
-    found: list[Sequence[int]] = [()]
-    is_long = [False]
-    for known in range(1, len(tokens) + 1):
+    num_right, is_long = [0], [False]
+    for known in range(1, len(tokens)):
         text = tokens[:known]
         index.extend(text, known)
-        token_ids, grade = index.continuation(text, most)
-        found.append(token_ids)
+        draft, grade = index.continuation(text, most)
+        num_right.append(_num_right(tokens, known, draft))
         is_long.append(grade >= FIRST_GRADE)
-    return found, is_long
+    return num_right, is_long
+
+
+def _num_right(tokens: Sequence[int], known: int, draft: Sequence[int]) -> int:
+    """Leading tokens of a draft that are those of the text."""
+    same = (one == other for one, other in zip(draft, tokens[known : known + len(draft)], strict=False))
+    return sum(itertools.takewhile(bool, same))

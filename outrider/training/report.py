@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,21 +18,11 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_forward import HeadForward
-from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, RowPrices, cache_flush, median_seconds
-from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results, Walk
+from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, cache_flush, median_seconds
+from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
 
-ALL = "all"
+ALL = "all kinds"
 MOST_TEMPERATURES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportFacts:
-    """What the figures rest on."""
-
-    title: str
-    lines: Sequence[str]  # of the run: data, time, size
-    prices: RowPrices
-    head_seconds: dict[int, float]  # of one draft step, by clients
 
 
 class _AnyFeatures:
@@ -78,42 +69,51 @@ def measure_head(
     return seconds
 
 
-def speedup(tokens_per_step: float, k: int, clients: int, prices: RowPrices, head_seconds: float) -> float:
+def speedup(tokens_per_step: float, k: int, row_seconds: Sequence[float], head_seconds: float) -> float:
     """Over plain decoding, when all clients' steps draft k tokens and verify them together.
 
-    `head_seconds`: of one draft step for all of them; 0 for lookup.
+    `row_seconds`: of a step, by rows of each client. `head_seconds`: of one draft step for all; 0 for lookup.
     """
-    plain, *drafted = prices.seconds[clients]
-    return tokens_per_step * plain / (drafted[k - 1] + k * head_seconds)
+    return tokens_per_step * row_seconds[0] / (row_seconds[k] + k * head_seconds)
 
 
-def write_report(facts: ReportFacts, results: Results) -> str:
-    """As Markdown."""
-    results = _with_all(results)
-    kinds = sorted({kind for kind, *_ in results}, key=lambda kind: (kind == ALL, kind))
-    most = max(k for *_, k in results)
-    counts = Counter({temperature: 0 for _, temperature, _, _ in results})
-    for (kind, temperature, source, k), walk in results.items():
-        if (kind, source, k) == (ALL, HEAD, 1):
-            counts[temperature] += walk.num_tokens
-    parts = [f"# {facts.title}", "", *(f"- {line}" for line in facts.lines), ""]
-    for temperature, _ in sorted(counts.most_common(MOST_TEMPERATURES)):
+def write_report(
+    title: str,
+    lines: Sequence[str],
+    results: Results,
+    row_seconds: Mapping[int, Sequence[float]],
+    head_seconds: Mapping[int, float],
+) -> str:
+    """As Markdown. `lines`: of the run: data, time, size. `row_seconds`, `head_seconds`: see `speedup`, by clients."""
+    most = next(iter(results.values())).shape[1]
+    by_temperature: dict[float, dict[str, np.ndarray]] = {}
+    for (kind, temperature), counts in sorted(results.items()):
+        by_temperature.setdefault(temperature, {})[kind] = counts
+    sizes = {temperature: sum(each.sum() for each in kinds.values()) for temperature, kinds in by_temperature.items()}
+    parts = [f"# {title}", "", *(f"- {line}" for line in lines), ""]
+    for temperature in sorted(sorted(sizes, key=sizes.__getitem__)[-MOST_TEMPERATURES:]):
         name = "greedy" if temperature == 0 else f"temperature {temperature:g}, coupled"
-        rows = [
-            [source, *(_figures(results, kinds, temperature, source, k) for k in range(1, most + 1))]
-            for source in SOURCES
-        ]
+        kinds = by_temperature[temperature]
+        if len(kinds) > 1:
+            kinds = kinds | {ALL: np.sum(list(kinds.values()), axis=0)}
+        by_source = np.stack(list(kinds.values())).transpose(1, 2, 0, 3)  # and by k and kind
         parts += [f"## Tokens a step, {name}", "", f"Of held-out answers: {' / '.join(kinds)}.", ""]
-        parts += _table(["", *(f"k = {k}" for k in range(1, most + 1))], rows)
+        parts += _table(
+            ["", *(f"k = {k}" for k in range(1, most + 1))],
+            [[source, *map(_figures, each)] for source, each in zip(SOURCES, by_source, strict=True)],
+        )
         parts += ["", "Acceptance by position, the ones before being right (head alone):", ""]
         parts += _table(
-            ["", *(str(position + 1) for position in range(most))],
-            [[kind, *_acceptance(results, kind, temperature, most)] for kind in kinds],
+            ["", *map(str, range(1, most + 1))],
+            [[kind, *map(_figure, acceptance(counts[HEAD, -1]))] for kind, counts in kinds.items()],
         )
         parts += ["", f"Speedup to expect, {name}, by clients at once:", ""]
         parts += _table(
             ["", *map(str, CLIENTS)],
-            [[kind, *(_best(facts, results, kind, temperature, each, most) for each in CLIENTS)] for kind in kinds],
+            [
+                [kind, *(_best(counts, row_seconds[each], head_seconds[each]) for each in CLIENTS)]
+                for kind, counts in kinds.items()
+            ],
         )
         parts.append("")
     parts += [
@@ -121,57 +121,47 @@ def write_report(facts: ReportFacts, results: Results) -> str:
         "",
         "Milliseconds of a step, by clients and rows of each; the head's draft step.",
         "Medians, with the processor's caches flushed before each: a head's step follows one of the target.",
+        "",
     ]
-    rows = [
+    parts += _table(
+        ["clients", *map(str, range(1, len(row_seconds[1]) + 1)), "head"],
         [
-            str(each),
-            *(f"{1e3 * value:.2f}" for value in facts.prices.seconds[each]),
-            f"{1e3 * facts.head_seconds[each]:.2f}",
-        ]
-        for each in CLIENTS
-    ]
-    parts += ["", *_table(["clients", *map(str, range(1, len(facts.prices.seconds[1]) + 1)), "head"], rows), ""]
-    return "\n".join(parts)
+            [str(each), *(f"{1e3 * value:.2f}" for value in (*row_seconds[each], head_seconds[each]))]
+            for each in CLIENTS
+        ],
+    )
+    return "\n".join([*parts, ""])
 
 
-def _with_all(results: Results) -> Results:
-    """And all kinds together, where there are several."""
-    if len({kind for kind, *_ in results}) < 2:
-        return results
-    found = dict(results)
-    for (_, *key), walk in results.items():
-        total = found.setdefault((ALL, *key), Walk(tried=[0] * len(walk.tried), accepted=[0] * len(walk.tried)))  # type: ignore[arg-type]
-        total.num_tokens += walk.num_tokens
-        total.num_steps += walk.num_steps
-        total.tried = [one + other for one, other in zip(total.tried, walk.tried, strict=True)]
-        total.accepted = [one + other for one, other in zip(total.accepted, walk.accepted, strict=True)]
-    return found
+def tokens_per_step(counts: np.ndarray) -> float:
+    """Of steps by right draft tokens: each step has one token more. Not a number without steps."""
+    return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 
-def _figures(results: Results, kinds: Sequence[str], temperature: float, source: str, k: int) -> str:
-    walks = (results.get((kind, temperature, source, k)) for kind in kinds)
-    return " / ".join("–" if walk is None or not walk.num_steps else f"{walk.tokens_per_step:.2f}" for walk in walks)
+def acceptance(counts: np.ndarray) -> list[float]:
+    """By position, of the steps whose drafts were right before it."""
+    tried = counts[::-1].cumsum()[::-1]
+    return [right / before if before else math.nan for before, right in itertools.pairwise(tried)]
 
 
-def _acceptance(results: Results, kind: str, temperature: float, most: int) -> list[str]:
-    walk = results.get((kind, temperature, HEAD, most), Walk(tried=[0] * most, accepted=[0] * most))
-    pairs = zip(walk.accepted or [0] * most, walk.tried or [0] * most, strict=True)
-    return [f"{right / tried:.2f}" if tried else "–" for right, tried in pairs]
+def _figure(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
 
 
-def _best(facts: ReportFacts, results: Results, kind: str, temperature: float, clients: int, most: int) -> str:
+def _figures(by_kind: np.ndarray) -> str:
+    return " / ".join(_figure(tokens_per_step(counts)) for counts in by_kind)
+
+
+def _best(counts: np.ndarray, row_seconds: Sequence[float], head_seconds: float) -> str:
     found = [
-        (speedup(walk.tokens_per_step, k, clients, facts.prices, head_seconds), source, k)
-        for source, head_seconds in ((BOTH, facts.head_seconds[clients]), (LOOKUP, 0.0))
-        for k in range(1, most + 1)
-        if (walk := results.get((kind, temperature, source, k))) is not None and walk.num_steps
+        (speedup(tokens_per_step(steps), k, row_seconds, head_seconds if source == BOTH else 0.0), SOURCES[source], k)
+        for source in (BOTH, LOOKUP)
+        for k, steps in enumerate(counts[source], 1)
+        if steps.any()
     ]
-    if not found:
-        return "–"
-    factor, source, k = max(found)
-    return f"{factor:.2f} ({source}, k = {k})"
+    return "{:.2f} ({}, k = {})".format(*max(found)) if found else _figure(math.nan)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]

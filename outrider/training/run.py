@@ -12,7 +12,6 @@ import gc
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 
 import torch
 
@@ -27,7 +26,7 @@ from outrider.training.dataset import Dataset, Index, choose_texts, features_fol
 from outrider.training.export import export
 from outrider.training.forms.make import make_student, needed_taps
 from outrider.training.generate import answers_folder, write_answers
-from outrider.training.hidden_states import MAX_DRAFT_TOKENS, RowPrices, open_target, write_hidden_states
+from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
 from outrider.training.plan import (
     ANSWERS,
     ANSWERS_SHARE,
@@ -45,7 +44,7 @@ from outrider.training.plan import (
 from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
-from outrider.training.report import ReportFacts, measure_head, write_report
+from outrider.training.report import measure_head, write_report
 from outrider.training.trainer import Trainer
 
 Serve = Callable[[], AbstractContextManager[str]]
@@ -126,8 +125,8 @@ def _write_hidden_states(
         dataset = Dataset(features_folder(plan))
         with compute.ranks:
             write_hidden_states(plan, compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
-            prices = RowPrices.measure(compute, limit_seconds=plan.price_seconds)
-        write_atomically(plan.work / "prices.json", json.dumps(asdict(prices)))
+            prices = measure_rows(compute, limit_seconds=plan.price_seconds)
+        write_atomically(plan.work / "prices.json", json.dumps(prices))
         if len(dataset) < len(index.lengths):
             say(f"features of {len(dataset)} texts are there; the time for them is over")
     state.finish(FEATURES, plan)
@@ -172,13 +171,13 @@ def _train(
     head = open_head(plan.out, target, device, dataset.hidden.dtype)
     lines.append("seconds: " + ", ".join(f"{name} {spent:.0f}" for name, spent in state.seconds.items()))
     lines.append(f"{trainer.step} training steps; the curve is in training.svg")
-    prices = json.loads((plan.work / "prices.json").read_text(encoding="utf-8"))["seconds"]
-    facts = ReportFacts(
-        title=f"{plan.out.resolve().name}: a drafter head for {location.name}",
-        lines=lines,
-        prices=RowPrices({int(clients): values for clients, values in prices.items()}),
+    prices = json.loads((plan.work / "prices.json").read_text(encoding="utf-8"))
+    report = write_report(
+        f"{plan.out.resolve().name}: a drafter head for {location.name}",
+        lines,
+        results,
+        row_seconds={int(clients): seconds for clients, seconds in prices.items()},
         head_seconds=measure_head(head, plan.model, device, limit_seconds=plan.price_seconds),
     )
-    report = write_report(facts, results)
     write_atomically(plan.out / "report.md", report)
     return report

@@ -1,35 +1,43 @@
 from __future__ import annotations
 
+import math
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from outrider.training.hidden_states import CLIENTS, RowPrices, median_seconds
-from outrider.training.replay import HEAD, LOOKUP, Walk, noise_given, replay
-from outrider.training.report import ReportFacts, speedup, write_report
+from outrider.training.hidden_states import CLIENTS, median_seconds
+from outrider.training.replay import HEAD, LOOKUP, _num_right, noise_given, replay, walk
+from outrider.training.report import acceptance, speedup, tokens_per_step, write_report
 from tests.training.toy import HIDDEN, VOCAB, ToyTarget, toy_dataset, toy_student
 
 TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of eight
 
 
+def right_of(drafts):
+    """By number of known tokens: leading tokens of the draft that are the text's."""
+    return [_num_right(TEXT, known, draft) for known, draft in enumerate(drafts)]
+
+
 def test_a_walk_counts_as_one_does_by_hand():
     """Right about 2, 3, 5 and 6 only. k = 2, from 1 on: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
-    walk = Walk()
-    walk.add(TEXT, 2, 2, [[token if token in {2, 3, 5, 6} else 0 for token in TEXT[known:]] for known in range(10)])
-    assert (walk.num_steps, walk.num_tokens, walk.tried, walk.accepted) == (2, 6, [2, 2], [2, 2])
-    assert walk.tokens_per_step == 3.0
-    walk = Walk()
-    walk.add(TEXT, 2, 2, [[token, 0] for token in TEXT])
+    drafts = [[token if token in {2, 3, 5, 6} else 0 for token in TEXT[known:]] for known in range(10)]
+    assert walk(right_of(drafts), 2, 2) == [2, 2]
     # [2 -] 3 | [4 -] 5 | [6 -] 7 | one token is left.
-    assert (walk.num_steps, walk.num_tokens, walk.tried, walk.accepted) == (3, 6, [3, 3], [3, 0])
+    assert walk(right_of([[token, 0] for token in TEXT]), 2, 2) == [1, 1, 1]
 
 
 def test_a_walk_without_drafts_makes_a_token_a_step():
-    walk = Walk()
-    walk.add(TEXT, 2, 1, [()] * 10)
-    assert walk.tokens_per_step == 1.0
-    assert walk.tried == [0]
+    assert walk(right_of([()] * 10), 2, 1) == [0] * 6
+
+
+def test_figures_are_of_steps_by_their_right_drafts():
+    counts = np.array([0, 3, 1])  # three steps with one right draft token, one with two
+    assert tokens_per_step(counts) == 9 / 4
+    assert acceptance(counts) == [4 / 4, 1 / 4]
+    assert math.isnan(tokens_per_step(np.zeros(3)))
+    np.testing.assert_equal(acceptance(np.array([4, 0, 0])), [0.0, math.nan])
 
 
 def test_noise_makes_the_chosen_token_win_and_is_gumbel_noise():
@@ -65,11 +73,11 @@ class Oracle(torch.nn.Module):
 def test_chains_are_placed_where_their_tokens_are(plan_of):
     dataset = toy_dataset(plan_of())
     results = replay(Oracle(), ToyTarget(), dataset, dataset.held_out, most=3)
-    walks = {key: walk for key, walk in results.items() if key[2] == HEAD}
-    assert walks
-    for (_, _, _, k), walk in walks.items():
-        assert walk.tokens_per_step == k + 1
-    assert all(walk.tokens_per_step < 2 for key, walk in results.items() if key[2:] == (LOOKUP, 3))  # little repeats
+    assert results
+    for counts in results.values():
+        for k in (1, 2, 3):
+            assert tokens_per_step(counts[HEAD, k - 1]) == k + 1
+        assert tokens_per_step(counts[LOOKUP, 2]) < 2  # little repeats
 
 
 def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
@@ -84,29 +92,41 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
 
     texts = [text for text in dataset.held_out if dataset.index.temperatures[text] > 0]
     assert texts
-    for (_, temperature, source, k), walk in replay(Same(), target, dataset, texts, most=2).items():
+    for (_, temperature), counts in replay(Same(), target, dataset, texts, most=2).items():
         assert temperature == 1.0
-        if source == HEAD:
-            assert walk.tokens_per_step == k + 1
+        assert [tokens_per_step(steps) for steps in counts[HEAD]] == [2, 3]
+
+
+STEPS = np.array([[[2, 8, 0], [2, 6, 2]]] * 3)  # by source, k - 1 and right tokens
+ROW_SECONDS = {clients: [0.010, 0.012, 0.014] for clients in CLIENTS}
+HEAD_SECONDS = dict.fromkeys(CLIENTS, 0.002)
 
 
 def test_the_report_says_what_was_counted():
-    prices = RowPrices({clients: [0.010, 0.012, 0.014] for clients in CLIENTS})
-    head_seconds = dict.fromkeys(CLIENTS, 0.002)
-    assert speedup(1.8, 2, 1, prices, 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
-    results = {
-        ("chat", 0.0, source, k): Walk(30, 20 - 4 * k, [10, 8][:k], [8, 2][:k])
-        for source in ("head", "lookup", "lookup, then head")
-        for k in (1, 2)
-    }
-    facts = ReportFacts(title="toy", lines=["a fact"], prices=prices, head_seconds=head_seconds)
-    report = write_report(facts, results)
+    assert speedup(1.8, 2, ROW_SECONDS[1], 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
+    report = write_report("toy", ["a fact"], {("chat", 0.0): STEPS}, ROW_SECONDS, HEAD_SECONDS)
     assert "- a fact" in report
-    assert "| head | 1.88 | 2.50 |" in report  # 30 / 16, 30 / 12
+    assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
-    assert f"| chat | {2.5 * 10 / 14:.2f} (lookup, k = 2) |" in report  # as good as both here, and free
+    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as both here, and free
     assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
     assert "Medians, with the processor's caches flushed before each" in report
+
+
+def test_all_kinds_are_summed_whatever_they_are_called():
+    results = {("all", 0.0): STEPS, ("a|b", 0.0): np.array([[[8, 2, 0], [6, 2, 2]]] * 3)}
+    report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
+    assert "Of held-out answers: all / a|b / all kinds." in report
+    assert "| head | 1.80 / 1.20 / 1.50 | 2.00 / 1.60 / 1.80 |" in report
+    assert r"| a\|b | 0.40 | 0.50 |" in report
+
+
+def test_of_many_temperatures_the_most_frequent_are_reported():
+    """As answers from traffic have, all of one kind."""
+    results = {("traffic", temperature / 10): (1 + (temperature > 5)) * STEPS for temperature in range(1, 9)}
+    report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
+    found = [line for line in report.splitlines() if line.startswith("## Tokens")]
+    assert [line.split()[5] for line in found] == ["0.6,", "0.7,", "0.8,"]
 
 
 def test_a_step_is_timed_alone_each_time_after_the_caches_are_flushed(monkeypatch):
