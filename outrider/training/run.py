@@ -23,7 +23,6 @@ from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, Index, choose_texts, features_folder
-from outrider.training.export import export
 from outrider.training.forms.make import make_student, needed_taps
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
@@ -143,7 +142,7 @@ def _train(
     device = resolve_device(plan.model.device)
     torch.set_num_threads(len(usable_cpus()))  # loading a model may have left one
     dataset = Dataset(features_folder(plan))
-    student = make_student(plan, target, dataset, name=location.name)
+    student = make_student(plan, target, dataset, device, name=location.name)
     counts = dataset.answer_counts(target.vocab_size)
     covered = counts[student.vocabulary.target_ids].sum().item() / max(int(counts.sum()), 1)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
@@ -155,7 +154,7 @@ def _train(
             f"{len(student.vocabulary.target_ids)}"
         ),
     ]
-    trainer = Trainer(plan, student, dataset, device=device)
+    trainer = Trainer(plan, student, dataset)
     if TRAINING not in state.done:
         say("training: " + "; ".join(lines))
         spent = state.total_seconds - state.seconds.get(TRAINING, 0.0)
@@ -163,7 +162,7 @@ def _train(
         with state.phase(TRAINING, plan) as clock:
             trainer.run(clock, seconds=seconds, say=say, progress=progress)
         state.finish(TRAINING, plan)
-    export(plan, student)
+    student.export(plan.out)
     write_atomically(plan.out / "training.svg", draw(trainer.history, plan.out.resolve().name))
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
     most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else plan.num_steps

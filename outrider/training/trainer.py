@@ -22,7 +22,6 @@ from outrider.errors import ModelError
 from outrider.training.dataset import Batch, Dataset
 from outrider.training.forms.base import Student
 from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan
-from outrider.training.soft_cross_entropy import SoftCrossEntropy
 
 STEP_WEIGHT = 0.8  # of each step, of the one before
 OUTPUT_LAYER_RATE = 0.3  # of the others': it begins as the target's
@@ -46,10 +45,9 @@ class HistoryPoint:
 class Trainer:
     """One head, its optimiser, and what it has learnt so far. Goes on from `checkpoint`, if there is one."""
 
-    def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset, *, device: torch.device) -> None:
-        self._plan, self._dataset, self._device = plan, dataset, device
-        self.student = student.to(device)
-        student.vocabulary = student.vocabulary.to(device)
+    def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
+        self._plan, self._dataset, self.student = plan, dataset, student
+        self._device = student.vocabulary.embedding.device
         self._has_own_final = plan.form == "eagle3"
         self._is_mixed = dataset.index.dtype == "bfloat16"
         trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
@@ -170,10 +168,10 @@ class Trainer:
                 is_reached = batch.depths >= step
                 counts = is_known * is_reached
                 own = rows[0], (rows[1] - 1 - step - first).clamp_min(0)
-                logits = student.logits(hidden[own], step)
-                loss, choice = SoftCrossEntropy.apply(logits, shares, counts)
-                losses.append(loss)
-                hits.append(((choice == best) & (counts > 0), is_reached))
+                logits = student.logits(hidden[own], step).float()
+                loss = functional.cross_entropy(logits, shares, reduction="none")
+                losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
+                hits.append(((logits.argmax(-1) == best) & (counts > 0), is_reached))
         return losses, hits
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 import pytest
 import torch
 
+from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.training.answer_files import read_answers
@@ -169,3 +170,22 @@ def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
     assert new.reduction.fingerprint == old.reduction.fingerprint  # features of a running cluster are its too
     assert new.target_ids.tolist() == old.target_ids.tolist()
     assert new.spec.fingerprint != old.spec.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target_hidden_size": 96}, "hidden_size 96 of the head"),
+        ({"norm_before_residual": True}, "without norm_before_residual"),
+        ({"speculators_model_type": "eagle9"}, "no known form"),
+    ],
+)
+def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_of, tiny_model, tmp_path, change, said):
+    first = plan_of(minutes=0.05)
+    run(first)
+    config = json.loads((first.out / "config.json").read_text())
+    (first.out / "config.json").write_text(json.dumps(config | change))
+    second = plan_of(out=tmp_path / "second", traffic=None, init_from=first.out)
+    with pytest.raises(ConfigError, match=said):
+        run(second)
+    assert not second.out.exists()

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
-from outrider.training.export import export
 from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_student
 
 LENGTH, START = 14, 9
@@ -68,7 +67,7 @@ def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, 
     plan, depths = plan_of(form=form), 3
     student = rounded(toy_student(form, size=size))
     plan.out.mkdir()
-    export(plan, student)
+    student.export(plan.out)
     head = open_head(plan.out, Target.open(toy_folder), torch.device("cpu"), torch.float32)
 
     generator = torch.Generator().manual_seed(1)

@@ -7,27 +7,23 @@ import torch
 from outrider.training.answer_files import KeptAnswer
 from outrider.training.dataset import Dataset, choose_texts, features_folder
 from outrider.training.forms.base import DraftVocabulary
-from outrider.training.forms.eagle3 import Eagle3Shape, Eagle3Student
+from outrider.training.forms.eagle3 import Eagle3Student, layer_config_of
 from outrider.training.forms.medusa import MedusaStudent
 from outrider.training.forms.mlp import MLPStudent
 
 HIDDEN, VOCAB, TAPS = 32, 48, (1, 2)
-SHAPE = Eagle3Shape(
-    hidden_size=HIDDEN,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position_embeddings=512,
-)
 
 
 class ToyTarget:
     """As much of outrider.heads.checkpoint.Target as training asks for: token t is followed by (5 t + 1) mod VOCAB."""
 
     hidden_size, vocab_size, num_layers, max_model_len = HIDDEN, VOCAB, 4, 512
+    config = {  # noqa: RUF012
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+    }
 
     def __init__(self):
         generator = torch.Generator().manual_seed(3)
@@ -77,9 +73,14 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
 def toy_student(form, *, num_steps=3, size=VOCAB):
     torch.manual_seed(0)
     counts = torch.arange(VOCAB, 0, -1)
-    vocabulary = DraftVocabulary.most_frequent(counts, size, ToyTarget(), torch.float32)
+    vocabulary = DraftVocabulary(counts, size, ToyTarget(), torch.float32)
     if form == "medusa":
         return MedusaStudent(vocabulary, num_steps)
     if form == "mlp":
         return MLPStudent(vocabulary, num_steps)
-    return Eagle3Student(SHAPE, vocabulary, TAPS, {"name_or_path": "toy", "architectures": []})
+    return Eagle3Student(
+        layer_config_of(ToyTarget()),
+        vocabulary,
+        TAPS,
+        {"name_or_path": "toy", "architectures": []},
+    )

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.heads.checkpoint import Target
+from outrider.training.plan import write_atomically
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftVocabulary:
-    """The target's tokens that a head can draft, and what the target says of them. None of it is trained."""
+class DraftVocabulary(nn.Module):
+    """The target's tokens that a head can draft, and what the target says of them. None of it is trained or saved."""
 
-    target_ids: Tensor  # [draft_vocab_size] int64, rising
-    draft_ids: Tensor  # [vocab_size] int64: where each of the target's ids is among those, or -1
-    embedding: Tensor  # [vocab_size, hidden_size]: the target's
-    output_rows: Tensor  # [draft_vocab_size, hidden_size]: of the target's output layer
-
-    @classmethod
-    def most_frequent(cls, counts: Tensor, size: int, target: Target, dtype: torch.dtype) -> DraftVocabulary:
+    def __init__(self, counts: Tensor, size: int, target: Target, dtype: torch.dtype) -> None:
         """Of counts [vocab_size] of the target's tokens, the `size` most frequent. Raises: ModelError."""
-        target_ids = counts.argsort(descending=True, stable=True)[:size].sort().values
-        draft_ids = torch.full((len(counts),), -1)
-        draft_ids[target_ids] = torch.arange(len(target_ids))
-        rows = target.output_layer()[target_ids].to(dtype)
-        return cls(target_ids, draft_ids, target.embedding().to(dtype), rows)
-
-    def to(self, device: torch.device) -> DraftVocabulary:
-        return DraftVocabulary(*(getattr(self, name).to(device) for name in self.__slots__))
+        super().__init__()
+        ids = counts.argsort(descending=True, stable=True)[:size].sort().values
+        places = torch.full((len(counts),), -1).index_copy_(0, ids, torch.arange(len(ids)))
+        self.target_ids = nn.Buffer(ids, persistent=False)  # [draft_vocab_size] int64, rising
+        self.draft_ids = nn.Buffer(places, persistent=False)  # [vocab_size] int64: where an id is among those, or -1
+        self.embedding = nn.Buffer(target.embedding().to(dtype), persistent=False)  # [vocab_size, hidden_size]
+        self.output_rows = nn.Buffer(target.output_layer()[ids].to(dtype), persistent=False)  # of the target's; of ids
 
     @property
     def is_whole(self) -> bool:
@@ -49,11 +45,11 @@ class Chains:
     hidden: Tensor  # [num_texts, num_chains, width]: what the next step is fed beside tokens
     first: int = 0  # chains before it make one step only, for others to see
     depth: int = 0
-    keys_values: list[tuple[Tensor, Tensor]] | None = None  # of each step
+    keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of each step, for all query heads
 
 
 class Student(nn.Module, ABC):
-    """A head in training. Its parameters are those that are exported, under any names."""
+    """A head in training. Its parameters are those that are exported."""
 
     vocabulary: DraftVocabulary
 
@@ -74,8 +70,34 @@ class Student(nn.Module, ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """As the published layout names them, on the CPU; ids among them."""
+        """As the published layout names them; ids among them."""
 
     @abstractmethod
     def config(self) -> Mapping[str, Any]:
         """config.json of the published layout."""
+
+    def export(self, folder: Path) -> None:
+        """Writes model.safetensors, then config.json, whose change says that the folder is whole. Raises: OSError."""
+        tensors = {
+            name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else None).contiguous()
+            for name, tensor in self.tensors().items()
+        }
+        fresh = folder / ".model.new"
+        save_file(tensors, fresh, metadata={"format": "pt"})
+        fresh.replace(folder / "model.safetensors")
+        write_atomically(folder / "config.json", json.dumps(dict(self.config()), indent=2) + "\n")
+
+
+def linear(width: int, out: int, gain: float = 1.0) -> nn.Linear:
+    """Without a bias, whose outputs are `gain` times as large as its inputs."""
+    found = nn.Linear(width, out, bias=False)
+    nn.init.normal_(found.weight, std=gain * width**-0.5)
+    return found
+
+
+def output_layer(vocabulary: DraftVocabulary) -> nn.Linear:
+    """Begins as the target's."""
+    size, width = vocabulary.output_rows.shape
+    found = nn.Linear(width, size, bias=False)
+    found.weight.data.copy_(vocabulary.output_rows)
+    return found

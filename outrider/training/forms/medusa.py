@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.training.forms.base import Chains, DraftVocabulary, Student
+from outrider.training.forms.base import Chains, DraftVocabulary, Student, output_layer
 
 
 class MedusaStudent(Student):
@@ -21,36 +20,28 @@ class MedusaStudent(Student):
     def __init__(self, vocabulary: DraftVocabulary, num_heads: int) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        size, width = vocabulary.output_rows.shape
-        blocks = [nn.Linear(width, width) for _ in range(num_heads)]
-        for block in blocks:
-            nn.init.zeros_(block.weight)
-            nn.init.zeros_(block.bias)
-        self.blocks = nn.ModuleList(blocks)
-        self.lm_head = nn.Linear(width, size, bias=False)
-        self.lm_head.weight.data.copy_(vocabulary.output_rows)
+        width = vocabulary.output_rows.shape[1]
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(width, width)])}) for _ in range(num_heads)
+        )
+        for parameter in self.blocks.parameters():
+            nn.init.zeros_(parameter)
+        self.lm_head = output_layer(vocabulary)
 
     def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        return Chains(features, first)
+        return Chains(features[:, first:])
 
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
-        if not chains.depth:
-            chains.hidden = chains.hidden[:, chains.first :]
-        chains.depth += 1
         return chains.hidden
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        logits: Tensor = self.lm_head(hidden + functional.silu(self.blocks[depth](hidden)))
+        block: Any = self.blocks[depth]
+        logits: Tensor = self.lm_head(hidden + functional.silu(block["layers"][0](hidden)))
         return logits
 
     def tensors(self) -> dict[str, Tensor]:
-        weights = {
-            f"blocks.{index}.layers.0.{name}": getattr(block, name)
-            for index, block in enumerate(self.blocks)
-            for name in ("weight", "bias")
-        } | {"lm_head.weight": self.lm_head.weight}
-        found = {name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
-        return found if self.vocabulary.is_whole else found | {"token_map": self.vocabulary.target_ids.cpu()}
+        ids = {} if self.vocabulary.is_whole else {"token_map": self.vocabulary.target_ids}
+        return {**dict(self.named_parameters()), **ids}
 
     def config(self) -> Mapping[str, Any]:
         size, width = self.vocabulary.output_rows.shape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.training.forms.base import Chains, DraftVocabulary, Student
+from outrider.training.forms.base import Chains, DraftVocabulary, Student, linear, output_layer
 
 EPSILON = 1e-6
 
@@ -25,29 +25,21 @@ class MLPStudent(Student):
     def __init__(self, vocabulary: DraftVocabulary, num_stages: int) -> None:
         super().__init__()
         self.vocabulary, self.num_stages = vocabulary, num_stages
-        size, width = vocabulary.output_rows.shape
-        embedding = vocabulary.embedding.float()
+        width, embedding = vocabulary.embedding.shape[1], vocabulary.embedding.float()
         self.emb = nn.Parameter(embedding * torch.rsqrt(embedding.square().mean()))
-        stages = [nn.Linear(width, width, bias=False) for _ in range(min(num_stages, 2))]
-        for linear in stages:
-            nn.init.normal_(linear.weight, std=width**-0.5)
-        self.proj = nn.ModuleList(stages)
+        self.proj = nn.ModuleList(linear(width, width) for _ in range(min(num_stages, 2)))
         self.ln_weight, self.ln_bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        self.lm_head = nn.Linear(width, size, bias=False)
-        self.lm_head.weight.data.copy_(vocabulary.output_rows)
+        self.lm_head = output_layer(vocabulary)
         self._state_weight = 0.5 ** (0.5 / num_stages)
         self._token_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
 
     def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        return Chains(_normed(features) * 0.5**0.5, first)
+        return Chains(_normed(features[:, first:]) * 0.5**0.5)
 
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
-        state = chains.hidden
-        if not chains.depth:
-            state, token_ids = state[:, chains.first :], token_ids[:, chains.first :]
-        projection: nn.Module = self.proj[min(chains.depth, len(self.proj) - 1)]
-        state = projection(state)
-        state = _normed(state * self._state_weight + functional.embedding(token_ids, self.emb) * self._token_weight)
+        projected = self.proj[min(chains.depth, len(self.proj) - 1)](chains.hidden)
+        tokens = functional.embedding(token_ids[:, -projected.shape[1] :], self.emb)
+        state = _normed(projected * self._state_weight + tokens * self._token_weight)
         chains.hidden, chains.depth = functional.gelu(state * self.ln_weight + self.ln_bias), chains.depth + 1
         return chains.hidden
 
@@ -58,16 +50,12 @@ class MLPStudent(Student):
     def tensors(self) -> dict[str, Tensor]:
         output = torch.zeros(self.emb.shape, device=self.emb.device)
         output[self.vocabulary.target_ids] = self.lm_head.weight.detach()
-        weights: dict[str, Any] = {
-            "emb.0.weight": self.emb,
-            "head.0.weight": output,
-            "ln.0.weight": self.ln_weight,
-            "ln.0.bias": self.ln_bias,
-            **{f"proj.{index}.weight": linear.weight for index, linear in enumerate(self.proj)},
-        }
         return {
-            f"speculator.{name}": weight.detach().to("cpu", torch.bfloat16).contiguous()
-            for name, weight in weights.items()
+            "speculator.emb.0.weight": self.emb,
+            "speculator.head.0.weight": output,
+            "speculator.ln.0.weight": self.ln_weight,
+            "speculator.ln.0.bias": self.ln_bias,
+            **{f"speculator.{name}": weight for name, weight in self.named_parameters() if name.startswith("proj.")},
         }
 
     def config(self) -> Mapping[str, Any]:
