@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import add, truediv
 
 from draft_node.draft_peer import DraftPeer
 from draft_node.held_features import HeldFeatures
@@ -57,13 +58,12 @@ class _Holding:
     """What is held for one decode node."""
 
     sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by its ids, least recently updated first
-    num_tokens: int = 0
-    num_features: int = 0
+    used: list[int] = field(default_factory=lambda: [0, 0, 0])  # sequences, tokens, features
 
     def count(self, held: HeldSequence, sign: int) -> None:
         """`sign`: 1 for a sequence that comes, -1 for one that goes."""
-        self.num_tokens += sign * len(held.tokens)
-        self.num_features += sign * held.num_features
+        for place, number in enumerate((1, len(held.tokens), held.num_features)):
+            self.used[place] += sign * number
 
 
 class HeldSequences:
@@ -89,10 +89,9 @@ class HeldSequences:
         """
         self._on_forgotten = on_forgotten
         self._on_displaced = on_displaced
-        self._max_sequences = max_sequences
-        self._max_tokens = max_tokens
         self._features = features
-        self._max_features = max_tokens if features is None else max_feature_bytes // features.bytes_per_token
+        max_features = max_tokens if features is None else max_feature_bytes // features.bytes_per_token
+        self._most = (max_sequences, max_tokens, max_features)
         self._holdings: dict[int, _Holding] = {}  # by peer
         self._keys = itertools.count()
 
@@ -132,7 +131,7 @@ class HeldSequences:
                 return DraftStatus.NO_ROOM
             if update.feature_start > held.num_features:
                 return DraftStatus.UNKNOWN_PREFIX
-        if not self._make_room(peer, update.length, num_features):
+        if not self._make_room(peer, (1, update.length, num_features)):
             return DraftStatus.NO_ROOM
         if held.features is not None:
             held.features.extend(update.feature_start, update.features)
@@ -159,34 +158,22 @@ class HeldSequences:
             holding.count(held, -1)
         return held
 
-    def _make_room(self, peer: DraftPeer, num_tokens: int, num_features: int) -> bool:
-        """For one sequence of so many tokens and features. False: the peer holds its share."""
+    def _make_room(self, peer: DraftPeer, needed: tuple[int, int, int]) -> bool:
+        """For so many sequences, tokens and features. False: the peer holds its share."""
         own = self._holdings.get(peer.peer_id, _Holding())
-        own_share = self._share(len(own.sequences) + 1, own.num_tokens + num_tokens, own.num_features + num_features)
-        while not self._has_room(num_tokens, num_features):
-            largest = max(self._holdings.values(), key=self._share_of, default=own)
-            if self._share_of(largest) <= own_share:
+        own_share = self._share(map(add, own.used, needed))
+        while self._share(map(sum, zip(needed, *(each.used for each in self._holdings.values()), strict=True))) > 1.0:
+            largest = max(self._holdings.values(), key=lambda each: self._share(each.used), default=own)
+            if self._share(largest.used) <= own_share:
                 return False
             oldest = next(iter(largest.sequences.values()))
             self._on_displaced(oldest)
             self.close(oldest.peer, oldest.sequence_id)
         return True
 
-    def _has_room(self, num_tokens: int, num_features: int) -> bool:
-        for holding in self._holdings.values():
-            num_tokens += holding.num_tokens
-            num_features += holding.num_features
-        has_memory = num_tokens <= self._max_tokens and num_features <= self._max_features
-        return has_memory and len(self) < self._max_sequences
-
-    def _share_of(self, holding: _Holding) -> float:
-        return self._share(len(holding.sequences), holding.num_tokens, holding.num_features)
-
-    def _share(self, num_sequences: int, num_tokens: int, num_features: int) -> float:
+    def _share(self, used: Iterable[int]) -> float:
         """Of what is scarcest."""
-        return max(
-            num_sequences / self._max_sequences, num_tokens / self._max_tokens, num_features / self._max_features
-        )
+        return max(map(truediv, used, self._most))
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:
