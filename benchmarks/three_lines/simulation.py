@@ -36,7 +36,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
 from outrider.node import FeatureFormat
-from outrider.speculation.proposers.base import Proposer
+from outrider.speculation.proposers.base import Proposer, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 
@@ -158,7 +158,7 @@ def simulated_drafter(simulation: Simulation, *, noises: Sequence[float]) -> Dra
     time = SetTime(simulation.token_seconds, hides_overhead=True)
     if simulation.is_head:
         head = SimulatedHeadForward(_pool(), cache, models, time, _sampler(simulation), MAX_MODEL_LEN)
-        return DraftModelProposer(head, form="head", model_name="simulated", vocabulary_fingerprint="", features=FORMAT)
+        return DraftModelProposer(head, ProposerInfo(name="head:simulated", features=FORMAT))
     forward = ModelForward(
         pool=_pool(),
         kv_cache=cast("Any", cache),
@@ -167,7 +167,7 @@ def simulated_drafter(simulation: Simulation, *, noises: Sequence[float]) -> Dra
         max_model_len=MAX_MODEL_LEN,
         vocab_size=simulation.vocab_size,
     )
-    return DraftModelProposer(forward, model_name="simulated", vocabulary_fingerprint="")
+    return DraftModelProposer(forward, ProposerInfo(name="draft_model:simulated"))
 
 
 def _pool() -> BlockPool:

@@ -64,13 +64,6 @@ class DraftPath:
         """Probability, by the drafter's own confidence, that the text goes through all of the path."""
         return math.prod(each.confidence for each in self.decided)
 
-    def distributions_of(self, start: int, end: int) -> tuple[TokenDistribution, ...]:
-        """As in DraftTree, of the tokens from `start` to `end`."""
-        some = self.decided[start:end]
-        if all(each.distribution is None for each in some):
-            return ()
-        return tuple(each.distribution or certain(each.token_ids[0]) for each in some)
-
     def cut_front(self, num_tokens: int) -> None:
         """Drops committed tokens, and counts nothing of the rest as sent."""
         del self.decided[:num_tokens]
@@ -285,11 +278,15 @@ class PathTree:
         if self.start.takes_siblings:  # runners-up go along
             token_ids, parents = self.with_siblings(path, start, end)
             return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents, grade=grade)
+        decided = path.decided[start:end]
+        distributions: tuple[TokenDistribution, ...] = ()
+        if any(each.distribution is not None for each in decided):
+            distributions = tuple(each.distribution or certain(each.token_ids[0]) for each in decided)
         return DraftTree(
             length,
-            token_ids=tuple(path.token_ids[start:end]),
+            token_ids=tuple(each.token_ids[0] for each in decided),
             probability=probability,
-            distributions=path.distributions_of(start, end),
+            distributions=distributions,
             grade=grade,
         )
 

@@ -20,6 +20,7 @@ from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.path_tree import Decided
+from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from tests.speculation.draft_trees import child
@@ -190,9 +191,7 @@ class SimulatedPair:
     ) -> None:
         self.clock = FakeClock()
         self.forward = ScriptedForward(self.clock, num_blocks=num_blocks)
-        self.proposer = DraftModelProposer(
-            self.forward, model_name="scripted", vocabulary_fingerprint="", clock=self.clock
-        )
+        self.proposer = DraftModelProposer(self.forward, ProposerInfo(name="draft_model:scripted"), clock=self.clock)
         limits = DraftLimits(num_speculative_tokens=16, max_sequences=1000, max_alternatives=max_alternatives)
         self.loop = DraftLoop(self.proposer, limits, clock=self.clock)
         self.step_seconds = step_seconds

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.three_lines.speed_model import SpeedModel
 from outrider.speculation.draft_stream import DraftStatus
-from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest
+from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_ROWS, DraftModelProposer
 from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair
 from tests.support.draft_messages import start_of
@@ -173,7 +173,7 @@ def test_what_was_drafted_and_never_committed_is_counted():
 def scripted_proposer(*, num_blocks):
     clock = FakeClock()
     forward = ScriptedForward(clock, num_blocks=num_blocks)
-    return DraftModelProposer(forward, model_name="scripted", vocabulary_fingerprint="", clock=clock), forward
+    return DraftModelProposer(forward, ProposerInfo(name="draft_model:scripted"), clock=clock), forward
 
 
 def request(key, token_ids, *, looks_ahead=False):

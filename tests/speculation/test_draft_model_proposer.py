@@ -17,7 +17,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
-from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest
+from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.token_distribution import TokenDistribution
@@ -40,8 +40,7 @@ def model(tmp_path_factory):
 def proposer_of(model, *, num_blocks=400, max_catch_up_rows=512) -> DraftModelProposer:
     return DraftModelProposer(
         ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=num_blocks)),
-        model_name="tiny",
-        vocabulary_fingerprint="",
+        ProposerInfo(name="draft_model:tiny"),
         max_catch_up_rows=max_catch_up_rows,
     )
 

@@ -20,7 +20,7 @@ from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.path_sampler import PathSampler
@@ -61,7 +61,7 @@ def make_proposer(target_path, tmp_path):
         forward = HeadForward.of(
             head, num_cached_tokens=NUM_STREAMS * 256, known_token_ids=known, device=torch.device("cpu")
         )
-        return DraftModelProposer(forward, form=form, model_name="random", vocabulary_fingerprint="")
+        return DraftModelProposer(forward, ProposerInfo(name=f"{form}:random"))
 
     return make
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,17 +73,14 @@ class Medusa(HeadModel):
             raise files.refusal(keys[0], config.get(keys[0]), "1 or more")
         self.target_ids = _target_ids(files)
         self._logit_scale = float(config.get("logit_scale", 1.0))
-        outputs: dict[str, Linear] = {}
+        stored = cache(partial(_output, files, target_ids=self.target_ids))
 
         def output(head: int) -> Linear:
             """Several heads may share one: of the checkpoint, or the target's."""
             own = [f"{head}.{num_blocks}.weight", f"lm_heads.{head}.weight"]
             if config.get("original_lm_head"):
                 own += ["lm_head.weight", "lm_heads.0.weight"]
-            name = next((name for name in own if name in files.names), "")
-            if name not in outputs:
-                outputs[name] = _output(files, name, self.target_ids)
-            return outputs[name]
+            return stored(next((name for name in own if name in files.names), ""))
 
         self._heads = [
             _Head(

@@ -10,13 +10,12 @@ Torch-free: what needs the model is behind `DraftForward`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.node import FeatureFormat
 from outrider.speculation.catch_up_budget import CatchUpBudget
 from outrider.speculation.draft_stream import most_tokens_offered
 from outrider.speculation.draft_tree import DraftTree
@@ -88,30 +87,18 @@ class DraftModelProposer:
     def __init__(
         self,
         forward: DraftForward,
+        info: ProposerInfo,
         *,
-        model_name: str,
-        vocabulary_fingerprint: str,
-        form: str = "draft_model",
-        features: FeatureFormat | None = None,
         max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
         catch_up_seconds: float = CATCH_UP_SECONDS,
-        memory_bytes: int = 0,
-        description: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`form` and `features` are of a head. `memory_bytes`: of the KV cache."""
+        """`info`: its name, and what the model needs and holds; the rest is the same for all."""
         assert max_catch_up_rows >= 1
         self._forward = forward
         self._head = forward.head
-        self.info = ProposerInfo(
-            name=f"{form}:{model_name}",
-            vocabulary_fingerprint=vocabulary_fingerprint,
-            num_extra_tokens=NUM_EXTRA_TOKENS,
-            can_look_ahead=self._head is None or self._head.max_own_rows != 0,
-            features=features,
-            memory_bytes=memory_bytes,
-            description=description or {},
-        )
+        can_look_ahead = self._head is None or self._head.max_own_rows != 0
+        self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._catch_up = CatchUpBudget(max_rows=max_catch_up_rows, seconds=catch_up_seconds)
         self._clock = clock
         self._budget = RowBudget()  # by forwards of one row a path

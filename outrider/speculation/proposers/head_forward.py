@@ -105,11 +105,13 @@ class HeadForward(PathSampler):
             sample=0,
             prompt_length=1,
         )
-        sampling, features = self.start(start, (0,)), _Zeros(self.model.reduction.width)
+        sampling, spec = self.start(start, (0,)), self.model.spec
+        state = torch.zeros(spec.width, device=self.device, dtype=TORCH_DTYPES[spec.dtype])
         most = min(WARM_UP_ROWS, self.max_model_len)
         blocks = self.pool.allocate(self.pool.num_blocks_for(most + self.head.num_parallel_rows))
         for num_rows in (most, 1):
-            rows = PathRows((0,) * num_rows, 1, blocks, sampling, (), 1, features=features, num_committed=num_rows + 1)
+            states = (state,) * num_rows
+            rows = PathRows((0,) * num_rows, 1, blocks, sampling, (), 1, num_committed=num_rows + 1, states=states)
             self.decide([rows], ())
         self.pool.release(blocks)
 
@@ -222,19 +224,6 @@ def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBat
         return batch
     arrays = replace(arrays, positions=positions, path_starts=path_starts, path_slots=path_slots)
     return InputBatch(arrays, batch.max_blocks, batch.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Zeros:
-    """The features of a text that is nobody's."""
-
-    width: int
-
-    def __len__(self) -> int:
-        return WARM_UP_ROWS
-
-    def read(self, start: int, end: int) -> Tensor:
-        return torch.zeros(end - start, self.width)
 
 
 def _depths(row: PathRows, num_rows: int) -> list[int]:

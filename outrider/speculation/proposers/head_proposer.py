@@ -25,6 +25,7 @@ from outrider.model_hub.vocabulary import (
     vocabulary,
     vocabulary_fingerprint,
 )
+from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 
@@ -113,14 +114,11 @@ def make_head_proposer(
         kernels=target.kernels,
     )
     forward.warm_up()
-    return DraftModelProposer(
-        forward,
-        form=spec.form,
-        model_name=spec.name,
+    info = ProposerInfo(
+        name=f"{spec.form}:{spec.name}",
         vocabulary_fingerprint=target.vocabulary_fingerprint,
         features=model.reduction.format(target.dtype),
-        max_catch_up_rows=max_catch_up_rows,
-        catch_up_seconds=catch_up_seconds,
         memory_bytes=num_cached_tokens * token_bytes,
         description={"dtype": spec.dtype, "fingerprint": spec.fingerprint, "device": str(target.device)},
     )
+    return DraftModelProposer(forward, info, max_catch_up_rows=max_catch_up_rows, catch_up_seconds=catch_up_seconds)

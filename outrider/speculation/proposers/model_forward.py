@@ -23,6 +23,7 @@ from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.progress import Progress, no_progress
 from outrider.speculation.path_tree import Decided
+from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 from outrider.speculation.proposers.path_sampler import PathSampler
@@ -110,11 +111,10 @@ def open_draft_model(
         graphs=GraphShapes() if config.cuda_graphs else None,
         main_memory_bytes=main_memory_bytes,
     )
-    return DraftModelProposer(
-        forward,
-        memory_bytes=forward.pool.num_blocks * forward.pool.block_size * model.spec.bytes_per_token,
-        model_name=model.info.name,
+    info = ProposerInfo(
+        name=f"draft_model:{model.info.name}",
         vocabulary_fingerprint=model.info.vocabulary_fingerprint,
+        memory_bytes=forward.pool.num_blocks * forward.pool.block_size * model.spec.bytes_per_token,
         description={
             "dtype": model.info.dtype,
             "numerics": model.info.numerics,
@@ -123,3 +123,4 @@ def open_draft_model(
             "threads": model.num_threads,
         },
     )
+    return DraftModelProposer(forward, info)

@@ -7,7 +7,7 @@ import torch
 
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
-from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from tests.speculation.draft_trees import likeliest_path
@@ -26,7 +26,7 @@ def proposer_of(head: ToyHead, *, num_cached_tokens: int = 8192, **options) -> D
         known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool),
         device=torch.device("cpu"),
     )
-    return DraftModelProposer(forward, form="toy", model_name="tiny", vocabulary_fingerprint="", **options)
+    return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), **options)
 
 
 def request(token_ids, num_wanted: int, params=GREEDY, *, key=1, takes_trees=False, **fields) -> ProposalRequest:
@@ -196,10 +196,6 @@ def test_without_look_ahead_a_commit_costs_its_rows_and_one_for_each_further_tok
     calls = count_forwards(proposer)
     drafts_of(proposer, request([*text, *draft[:2], 9], 3))
     assert calls == [3, 1, 1]
-
-
-def test_its_name_tells_the_form():
-    assert proposer_of(ToyHead()).info.name == "toy:tiny"
 
 
 def test_a_sequence_that_its_cache_cannot_hold_gets_no_draft_and_the_others_do():

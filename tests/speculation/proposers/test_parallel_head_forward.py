@@ -7,7 +7,7 @@ import torch
 
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from tests.heads import golden_files
@@ -48,7 +48,7 @@ def proposer(request, head):
         device=torch.device("cpu"),
         kernels=kernels,
     )
-    return DraftModelProposer(forward, form="toy", model_name="tiny", vocabulary_fingerprint="", max_catch_up_rows=7)
+    return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), max_catch_up_rows=7)
 
 
 def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY):
