@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from outrider.errors import ConfigError
@@ -31,6 +31,11 @@ class KeptAnswer:
     temperature: float = 0.0
     kind: str = "other"  # of text: "chat", "code"; for held-out figures
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The whole text."""
+        return [*self.prompt, *self.response]
+
     @classmethod
     def from_line(cls, line: str) -> KeptAnswer:
         """Raises: ValueError for what is no answer."""
@@ -42,8 +47,7 @@ class KeptAnswer:
             raise ValueError(f"no answer: {error!r}") from error
 
     def to_line(self) -> str:
-        fields = {"prompt": list(self.prompt), "response": list(self.response)}
-        return json.dumps(fields | {"temperature": self.temperature, "kind": self.kind}) + "\n"
+        return json.dumps(asdict(self)) + "\n"
 
 
 class AnswerWriter:

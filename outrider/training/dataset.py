@@ -1,102 +1,89 @@
-"""What a head learns from, in files: the chosen answers' tokens, and the target's hidden states at each of them.
+"""What a head learns from, in files: the chosen answers, and the target's hidden states at each of their tokens.
 
-Three files in the run's working folder: index.json says which texts were chosen, and tokens.bin has their ids; both are
-written once. hidden.bin grows text by text. Its size says how many texts are there, so a killed run goes on.
+Two files in the run's working folder: texts.json says which answers were chosen, and is written once. hidden.bin grows
+text by text. Its size says how many texts are there, so a killed run goes on.
 """
 
 from __future__ import annotations
 
+import bisect
+import hashlib
 import json
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.errors import ConfigError
 from outrider.node import DTYPE_BYTES
 from outrider.training.answer_files import KeptAnswer
-from outrider.training.generate import held_out
 from outrider.training.plan import TrainingPlan, write_atomically
 
 MIN_PROMPT_TOKENS = 2  # the first chain begins before the answer's first token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
-    """Facts about the chosen texts, each a prompt with its answer. Held-out texts come first, the others shuffled."""
-
-    width: int  # of hidden states: that of all taps
-    dtype: str
-    lengths: list[int]  # tokens
-    prompt_lengths: list[int]
-    temperatures: list[float]
-    kinds: list[str]
-    num_held_out: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * DTYPE_BYTES[self.dtype]
-
-    @classmethod
-    def read(cls, folder: Path) -> Index | None:
-        """None: nothing has been chosen yet."""
-        path = folder / "index.json"
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
-
-
 def choose_texts(
-    plan: TrainingPlan, answers: Iterable[KeptAnswer], *, vocab_size: int, width: int, dtype: str
-) -> Index:
-    """Writes index.json and tokens.bin. Texts that are too long, and the oldest over the bound of bytes, stay out.
+    plan: TrainingPlan, answers: Iterable[KeptAnswer], *, vocab_size: int, hidden_size: int, num_taps: int, dtype: str
+) -> Dataset:
+    """Writes texts.json. Texts that are too long, and the oldest over the bound of bytes, stay out.
 
-    Raises: ConfigError when too little is left to learn from, or for answers of another model.
+    `num_taps`: of the residual stream, besides the final hidden state. Raises: ConfigError when too little is left to
+    learn from, or for answers of another model.
     """
+    width = (num_taps + 1) * hidden_size
     room = plan.max_feature_bytes // (width * DTYPE_BYTES[dtype])  # tokens
     fitting: deque[KeptAnswer] = deque()
     for answer in answers:
-        if any(not 0 <= token_id < vocab_size for token_id in (*answer.prompt, *answer.response)):
+        if any(not 0 <= token_id < vocab_size for token_id in answer.token_ids):
             raise ConfigError(
                 f"an answer has token ids that are not in 0 to {vocab_size - 1}: another model than the target gave it"
             )
-        length = len(answer.prompt) + len(answer.response)
+        length = len(answer.token_ids)
         if len(answer.prompt) < MIN_PROMPT_TOKENS or len(answer.response) < 2 or length > plan.max_length:
             continue
         fitting.append(answer)
         room -= length
         while room < 0:
-            oldest = fitting.popleft()
-            room += len(oldest.prompt) + len(oldest.response)
-    first = held_out(fitting, plan.held_out_share)
-    order = [index for index in range(len(fitting)) if index not in first]
-    random.Random(plan.seed).shuffle(order)  # noqa: S311 no secret
-    texts = [fitting[index] for index in (*sorted(first), *order)]
-    if not order or not first:
+            room += len(fitting.popleft().token_ids)
+    chosen = held_out_prompts(fitting, plan.held_out_share)
+    held_out = [answer for answer in fitting if tuple(answer.prompt) in chosen]
+    others = [answer for answer in fitting if tuple(answer.prompt) not in chosen]
+    if not held_out or not others:
         raise ConfigError(
             f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few to train and to hold some out: give "
             f"more --minutes, or more prompts"
         )
-    index = Index(
-        width=width,
-        dtype=dtype,
-        lengths=[len(text.prompt) + len(text.response) for text in texts],
-        prompt_lengths=[len(text.prompt) for text in texts],
-        temperatures=[text.temperature for text in texts],
-        kinds=[text.kind for text in texts],
-        num_held_out=len(first),
-    )
+    random.Random(plan.seed).shuffle(others)  # noqa: S311 no secret
     folder = features_folder(plan)
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = np.concatenate([np.array([*text.prompt, *text.response], dtype=np.int32) for text in texts])
-    tokens.tofile(folder / "tokens.bin")
-    write_atomically(folder / "index.json", json.dumps(asdict(index)))
-    return index
+    texts = [asdict(text) for text in (*held_out, *others)]
+    facts = {"num_held_out": len(held_out), "hidden_size": hidden_size, "width": width, "dtype": dtype, "texts": texts}
+    write_atomically(folder / "texts.json", json.dumps(facts))
+    return Dataset(folder)
+
+
+def held_out_prompts(answers: Iterable[KeptAnswer], share: float) -> set[tuple[int, ...]]:
+    """Whose answers are kept from training: of each kind this share, at least one where there are two or more.
+
+    All answers to a prompt: one in training would tell the others.
+    """
+    by_kind: dict[str, set[tuple[int, ...]]] = {}
+    for answer in answers:
+        by_kind.setdefault(answer.kind, set()).add(tuple(answer.prompt))
+    chosen: set[tuple[int, ...]] = set()
+    for prompts in by_kind.values():
+        if len(prompts) > 1:
+            order = sorted(prompts, key=lambda prompt: hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest())
+            chosen.update(order[: max(1, round(share * len(order)))])
+    return chosen
 
 
 def features_folder(plan: TrainingPlan) -> Path:
@@ -104,50 +91,65 @@ def features_folder(plan: TrainingPlan) -> Path:
 
 
 class Dataset:
-    """The texts whose hidden states are there, mapped from their files."""
+    """The chosen answers, each with its prompt one text, and their hidden states, mapped from their file.
+
+    Held-out texts come first, the others are shuffled.
+    """
 
     def __init__(self, folder: Path) -> None:
-        index = Index.read(folder)
-        assert index is not None, "texts are chosen first"
-        self.index = index
-        self.starts = np.concatenate([[0], np.cumsum(index.lengths)])
+        """Raises: FileNotFoundError where no texts have been chosen."""
+        facts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
+        self.texts = [KeptAnswer(**fields) for fields in facts["texts"]]
+        self.hidden_size: int = facts["hidden_size"]
+        self.width: int = facts["width"]  # of hidden states: of all taps, the final ones last
+        self.dtype: str = facts["dtype"]
+        self.num_held_out: int = facts["num_held_out"]
+        self.starts = [0, *accumulate(len(text.token_ids) for text in self.texts)]
+        self.tokens = torch.tensor([token_id for text in self.texts for token_id in text.token_ids])
         self.hidden_path = folder / "hidden.bin"
-        self.tokens = torch.from_numpy(np.fromfile(folder / "tokens.bin", dtype=np.int32)).long()
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * DTYPE_BYTES[self.dtype]
 
     def __len__(self) -> int:
         """The number of texts whose hidden states are there, from the first on."""
         size = self.hidden_path.stat().st_size if self.hidden_path.is_file() else 0
-        return int(np.searchsorted(self.starts, size // self.index.row_bytes, side="right")) - 1
+        return bisect.bisect_right(self.starts, size // self.row_bytes) - 1
 
     @cached_property
     def hidden(self) -> Tensor:
         """[num_tokens, width] of the texts that are there now; what is read of it takes memory."""
-        num_rows = int(self.starts[len(self)])
-        dtype = TORCH_DTYPES[self.index.dtype]
-        flat = torch.from_file(str(self.hidden_path), size=num_rows * self.index.width, dtype=dtype)
-        return flat.view(num_rows, self.index.width)
+        num_rows = self.starts[len(self)]
+        flat = torch.from_file(str(self.hidden_path), size=num_rows * self.width, dtype=TORCH_DTYPES[self.dtype])
+        return flat.view(num_rows, self.width)
+
+    @property
+    def features(self) -> Tensor:
+        """[num_tokens, num_taps * hidden_size], what a head is fed with: the final states where there are no taps."""
+        return self.hidden[:, : max(self.width - self.hidden_size, self.hidden_size)]
+
+    @property
+    def final(self) -> Tensor:
+        """[num_tokens, hidden_size]: the target's, behind its final norm."""
+        return self.hidden[:, -self.hidden_size :]
 
     @property
     def held_out(self) -> range:
-        return range(min(self.index.num_held_out, len(self)))
+        return range(min(self.num_held_out, len(self)))
 
     @property
     def training(self) -> range:
-        return range(self.index.num_held_out, len(self))
+        return range(self.num_held_out, len(self))
 
     def rows(self, text: int) -> slice:
         """Of `tokens` and `hidden`."""
-        return slice(int(self.starts[text]), int(self.starts[text + 1]))
+        return slice(self.starts[text], self.starts[text + 1])
 
     def answer_counts(self, vocab_size: int) -> Tensor:
         """[vocab_size]: how often each token was answered, in texts to learn from."""
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for text in self.training:
-            rows = self.rows(text)
-            counts += torch.bincount(
-                self.tokens[rows.start + self.index.prompt_lengths[text] : rows.stop], minlength=vocab_size
-            )
-        return counts
+        answered = [token_id for text in self.training for token_id in self.texts[text].response]
+        return torch.bincount(torch.tensor(answered, dtype=torch.long), minlength=vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,28 +169,17 @@ class Batch:
     first_chain: int  # chains before it meet no row
 
     @classmethod
-    def of(cls, dataset: Dataset, texts: Sequence[int], *, hidden_size: int, has_own_final: bool) -> Batch:
-        """`has_own_final`: the last tap is for comparison only; else features are the final hidden states."""
-        index = dataset.index
-        length = max(index.lengths[text] for text in texts)
-        width = index.width - hidden_size if has_own_final else index.width
-        token_ids = torch.zeros(len(texts), length, dtype=torch.long)
-        features = torch.zeros(len(texts), length, width, dtype=dataset.hidden.dtype)
-        places, finals = [], []
-        for place, text in enumerate(texts):
-            rows, size, prompt_length = dataset.rows(text), index.lengths[text], index.prompt_lengths[text]
-            token_ids[place, :size] = dataset.tokens[rows]
-            features[place, :size] = dataset.hidden[rows, :width]
-            places.append(torch.arange(prompt_length - 1, size - 1))
-            finals.append(dataset.hidden[rows.start + prompt_length - 1 : rows.stop - 1, -hidden_size:])
+    def of(cls, dataset: Dataset, texts: Sequence[int]) -> Batch:
+        rows, starts = [dataset.rows(text) for text in texts], [len(dataset.texts[text].prompt) - 1 for text in texts]
+        places = [torch.arange(first, each.stop - each.start - 1) for each, first in zip(rows, starts, strict=True)]
         return cls(
-            token_ids=token_ids,
-            features=features,
+            token_ids=pad_sequence([dataset.tokens[each] for each in rows], batch_first=True),
+            features=pad_sequence([dataset.features[each] for each in rows], batch_first=True),
             texts=torch.cat([torch.full_like(each, place) for place, each in enumerate(places)]),
             places=torch.cat(places),
-            depths=torch.cat([torch.arange(len(each)) for each in places]),
-            final=torch.cat(finals),
-            first_chain=min(index.prompt_lengths[text] for text in texts) - MIN_PROMPT_TOKENS,
+            depths=torch.cat([each - each[0] for each in places]),
+            final=torch.cat([dataset.final[each][own] for each, own in zip(rows, places, strict=True)]),
+            first_chain=min(starts) + 1 - MIN_PROMPT_TOKENS,
         )
 
     def to(self, device: torch.device) -> Batch:

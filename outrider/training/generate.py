@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +120,3 @@ def _whole(completion: Completion) -> list[int]:
     """With the token that ended it."""
     token_ids, end = list(completion.token_ids), completion.finished.stop_token_id
     return [*token_ids, end] if end is not None and token_ids[-1:] != [end] else token_ids
-
-
-def held_out(answers: Sequence[KeptAnswer], share: float) -> set[int]:
-    """Indexes of answers that are kept from training: of each kind this share, at least one of two or more.
-
-    Answers to the same prompt stay together: one in training would tell the other.
-    """
-    chosen: set[int] = set()
-    for kind, count in Counter(answer.kind for answer in answers).items():
-        own = [index for index, answer in enumerate(answers) if answer.kind == kind]
-        own.sort(key=lambda index: hashlib.blake2b(repr(list(answers[index].prompt)).encode(), digest_size=8).digest())
-        if count < 2:
-            continue
-        size = max(1, round(share * count))
-        last = answers[own[size - 1]].prompt
-        while size < count and list(answers[own[size]].prompt) == list(last):
-            size += 1
-        chosen.update(own[:size])
-    return chosen

@@ -19,8 +19,8 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import InternalError
 from outrider.model_hub.compute import PROMPT_ROWS, Compute, open_compute
 from outrider.model_hub.config import ModelConfig
-from outrider.training.dataset import Dataset, features_folder
-from outrider.training.plan import PhaseClock, Progress, TrainingPlan
+from outrider.training.dataset import Dataset
+from outrider.training.plan import PhaseClock, Progress
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.channel import RankLostError
@@ -45,34 +45,34 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 
 
 def write_hidden_states(
-    plan: TrainingPlan, target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
+    target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
     """Appends to hidden.bin until it has all texts, or some of them and the phase has taken `seconds`."""
-    cache, index = target.kv_cache, dataset.index
+    cache, count = target.kv_cache, len(dataset.texts)
     plane = target.model.spec.features
     assert plane is not None
     most_rows = min(PROMPT_ROWS[target.model.device.type], target.max_rows_per_step)
     start = len(dataset)
-    with (features_folder(plan) / "hidden.bin").open("ab") as file:
-        os.ftruncate(file.fileno(), int(dataset.starts[start]) * index.row_bytes)
-        while start < len(index.lengths):
-            if clock.seconds > seconds and start > 2 * index.num_held_out:
+    with dataset.hidden_path.open("ab") as file:
+        os.ftruncate(file.fileno(), dataset.starts[start] * dataset.row_bytes)
+        while start < count:
+            if clock.seconds > seconds and start > 2 * dataset.num_held_out:
                 return
             end = start + 1
-            while end < len(index.lengths) and dataset.starts[end + 1] - dataset.starts[start] <= most_rows:
+            while end < count and dataset.starts[end + 1] - dataset.starts[start] <= most_rows:
                 end += 1
             rows, slots, num_blocks = [], [], 0
             for text in range(start, end):
-                own = dataset.rows(text)
-                blocks = range(num_blocks, num_blocks - (-index.lengths[text] // cache.block_size))
-                rows.append(SequenceRows(dataset.tokens[own].tolist(), 0, blocks, num_logits=0))
-                slots.append(torch.arange(index.lengths[text]) + blocks.start * cache.block_size)
+                token_ids = dataset.texts[text].token_ids
+                blocks = range(num_blocks, num_blocks - (-len(token_ids) // cache.block_size))
+                rows.append(SequenceRows(token_ids, 0, blocks, num_logits=0))
+                slots.append(torch.arange(len(token_ids)) + blocks.start * cache.block_size)
                 num_blocks = blocks.stop
             target.runner.forward(build_input_batch(rows, cache.block_size))
             file.write(cache.read(plane.name, range(1), torch.cat(slots)).data)
             start = end
             clock.keep()
-            progress("features, tokens", int(dataset.starts[start]), int(dataset.starts[-1]))
+            progress("features, tokens", dataset.starts[start], dataset.starts[-1])
 
 
 def measure_rows(target: Compute, *, limit_seconds: float) -> dict[int, list[float]]:

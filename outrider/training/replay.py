@@ -55,26 +55,24 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
     generator = torch.Generator(device).manual_seed(1)
     results: Results = {}
     for text in texts:
-        rows, prompt_length = dataset.rows(text), dataset.index.prompt_lengths[text]
-        temperature, kind = dataset.index.temperatures[text], dataset.index.kinds[text]
-        token_ids = dataset.tokens[rows]
-        hidden = dataset.hidden[rows].to(device)
-        final = hidden[:, -target.hidden_size :]
+        answer, rows = dataset.texts[text], dataset.rows(text)
+        tokens, prompt_length, temperature = answer.token_ids, len(answer.prompt), answer.temperature
+        token_ids = dataset.tokens[rows].to(device)
         noise = None
         if temperature > 0:
-            logits = functional.linear(final[prompt_length - 1 : -1], output).float() / temperature
-            noise = torch.zeros(len(token_ids) + most, len(student.vocabulary.target_ids), device=device)
-            drawn = noise_given(logits, token_ids[prompt_length:].to(device), generator)
-            noise[prompt_length : len(token_ids)] = drawn[:, student.vocabulary.target_ids]
-        is_own_final = hidden.shape[1] == target.hidden_size
-        features = hidden if is_own_final else hidden[:, : -target.hidden_size]
-        drafts = _draft(student, features, token_ids.to(device), most, temperature, noise).tolist()
-        tokens = token_ids.tolist()
+            final = dataset.final[rows][prompt_length - 1 : -1].to(device)
+            logits = functional.linear(final, output).float() / temperature
+            noise = torch.zeros(len(tokens) + most, len(student.vocabulary.target_ids), device=device)
+            drawn = noise_given(logits, token_ids[prompt_length:], generator)
+            noise[prompt_length : len(tokens)] = drawn[:, student.vocabulary.target_ids]
+        drafts = _draft(student, dataset.features[rows].to(device), token_ids, most, temperature, noise).tolist()
         # Feature t and token t + 1 draft behind t + 2 known tokens.
         by_head = [_num_right(tokens, known, draft) for known, draft in enumerate(((), (), *drafts[:-2]))]
         by_lookup, is_long = _look_up(tokens, most)
         both = [one if first else other for one, other, first in zip(by_lookup, by_head, is_long, strict=True)]
-        counts = results.setdefault((kind, temperature), np.zeros((len(SOURCES), most, most + 1), dtype=np.int64))
+        counts = results.setdefault(
+            (answer.kind, temperature), np.zeros((len(SOURCES), most, most + 1), dtype=np.int64)
+        )
         for source, num_right in enumerate((by_head, by_lookup, both)):
             for k in range(1, most + 1):
                 steps = np.array(walk(num_right, prompt_length, k), dtype=np.int64)

@@ -22,7 +22,7 @@ from outrider.heads.open import open_head
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.training.answer_files import read_answers
-from outrider.training.dataset import Dataset, Index, choose_texts, features_folder
+from outrider.training.dataset import Dataset, choose_texts, features_folder
 from outrider.training.forms.make import make_student, needed_taps
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
@@ -111,22 +111,23 @@ def _write_hidden_states(
     with state.phase(FEATURES, plan) as clock:
         every = (*taps, target.num_layers)
         compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
-        index = Index.read(features_folder(plan))
-        if index is None:
-            index = choose_texts(
+        try:
+            dataset = Dataset(features_folder(plan))
+        except FileNotFoundError:
+            dataset = choose_texts(
                 plan,
                 read_answers(plan.traffic or answers_folder(plan)),
                 vocab_size=target.vocab_size,
-                width=len(every) * target.hidden_size,
+                hidden_size=target.hidden_size,
+                num_taps=len(taps),
                 dtype=compute.model.spec.dtype,
             )
-        say(f"features of {len(index.lengths)} texts, {sum(index.lengths)} tokens")
-        dataset = Dataset(features_folder(plan))
+        say(f"features of {len(dataset.texts)} texts, {len(dataset.tokens)} tokens")
         with compute.ranks:
-            write_hidden_states(plan, compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
+            write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
             prices = measure_rows(compute, limit_seconds=plan.price_seconds)
         write_atomically(plan.work / "prices.json", json.dumps(prices))
-        if len(dataset) < len(index.lengths):
+        if len(dataset) < len(dataset.texts):
             say(f"features of {len(dataset)} texts are there; the time for them is over")
     state.finish(FEATURES, plan)
 

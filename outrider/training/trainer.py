@@ -48,8 +48,7 @@ class Trainer:
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
         self._device = student.vocabulary.embedding.device
-        self._has_own_final = plan.form == "eagle3"
-        self._is_mixed = dataset.index.dtype == "bfloat16"
+        self._is_mixed = dataset.dtype == "bfloat16"
         trained = [(name, parameter) for name, parameter in student.named_parameters() if parameter.requires_grad]
         output = [parameter for name, parameter in trained if "lm_head" in name]
         others = [parameter for name, parameter in trained if "lm_head" not in name]
@@ -117,19 +116,17 @@ class Trainer:
     def _batches(self) -> Iterator[Sequence[int]]:
         """Texts of about one length, other neighbours in each round. Never ends."""
         rng = random.Random(f"{self._plan.seed} {self.step}")  # noqa: S311 no secret
-        lengths, size = self._dataset.index.lengths, self._plan.batch_size
-        by_length = sorted(self._dataset.training, key=lengths.__getitem__)
+        texts, size = self._dataset.texts, self._plan.batch_size
+        by_length = sorted(self._dataset.training, key=lambda text: len(texts[text].token_ids))
         while True:
             places = sorted(range(len(by_length)), key=lambda place: place + rng.uniform(0, NEIGHBOURS))
-            texts = [by_length[place] for place in places]
-            groups = [texts[start : start + size] for start in range(0, len(texts), size)]
+            order = [by_length[place] for place in places]
+            groups = [order[start : start + size] for start in range(0, len(order), size)]
             rng.shuffle(groups)
             yield from groups
 
     def _batch(self, texts: Sequence[int]) -> Batch:
-        width = self.student.vocabulary.embedding.shape[1]
-        batch = Batch.of(self._dataset, texts, hidden_size=width, has_own_final=self._has_own_final)
-        return batch.to(self._device)
+        return Batch.of(self._dataset, texts).to(self._device)
 
     def _learn(self, batch: Batch, part: float) -> None:
         """`part` of the time has passed. Raises: ModelError for a loss that is no number; the weights stay."""

@@ -4,11 +4,10 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.training.answer_files import KeptAnswer
-from outrider.training.dataset import Dataset, choose_texts, features_folder
-from outrider.training.generate import held_out
+from outrider.training.dataset import Dataset, choose_texts, features_folder, held_out_prompts
 from tests.training.toy import toy_dataset
 
-SHAPE = {"vocab_size": 50, "width": 4, "dtype": "float32"}
+SHAPE = {"vocab_size": 50, "hidden_size": 2, "num_taps": 1, "dtype": "float32"}
 
 
 def answers(count, *, kind="chat", size=10):
@@ -16,25 +15,26 @@ def answers(count, *, kind="chat", size=10):
 
 
 def test_a_share_of_each_kind_is_held_out_and_stays_the_same_when_more_comes():
-    every = [*answers(40), *answers(20, kind="code")]
-    chosen = held_out(every, 0.1)
-    assert sorted(every[index].kind for index in chosen) == ["chat"] * 4 + ["code"] * 2
-    assert held_out([every[0]], 0.5) == set()  # nothing would be left
+    every = [*answers(40), *(KeptAnswer([1, 3, number], [2, 2], 0.0, "code") for number in range(20))]
+    chosen = held_out_prompts(every, 0.1)
+    assert sorted(answer.kind for answer in every if tuple(answer.prompt) in chosen) == ["chat"] * 4 + ["code"] * 2
+    more = [*every, *(KeptAnswer([1, 4, number], [2, 2], 0.0, "chat") for number in range(9))]
+    assert len(chosen & held_out_prompts(more, 0.1)) >= 4
+    assert held_out_prompts([every[0]], 0.5) == set()  # nothing would be left
 
 
 def test_answers_to_one_prompt_are_held_out_together():
     every = [KeptAnswer([1, 2, number // 10], [number] * 5) for number in range(40)]
-    chosen = held_out(every, 0.1)
-    prompts = {every[index].prompt[2] for index in chosen}
-    assert chosen == {index for index in range(40) if index // 10 in prompts}
+    assert len(held_out_prompts(every, 0.1)) == 1
+    every = [KeptAnswer([1, 2, number // 2], [number] * 5, 0.0, ("chat", "code")[number % 2]) for number in range(40)]
+    assert len(held_out_prompts(every, 0.1)) == 2  # those of one kind are those of the other
 
 
 def test_texts_that_are_too_long_or_over_the_bound_stay_out(plan_of):
     plan = plan_of(max_length=20, max_feature_bytes=13 * 10 * 4 * 4)  # ten texts of 13 tokens with 4 float32 each
-    index = choose_texts(plan, [*answers(30), *answers(5, kind="long", size=18)], **SHAPE)
-    assert set(index.lengths) == {13}
-    assert len(index.lengths) == 10
-    assert (features_folder(plan) / "tokens.bin").stat().st_size == 4 * 130
+    dataset = choose_texts(plan, [*answers(30), *answers(5, kind="long", size=18)], **SHAPE)
+    assert [len(text.token_ids) for text in dataset.texts] == [13] * 10
+    assert len(dataset.tokens) == 130
 
 
 def test_too_few_answers_are_an_error(plan_of):
@@ -44,8 +44,7 @@ def test_too_few_answers_are_an_error(plan_of):
 
 def test_the_newest_answers_are_learnt_from(plan_of):
     plan = plan_of(max_feature_bytes=13 * 10 * 4 * 4)
-    choose_texts(plan, answers(30), **SHAPE)
-    tokens = Dataset(features_folder(plan)).tokens
+    tokens = choose_texts(plan, answers(30), **SHAPE).tokens
     assert set(tokens[2::13].tolist()) == set(range(20, 30))
 
 
@@ -62,12 +61,11 @@ def test_only_texts_whose_hidden_states_are_whole_are_there(plan_of):
         file.truncate(dataset.hidden_path.stat().st_size - 3)
     again = Dataset(features_folder(plan_of()))
     assert len(again) == num_texts - 1
-    assert again.hidden.shape[0] == sum(dataset.index.lengths[:-1])
-    assert list(again.training) == list(range(dataset.index.num_held_out, num_texts - 1))
+    assert again.hidden.shape[0] == sum(len(text.token_ids) for text in dataset.texts[:-1])
+    assert list(again.training) == list(range(dataset.num_held_out, num_texts - 1))
 
 
 def test_counts_are_of_answers_to_learn_from(plan_of):
     dataset = toy_dataset(plan_of())
     counts = dataset.answer_counts(48)
-    sizes = [dataset.index.lengths[text] - dataset.index.prompt_lengths[text] for text in dataset.training]
-    assert int(counts.sum()) == sum(sizes)
+    assert int(counts.sum()) == sum(len(dataset.texts[text].response) for text in dataset.training)

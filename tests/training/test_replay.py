@@ -90,7 +90,7 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
             final = target.output_layer()[self.tokens]  # the hidden state that chooses this token
             return torch.nn.functional.linear(final, target.output_layer())[None]
 
-    texts = [text for text in dataset.held_out if dataset.index.temperatures[text] > 0]
+    texts = [text for text in dataset.held_out if dataset.texts[text].temperature > 0]
     assert texts
     for (_, temperature), counts in replay(Same(), target, dataset, texts, most=2).items():
         assert temperature == 1.0

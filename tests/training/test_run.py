@@ -100,7 +100,7 @@ def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_pat
     state = RunState.open(plan)
     state.done.remove("answers")  # as if it had been interrupted there
     state.write(plan)
-    (plan.work / "features" / "index.json").unlink()
+    (plan.work / "features" / "texts.json").unlink()
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     run(plan, address=running.router_address)
     answers = list(read_answers(answers_folder(plan)))

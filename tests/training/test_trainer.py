@@ -52,16 +52,16 @@ def test_a_batch_has_the_rows_that_decide_the_answers(make):
     _, trainer = make()
     dataset = trainer._dataset
     texts = [dataset.training[0], dataset.training[1]]
-    batch = Batch.of(dataset, texts, hidden_size=HIDDEN, has_own_final=True)
+    batch = Batch.of(dataset, texts)
     for text, place, depth, final in zip(
         batch.texts.tolist(), batch.places.tolist(), batch.depths.tolist(), batch.final, strict=True
     ):
         number = texts[text]
-        assert depth == place - dataset.index.prompt_lengths[number] + 1
+        assert depth == place - len(dataset.texts[number].prompt) + 1
         own = dataset.hidden[dataset.rows(number).start + place]
         torch.testing.assert_close(final, own[-HIDDEN:])
         torch.testing.assert_close(batch.features[text, place], own[:-HIDDEN])
-    assert len(batch.depths) == sum(dataset.index.lengths[text] - dataset.index.prompt_lengths[text] for text in texts)
+    assert len(batch.depths) == sum(len(dataset.texts[text].response) for text in texts)
 
 
 def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.training.answer_files import KeptAnswer
-from outrider.training.dataset import Dataset, choose_texts, features_folder
+from outrider.training.dataset import choose_texts
 from outrider.training.forms.base import DraftVocabulary
 from outrider.training.forms.eagle3 import Eagle3Student, layer_config_of
 from outrider.training.forms.medusa import MedusaStudent
@@ -60,12 +60,11 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
         for number in range(num_texts)
         for text in [target.text(number % VOCAB, 12 + number % 9)]
     ]
-    width = (3 if has_taps else 1) * HIDDEN
-    choose_texts(plan, answers, vocab_size=VOCAB, width=width, dtype="float32")
-    dataset = Dataset(features_folder(plan))
+    num_taps = len(TAPS) if has_taps else 0
+    dataset = choose_texts(plan, answers, vocab_size=VOCAB, hidden_size=HIDDEN, num_taps=num_taps, dtype="float32")
     with dataset.hidden_path.open("wb") as file:
-        for text in range(len(dataset.index.lengths)):
-            hidden = target.hidden(dataset.tokens[dataset.rows(text)].tolist())[:, -width:]
+        for text in dataset.texts:
+            hidden = target.hidden(text.token_ids)[:, -dataset.width :]
             file.write(hidden.contiguous().numpy().tobytes())
     return dataset
 

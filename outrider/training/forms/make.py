@@ -45,8 +45,7 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
         return MLPStudent(vocabulary, plan.num_steps).to(device)
     taps = eagle3_taps(target.num_layers)
     student = Eagle3Student(layer_config_of(target), vocabulary, taps, _verifier(target, name))
-    hidden = dataset.hidden[:, : -target.hidden_size]
-    student.scale_features(hidden[:: -(-len(hidden) // SCALE_SAMPLE)])
+    student.scale_features(dataset.features[:: -(-len(dataset.features) // SCALE_SAMPLE)])
     return student.to(device)
 
 
