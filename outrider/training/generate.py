@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from pathlib import Path
-from typing import Any
 
 from outrider.answer import Completion
 from outrider.client import AsyncClient
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
 from outrider.training.plan import PhaseClock, Progress, TrainingPlan
-from outrider.training.prompts import FilePrompts, OwnPrompts, PromptSource, TrainingPrompt
+from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, write_prompt
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 """Drawn from, evenly. Greedy answers teach what is likeliest, sampled ones what else is said."""
 MAX_ANSWERS_BYTES = 512 << 20
 MIN_RESPONSE_TOKENS = 8
+MAX_PASTED_TEXTS = 256
 MIN_ANSWERS = 16  # even if the time is over
 MAX_EXTRA_SECONDS = 600.0  # for those
 MAX_FAILURES_IN_A_ROW = 8  # of one of those who ask
@@ -48,34 +49,45 @@ class _Asking:
         self._num_tokens = sum(len(answer.response) for answer in kept)
         # Another seed after each interruption: the same prompts again would be lost work.
         self._rng = random.Random(f"{plan.seed} {len(kept)}")  # noqa: S311 no secret
-        self._source: PromptSource = OwnPrompts(self._rng) if plan.prompts is None else FilePrompts(plan.prompts)
+        self._given = None if plan.prompts is None else iter(read_prompts(plan.prompts))
+        self._pasted: deque[str] = deque(maxlen=MAX_PASTED_TEXTS)
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)
 
     async def run(self, address: str) -> None:
         async with AsyncClient(address) as client:
-            clock = asyncio.create_task(self._run_out())
-            work = asyncio.gather(*(self._work(client) for _ in range(self._plan.concurrency)))
-            ends: list[asyncio.Future[Any]] = [clock, work]
+            work = {asyncio.create_task(self._work(client)) for _ in range(self._plan.concurrency)}
+            left = work
             try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
+                while left and (seconds_left := self._seconds_left()) > 0:
+                    done, left = await asyncio.wait(
+                        work, timeout=min(REPORT_SECONDS, seconds_left), return_when=asyncio.FIRST_EXCEPTION
+                    )
+                    for each in done:
+                        each.result()
+                    self._clock.keep()
+                    stage = f"{len(self._known)} answers, {self._num_tokens} tokens; seconds"
+                    self._progress(stage, int(self._clock.seconds), int(self._seconds))
             finally:
-                clock.cancel()
-                work.cancel()
-                await asyncio.gather(clock, work, return_exceptions=True)
+                for each in work:
+                    each.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
                 self._writer.close()
+
+    def _seconds_left(self) -> float:
+        """More where hardly any answers are there."""
+        extra = MAX_EXTRA_SECONDS if len(self._known) < MIN_ANSWERS else 0.0
+        return self._seconds + extra - self._clock.seconds
 
     async def _work(self, client: AsyncClient) -> None:
         prompt: TrainingPrompt | None = None
         failures = 0
         while True:
             try:
-                prompt = prompt or await self._source.next(client)
+                prompt = prompt or await self._next_prompt(client)
                 if prompt is None:
                     return
-                if tuple(prompt.token_ids) not in self._known:
-                    self._keep(await self._answer(client, prompt))
+                if tuple(prompt[1]) not in self._known:
+                    await self._answer(client, *prompt)
                 prompt, failures = None, 0
             except OutriderError as error:
                 failures += 1
@@ -86,34 +98,29 @@ class _Asking:
                 else:
                     await asyncio.sleep(failures * RETRY_SECONDS)
 
-    async def _answer(self, client: AsyncClient, prompt: TrainingPrompt) -> KeptAnswer:
+    async def _next_prompt(self, client: AsyncClient) -> TrainingPrompt | None:
+        """Each of the file once, in its order; without a file they never end."""
+        if self._given is None:
+            return await write_prompt(client, self._rng, self._pasted)
+        for kind, chat in self._given:
+            return kind, await tokenize(client, chat)
+        return None
+
+    async def _answer(self, client: AsyncClient, kind: str, token_ids: list[int]) -> None:
         temperature = self._rng.choice(TEMPERATURES)
         result = await client.complete(
-            prompt.token_ids,
+            token_ids,
             temperature=temperature,
             max_tokens=self._plan.max_answer_tokens,
             seed=self._rng.randrange(1 << 31),
         )
         if temperature < 1:
-            self._source.hear(result.text)
-        return KeptAnswer(prompt.token_ids, _whole(result.completions[0]), temperature, prompt.kind)
-
-    def _keep(self, answer: KeptAnswer) -> None:
-        if len(answer.response) < MIN_RESPONSE_TOKENS and self._plan.prompts is None:
-            return
-        self._known.add(tuple(answer.prompt))
-        self._num_tokens += len(answer.response)
-        self._writer.append(answer)
-
-    async def _run_out(self) -> None:
-        """Until the time is over and some answers are there; reports meanwhile."""
-        while self._clock.seconds < self._seconds or (
-            len(self._known) < MIN_ANSWERS and self._clock.seconds < self._seconds + MAX_EXTRA_SECONDS
-        ):
-            await asyncio.sleep(min(REPORT_SECONDS, max(self._seconds - self._clock.seconds, 0.1)))
-            self._clock.keep()
-            stage = f"{len(self._known)} answers, {self._num_tokens} tokens; seconds"
-            self._progress(stage, int(self._clock.seconds), int(self._seconds))
+            self._pasted.append(result.text)
+        response = _whole(result.completions[0])
+        if len(response) >= MIN_RESPONSE_TOKENS or self._given is not None:
+            self._known.add(tuple(token_ids))
+            self._num_tokens += len(response)
+            self._writer.append(KeptAnswer(token_ids, response, temperature, kind))
 
 
 def _whole(completion: Completion) -> list[int]:

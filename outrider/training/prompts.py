@@ -10,16 +10,14 @@ import contextlib
 import itertools
 import json
 import random
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.client import AsyncClient, ChatMessage
 from outrider.errors import ConfigError, InvalidRequestError
 
-PASTED_SHARE, MIN_PASTED_CHARACTERS, MAX_PASTED_TEXTS = 0.6, 200, 256
+PASTED_SHARE, MIN_PASTED_CHARACTERS = 0.6, 200
 MIN_TURN_CHARACTERS = 20
 DEFAULT_SYSTEM_SHARE, NO_OPENING_SHARE = 0.25, 0.3
 
@@ -29,67 +27,28 @@ _TURNS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("t
 topics that a system line may have, and the words that a turn may begin with."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingPrompt:
-    """Something to answer."""
-
-    token_ids: Sequence[int]
-    kind: str
+TrainingPrompt = tuple[str, list[int]]
+"""Kind of text, and token ids with the chat template's: something to answer."""
 
 
-class PromptSource(Protocol):
-    """Where prompts come from."""
+async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence[str]) -> TrainingPrompt:
+    """A turn that the target writes as its user, in some kind of text. Raises: OutriderError.
 
-    def hear(self, answer: str) -> None:
-        """What the target has answered."""
-
-    async def next(self, client: AsyncClient) -> TrainingPrompt | None:
-        """None: there are no more. Raises: OutriderError."""
-
-
-class FilePrompts:
-    """Each prompt of a JSONL file once, in its order."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises: ConfigError for a file that cannot be read, with the line's number."""
-        self._prompts: Iterator[tuple[str, Sequence[ChatMessage]]] = iter(read_prompts(path))
-
-    def hear(self, answer: str) -> None:
-        pass
-
-    async def next(self, client: AsyncClient) -> TrainingPrompt | None:
-        for kind, messages in self._prompts:
-            return TrainingPrompt(await _tokenize(client, messages), kind)
-        return None
-
-
-class OwnPrompts:
-    """Turns that the target writes as its user, in all kinds of text. Never ends.
-
-    Many a text that a user pastes is an answer that the target has given before.
+    Many a text that a user pastes is one of `pasted`: answers that the target has given before.
     """
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._texts: deque[str] = deque(maxlen=MAX_PASTED_TEXTS)
-
-    def hear(self, answer: str) -> None:
-        if len(answer) >= MIN_PASTED_CHARACTERS:
-            self._texts.append(answer.strip())
-
-    async def next(self, client: AsyncClient) -> TrainingPrompt | None:
-        rng = self._rng
-        while True:
-            (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])
-            turn = _TURNS[kind]
-            system: tuple[ChatMessage, ...] = ()  # the template's own, where it has one
-            if rng.random() >= DEFAULT_SYSTEM_SHARE:
-                system = (ChatMessage("system", _HELP.format(rng.choice(turn["topics"]))),)
-            opening = "" if rng.random() < NO_OPENING_SHARE and kind == "chat" else rng.choice(turn["openings"])
-            if kind == "text" and self._texts and rng.random() < PASTED_SHARE:
-                pasted = opening + rng.choice(self._texts)
-                return TrainingPrompt(await _tokenize(client, (ChatMessage("user", pasted),)), kind)
-            prompt, closing = await _open_turn(client, system, opening)
+    while True:
+        (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])
+        turn = _TURNS[kind]
+        system: tuple[ChatMessage, ...] = ()  # the template's own, where it has one
+        if rng.random() >= DEFAULT_SYSTEM_SHARE:
+            system = (ChatMessage("system", _HELP.format(rng.choice(turn["topics"]))),)
+        least = MIN_TURN_CHARACTERS
+        text = "" if rng.random() < NO_OPENING_SHARE and kind == "chat" else rng.choice(turn["openings"])
+        if kind == "text" and pasted and rng.random() < PASTED_SHARE:
+            text += rng.choice(pasted)
+            least = MIN_PASTED_CHARACTERS
+        else:
+            prompt, closing = await _open_turn(client, system, text)
             result = await client.complete(
                 prompt,
                 temperature=turn["temperature"],
@@ -99,9 +58,9 @@ class OwnPrompts:
                 stop_token_ids=closing[:1],
                 skip_special_tokens=True,
             )
-            text = opening + result.text.rstrip()
-            if len(text) >= MIN_TURN_CHARACTERS:
-                return TrainingPrompt(await _tokenize(client, (ChatMessage("user", text.strip()),)), kind)
+            text += result.text
+        if len(text.strip()) >= least:
+            return kind, await tokenize(client, (ChatMessage("user", text.strip()),))
 
 
 async def _open_turn(
@@ -131,7 +90,7 @@ def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-async def _tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
+async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
     """As the chat that the target answers. What its template refuses is left out: system turns, then earlier turns.
 
     Of a model without a template it is the last text as it is.
@@ -147,7 +106,7 @@ def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:
     """(kind, chat) of each line. Raises: ConfigError."""
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may have other ends of lines within
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):

@@ -6,7 +6,7 @@ import jinja2
 import pytest
 
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.training.prompts import FilePrompts, OwnPrompts, _open_turn, _tokenize
+from outrider.training.prompts import _open_turn, read_prompts, tokenize, write_prompt
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 
 LLAMA2 = (
@@ -83,7 +83,7 @@ async def test_a_chat_with_a_system_turn_that_the_template_refuses_keeps_the_tem
     chat = (ChatMessage("system", "Be brief."), ChatMessage("user", "Why"))
     for template, expected in ((LLAMA2, "[INST] Why [/INST]"), (None, "Why")):
         client = TokenizingClient(template)
-        assert client.text(await _tokenize(client, chat)) == expected
+        assert client.text(await tokenize(client, chat)) == expected
 
 
 async def test_a_template_that_drops_the_users_text_is_named():
@@ -93,10 +93,10 @@ async def test_a_template_that_drops_the_users_text_is_named():
 
 async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():
     client = TokenizingClient(CHAT_TEMPLATE)
-    source = OwnPrompts(random.Random(1))
-    prompts = [await source.next(client) for _ in range(40)]
-    assert {prompt.kind for prompt in prompts} == {"chat", "code", "text"}
-    texts = [client.text(prompt.token_ids) for prompt in prompts]
+    rng = random.Random(1)
+    prompts = [await write_prompt(client, rng, ()) for _ in range(40)]
+    assert {kind for kind, _ in prompts} == {"chat", "code", "text"}
+    texts = [client.text(token_ids) for _, token_ids in prompts]
     assert all(text.endswith("please.<|im_end|>\n<|im_start|>assistant\n") for text in texts)
     assert len(set(texts)) > 15  # other opening words
     assert all("system" not in text for text in texts)  # which only varied the question
@@ -105,13 +105,13 @@ async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():
 
 
 async def test_users_paste_what_the_target_has_answered():
-    client, source = TokenizingClient(CHAT_TEMPLATE), OwnPrompts(random.Random(1))
-    source.hear("too short to be pasted")
-    source.hear("An article about rivers. " * 20)
-    prompts = [await source.next(client) for _ in range(200)]
-    pasted = [prompt for prompt in prompts if "about rivers" in client.text(prompt.token_ids)]
-    assert {prompt.kind for prompt in pasted} == {"text"}
-    assert 20 < len(pasted) < sum(prompt.kind == "text" for prompt in prompts)
+    client, rng = TokenizingClient(CHAT_TEMPLATE), random.Random(1)
+    answers = ["too short to be pasted", "An article about rivers. " * 20]
+    prompts = [await write_prompt(client, rng, answers) for _ in range(200)]
+    assert not any("too short" in client.text(token_ids) for _, token_ids in prompts)
+    pasted = [kind for kind, token_ids in prompts if "about rivers" in client.text(token_ids)]
+    assert set(pasted) == {"text"}
+    assert 20 < len(pasted) < sum(kind == "text" for kind, _ in prompts)
 
 
 async def test_prompts_of_a_file_come_once_in_their_order(tmp_path):
@@ -120,10 +120,9 @@ async def test_prompts_of_a_file_come_once_in_their_order(tmp_path):
         '{"text": "one"}\n\n{"prompt": "two", "kind": "code"}\n'
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "three"}]}\n'
     )
-    client, source = TokenizingClient(CHAT_TEMPLATE), FilePrompts(path)
-    found = [await source.next(client) for _ in range(4)]
-    assert [each and each.kind for each in found] == ["prompts", "code", "prompts", None]
-    assert client.text(found[2].token_ids) == (
+    client, found = TokenizingClient(CHAT_TEMPLATE), read_prompts(path)
+    assert [kind for kind, _ in found] == ["prompts", "code", "prompts"]
+    assert client.text(await tokenize(client, found[2][1])) == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -137,12 +136,19 @@ def test_a_bad_line_is_named_with_what_a_line_is(tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "one"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r'line 2: .*"messages"'):
-        FilePrompts(path)
+        read_prompts(path)
 
 
 def test_a_file_without_prompts_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
-        FilePrompts(tmp_path / "none.jsonl")
+        read_prompts(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="no prompts"):
-        FilePrompts(tmp_path / "empty.jsonl")
+        read_prompts(tmp_path / "empty.jsonl")
+
+
+def test_a_text_may_have_any_ends_of_lines_within(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "one\u2028two\x85three"}\r\n', encoding="utf-8", newline="")
+    ((_, (message,)),) = read_prompts(path)
+    assert message.content == "one\u2028two\x85three"
