@@ -109,11 +109,11 @@ def make_build(
             progress=announce_progress,
         )
         model, kv_cache, runner = compute.model, compute.kv_cache, compute.runner
-        head = open_local_head(config, model_config, model, kv_cache)
-        proposers += head.proposers
+        head, features_of = open_local_head(config, model_config, model, kv_cache)
+        proposers += [head] if head else []
         info = replace(
             model.info,
-            proposer=head.name or config.local_fallback,
+            proposer=head.info.name if head else config.local_fallback,
             num_speculative_tokens=config.num_speculative_tokens,
         )
         pool = BlockPool(
@@ -161,7 +161,7 @@ def make_build(
             ),
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees == "auto",
-            features_of=head.features_of,
+            features_of=features_of,
         )
         ingest = Ingest(
             kv_cache=kv_cache,

@@ -124,8 +124,9 @@ class ModelPair:
         if self.reduction is None:
             return make_proposer(self.proposer_name, self.settings), None
         config = DecodeNodeConfig(num_speculative_tokens=self.num_speculative_tokens)
-        head = open_local_head(config, self.settings.model, self.model, engine.kv_cache)
-        return head.proposers[0], head.features_of
+        head, features_of = open_local_head(config, self.settings.model, self.model, engine.kv_cache)
+        assert head is not None, "model.head names one"
+        return head, features_of
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
         settings = {

@@ -68,7 +68,7 @@ class SimulatedHeadForward(PathSampler):
             if not found:
                 return [Decided(()) for _ in rows]
             decided = self._decide(torch.from_numpy(np.stack(found)), rows)
-            return [replace(first, state=self._depth(row)) for row, (first, *_) in zip(rows, decided, strict=True)]
+            return [replace(each, state=self._depth(row)) for row, each in zip(rows, decided, strict=True)]
 
     def _logits(self, row: PathRows) -> np.ndarray:
         end = self._end(row)

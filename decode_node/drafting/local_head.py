@@ -38,33 +38,20 @@ class PlaneFeatures:
         return self.rows.index_select(0, upload_ids([kv.slot(place) for place in range(start, end)], self.rows.device))
 
 
-@dataclass(frozen=True, slots=True)
-class LocalHead:
-    """What this node proposes with `model.head`."""
-
-    proposers: tuple[IsolatedProposer, ...] = ()  # at most one
-    features_of: FeaturesOf | None = None
-    name: str = ""
-
-
 def open_local_head(
     config: DecodeNodeConfig, model_config: ModelConfig, model: LoadedModel, kv_cache: KVCache
-) -> LocalHead:
-    """Of the head that `model.head` names; nothing where there is none, or draft nodes propose. Raises: as `load_head`.
+) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
+    """With the head that `model.head` names; nothing without one, or where draft nodes propose. Raises: as `load_head`.
 
     `kv_cache`: with the plane of its features.
     """
     folder = head_folder(model_config)
     if folder is None or not config.local_head or not config.num_speculative_tokens:
-        return LocalHead()
+        return None, None
     target = HeadTarget.of(model)
     proposer = make_head_proposer(
         load_head(folder, target), target, max_catch_up_rows=MAX_CATCH_UP_ROWS, catch_up_seconds=CATCH_UP_SECONDS
     )
     assert model.spec.features is not None
     rows = kv_cache.layers(model.spec.features.name)[0].flatten(0, 1).flatten(1)
-    return LocalHead(
-        (IsolatedProposer(proposer, on_failure=log_failed_proposer),),
-        lambda sequence: PlaneFeatures(rows, sequence),
-        proposer.info.name,
-    )
+    return IsolatedProposer(proposer, on_failure=log_failed_proposer), lambda sequence: PlaneFeatures(rows, sequence)

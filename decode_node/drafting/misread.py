@@ -18,22 +18,20 @@ class MisreadWatch:
     """Counts first tokens by proposer. Engine thread only."""
 
     def __init__(self) -> None:
-        self._num_drafts: dict[str, int] = {}
-        self._num_accepted: dict[str, int] = {}
+        self._verdicts: dict[str, list[bool]] = {}  # of first tokens, by proposer
 
     def observe(self, source: str, *, is_first_accepted: bool) -> None:
         """One verdict. Proposers without a model, whose names have no colon, may well be wrong about a text."""
-        num_drafts = self._num_drafts.get(source, 0)
-        if num_drafts == NUM_DRAFTS or (source != DRAFT_NODE and ":" not in source):
+        verdicts = self._verdicts.setdefault(source, [])
+        if len(verdicts) == NUM_DRAFTS or (source != DRAFT_NODE and ":" not in source):
             return
-        self._num_drafts[source] = num_drafts + 1
-        self._num_accepted[source] = self._num_accepted.get(source, 0) + is_first_accepted
-        if num_drafts + 1 == NUM_DRAFTS and self._num_accepted[source] < LEAST_ACCEPTED * NUM_DRAFTS:
+        verdicts.append(is_first_accepted)
+        if len(verdicts) == NUM_DRAFTS and sum(verdicts) < LEAST_ACCEPTED * NUM_DRAFTS:
             _log.warning(
                 "next to nothing of these drafts is accepted: a head or draft model is probably read wrongly, or was "
                 "made for another target; check that it names this target, its layer ids (counted from the input of a "
                 "layer or from its output), the flags of its norms, and its d2t",
                 proposer=source,
                 num_drafts=NUM_DRAFTS,
-                num_first_tokens_accepted=self._num_accepted[source],
+                num_first_tokens_accepted=sum(verdicts),
             )

@@ -167,10 +167,12 @@ def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_p
 
     def rename_after(self, logits, rows, **options):
         ids = self.model.target_ids.tolist()
-        return [
-            [replace(each, token_ids=tuple(ids[token_id] for token_id in each.token_ids)) for each in found]
-            for found in decide(self, logits, rows, **options)
-        ]
+
+        def renamed(each):
+            token_ids = tuple(ids[token_id] for token_id in each.token_ids)
+            return replace(each, token_ids=token_ids, following=tuple(map(renamed, each.following)))
+
+        return [renamed(each) for each in decide(self, logits, rows, **options)]
 
     monkeypatch.setattr(
         HeadForward, "_of_target", lambda _, logits: pad(logits, (0, VOCAB_SIZE - logits.shape[1]), value=-torch.inf)

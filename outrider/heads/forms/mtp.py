@@ -93,19 +93,6 @@ class _Network(nn.Module):
             self.rotation = type(model.rotary_emb)(config=config)
         self.requires_grad_(requires_grad=False).eval()
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, step: object) -> Tensor:
-        """[num_rows, hidden_size] twice, [num_rows] → [num_rows, hidden_size]."""
-        rows = self.projection(torch.cat([self.token_norm(embeddings), self.hidden_norm(hidden)], -1))[None]
-        positions = positions[None]
-        rows = self.layer(
-            rows,
-            attention_mask=None,
-            position_ids=positions,
-            position_embeddings=self.rotation(rows, positions),
-            **{STEP_ARGUMENT: step},
-        )
-        return self.final_norm(rows[0])  # type: ignore[no-any-return]
-
 
 class MTP(HeadModel):
     """The head of one folder."""
@@ -140,10 +127,17 @@ class MTP(HeadModel):
         )
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
-        found: Tensor = self._network(
-            self._embedding[rows.token_ids], rows.features, rows.positions, _Attention(attend)
+        network, positions = self._network, rows.positions[None]
+        token, hidden = network.token_norm(self._embedding[rows.token_ids]), network.hidden_norm(rows.features)
+        states = network.projection(torch.cat([token, hidden], -1))[None]
+        states = network.layer(
+            states,
+            attention_mask=None,
+            position_ids=positions,
+            position_embeddings=network.rotation(states, positions),
+            **{STEP_ARGUMENT: _Attention(attend)},
         )
-        return found
+        return network.final_norm(states[0])  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         return self._output(hidden).float()

@@ -142,8 +142,8 @@ class HeadForward(PathSampler):
         # Each by itself: a view would hold the states of all sequences for as long as one path needs its own.
         states = iter([state.clone() for state in hidden[::num_parallel]])
         return [
-            replace(first, state=next(states), following=tuple(following)) if first.token_ids else first
-            for first, *following in self._decide(logits, rows, num_parallel=num_parallel, confidences=confidences)
+            replace(each, state=next(states)) if each.token_ids else each
+            for each in self._decide(logits, rows, num_parallel=num_parallel, confidences=(confidences,))
         ]
 
     def _forward(

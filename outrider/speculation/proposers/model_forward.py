@@ -93,7 +93,7 @@ class ModelForward(PathSampler):
             SequenceRows(row.token_ids, row.start_position, row.block_ids, min(row.num_decisions, 1)) for row in rows
         ]
         logits = self.runner.forward(build_input_batch(fed, self.pool.block_size))
-        return [decided for (decided,) in self._decide(logits, rows)]
+        return self._decide(logits, rows)
 
 
 def open_draft_model(

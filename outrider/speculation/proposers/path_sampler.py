@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice, repeat
 
 import torch
 from torch import Tensor
@@ -40,12 +41,12 @@ class PathSampler:
         self.sampler.commit(sampling, token_ids)
 
     def _decide(
-        self, logits: Tensor, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: Tensor | None = None
-    ) -> list[list[Decided]]:
-        """Of each of `rows`, `num_parallel` decisions; one that is empty where none is asked for. Waits once.
+        self, logits: Tensor, rows: Sequence[PathRows], *, num_parallel: int = 1, confidences: tuple[Tensor, ...] = ()
+    ) -> list[Decided]:
+        """Of each of `rows`, `num_parallel` positions; an empty one where none is asked for. Waits once.
 
         logits: [num_deciding * num_parallel, vocab_size] float32, changed; of the positions after each path, the next
-        one first. Penalties count nothing among them. confidences: [num_deciding] float64, of those next positions.
+        one first. Penalties count nothing among them. confidences: one [num_deciding] float64, of those next positions.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -62,19 +63,20 @@ class PathSampler:
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
-        sure = Pending(
-            (confidences,) if confidences is not None else (), lambda arrays: [each.tolist() for each in arrays]
-        )
+        sure = Pending(confidences, lambda arrays: [each.tolist() for each in arrays])
         found, confident, *winners = read(distributions, sure, *(pending for _, pending in rounds))
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
                 token_ids[place].append(token_id)
-        outcomes: list[list[Decided]] = [[] if row.num_decisions else [Decided(())] for row in rows]
-        for place, (index, ahead) in enumerate(places):
-            confidence = confident[0][place // num_parallel] if confident and not ahead else 1.0
-            outcomes[index].append(Decided(tuple(token_ids[place]), found.get(place), confidence=confidence))
-        return outcomes
+        made = iter([Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)])
+        sure_of = iter(confident[0]) if confident else repeat(1.0)
+        return [
+            replace(next(made), confidence=next(sure_of), following=tuple(islice(made, num_parallel - 1)))
+            if row.num_decisions
+            else Decided(())
+            for row in rows
+        ]
 
     def _distributions(
         self, logits: Tensor, samples: Sequence[SampleRows], places: Sequence[int]
