@@ -18,6 +18,7 @@ from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.cluster import ClusterEvent, EventKind
 from outrider.config import load_config
+from outrider.errors import ConfigError
 
 PLAN_ARGUMENTS = {  # by name of the plan's field: flag, metavariable, help
     "form": ("--form", "FORM", "eagle3, medusa or mlp; default eagle3"),
@@ -71,4 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         printer.say(f"interrupted; the same command goes on with what {plan.work} keeps")
         raise
+    except BrokenPipeError:
+        raise  # of the terminal, not of the run
+    except OSError as error:  # a full disk
+        raise ConfigError(f"{error}; then the same command goes on with what {plan.work} keeps") from error
     return 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from outrider.engine.features import FeatureReduction
-from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
+from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import InternalError
 from outrider.model_hub.compute import PROMPT_ROWS, Compute, open_compute
@@ -75,26 +72,23 @@ def write_hidden_states(
             progress("features, tokens", dataset.starts[start], dataset.starts[-1])
 
 
-def measure_rows(target: Compute, *, limit_seconds: float) -> dict[int, list[float]]:
-    """Seconds of a step's forward, by clients: with one row of each (plain decoding), two rows, … (verifying drafts).
+def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
+    """Seconds of a step's forward, for each of CLIENTS, with one row of each (plain decoding), two (a draft), ….
 
     With caches flushed before each. Writes to the KV cache's first blocks. `limit_seconds`: for each of the figures.
     """
     size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
     per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
-    seconds: dict[int, list[float]] = {clients: [] for clients in CLIENTS}
-    for clients, num_rows in itertools.product(CLIENTS, range(1, MAX_DRAFT_TOKENS + 2)):
+
+    def seconds_of(clients: int, num_rows: int) -> float:
         rows = [
             SequenceRows([0] * num_rows, PRICED_CONTEXT, range(first, first + per_text), num_logits=num_rows)
             for first in range(0, clients * per_text, per_text)
         ]
-        step = partial(_step, target, build_input_batch(rows, size))
-        seconds[clients].append(median_seconds(step, flush, limit_seconds))
-    return seconds
+        batch = build_input_batch(rows, size)
+        return median_seconds(lambda: target.runner.forward(batch).cpu(), flush, limit_seconds)  # waits for a device
 
-
-def _step(target: Compute, batch: InputBatch) -> Tensor:
-    return target.runner.forward(batch).cpu()  # waits for a device
+    return [[seconds_of(clients, num_rows) for num_rows in range(1, MAX_DRAFT_TOKENS + 2)] for clients in CLIENTS]
 
 
 def cache_flush(device: torch.device) -> Callable[[], object]:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,53 +98,68 @@ class TrainingPlan:
 class RunState:
     """How far a run has come, kept in state.json of its working folder. A killed run loses a few seconds of it."""
 
+    path: Path
     fixed: Mapping[str, Any]
-    seconds: dict[str, float] = field(default_factory=dict)  # spent, by phase
-    done: list[str] = field(default_factory=list)  # phases
+    seconds: dict[str, float]  # spent, by phase
+    done: list[str]  # phases
+    row_seconds: list[list[float]]  # see hidden_states.measure_rows
 
     @classmethod
     def open(cls, plan: TrainingPlan) -> RunState:
         """That of the run which is in the folder, or of a new one. Raises: ConfigError for another run's folder."""
-        plan.work.mkdir(parents=True, exist_ok=True)
         path = plan.work / "state.json"
-        if not path.is_file():
-            return cls(plan.fixed)
-        state = cls(**json.loads(path.read_text(encoding="utf-8")))
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         for name, value in plan.fixed.items():
-            before = state.fixed.get(name, value)
+            before = kept.get("fixed", plan.fixed).get(name, value)
             if before != value:
                 raise ConfigError(
                     f"{plan.out} holds a run with --{name} {before}, not {value}: "
                     f"give that again to go on, or another --out"
                 )
-        return state
+        return cls(path, plan.fixed, kept.get("seconds", {}), kept.get("done", []), kept.get("row_seconds", []))
 
-    def write(self, plan: TrainingPlan) -> None:
-        write_atomically(plan.work / "state.json", json.dumps(asdict(self), indent=2) + "\n")
+    def write(self) -> None:
+        kept = {name: getattr(self, name) for name in ("fixed", "seconds", "done", "row_seconds")}
+        write_atomically(self.path, json.dumps(kept, indent=2) + "\n")
 
     @contextmanager
-    def phase(self, name: str, plan: TrainingPlan) -> Iterator[PhaseClock]:
-        """Counts the time that is spent inside, also when it ends by an error."""
-        clock = PhaseClock(self, name, plan)
+    def phase(self, name: str) -> Iterator[PhaseClock]:
+        """Counts the time that is spent inside, also when it ends by an error; else the phase is done."""
+        clock = PhaseClock(self, name, time.monotonic() - self.seconds.get(name, 0.0))
         try:
             yield clock
+            self.done = [*(other for other in self.done if other != name), name]
         finally:
             clock.keep()
 
-    def finish(self, name: str, plan: TrainingPlan) -> None:
-        self.done.append(name)
-        self.write(plan)
+
+@dataclass(slots=True)
+class PhaseClock:
+    """The time of one phase, over all runs that worked at it."""
+
+    state: RunState
+    name: str
+    began: float  # by the monotonic clock, had all of them been this one
 
     @property
-    def total_seconds(self) -> float:
-        return sum(self.seconds.values())
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def keep(self) -> None:
+        """Writes it down."""
+        self.state.seconds[self.name] = self.seconds
+        self.state.write()
 
 
 @contextmanager
 def only_run(plan: TrainingPlan) -> Iterator[None]:
-    """Nobody else works in the folder meanwhile. Raises: ConfigError."""
-    plan.work.mkdir(parents=True, exist_ok=True)
-    with (plan.work / "lock").open("w") as file:
+    """Makes the folder; nobody else works there meanwhile. Raises: ConfigError."""
+    try:
+        plan.work.mkdir(parents=True, exist_ok=True)
+        file = (plan.work / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--out {plan.out} cannot be written to: {error}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -152,24 +167,6 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
                 f"another train-head works in {plan.out}: wait for its end, or give another --out"
             ) from error
         yield
-
-
-class PhaseClock:
-    """The time of one phase, over all runs that worked at it."""
-
-    def __init__(self, state: RunState, name: str, plan: TrainingPlan) -> None:
-        self._state, self._name, self._plan = state, name, plan
-        self._before = state.seconds.get(name, 0.0)
-        self._started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return self._before + time.monotonic() - self._started
-
-    def keep(self) -> None:
-        """Writes it down."""
-        self._state.seconds[self._name] = self.seconds
-        self._state.write(self._plan)
 
 
 def write_atomically(path: Path, text: str) -> None:

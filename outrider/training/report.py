@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -38,10 +38,8 @@ class _AnyFeatures:
         return torch.ones(end - start, self._width)
 
 
-def measure_head(
-    head: HeadModel, config: ModelConfig, device: torch.device, *, limit_seconds: float
-) -> dict[int, float]:
-    """Seconds of one draft step by clients: each decides a token after PRICED_CONTEXT others, as in a node.
+def measure_head(head: HeadModel, config: ModelConfig, device: torch.device, *, limit_seconds: float) -> list[float]:
+    """Seconds of one draft step, for each of CLIENTS: each decides a token after PRICED_CONTEXT others, as in a node.
 
     With caches flushed before each: in a node the target has read its own weights before a head's step.
     """
@@ -55,7 +53,7 @@ def measure_head(
     )
     options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
     start = SequenceStart(options=options, sample=0, prompt_length=1)
-    features, seconds = _AnyFeatures(head.reduction.width), {}
+    features, seconds = _AnyFeatures(head.reduction.width), []
     flush = cache_flush(device)
     paths: list[PathRows] = []
     for clients in CLIENTS:
@@ -65,7 +63,7 @@ def measure_head(
             paths.append(
                 PathRows((0,), PRICED_CONTEXT, blocks, sampling, (), 1, features=features, num_committed=known)
             )
-        seconds[clients] = median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds)
+        seconds.append(median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds))
     return seconds
 
 
@@ -81,10 +79,10 @@ def write_report(
     title: str,
     lines: Sequence[str],
     results: Results,
-    row_seconds: Mapping[int, Sequence[float]],
-    head_seconds: Mapping[int, float],
+    row_seconds: Sequence[Sequence[float]],
+    head_seconds: Sequence[float],
 ) -> str:
-    """As Markdown. `lines`: of the run: data, time, size. `row_seconds`, `head_seconds`: see `speedup`, by clients."""
+    """As Markdown. `lines`: of the run: data, time, size. `row_seconds`, `head_seconds`: see `speedup`, of CLIENTS."""
     most = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}
     for (kind, temperature), counts in sorted(results.items()):
@@ -111,7 +109,7 @@ def write_report(
         parts += _table(
             ["", *map(str, CLIENTS)],
             [
-                [kind, *(_best(counts, row_seconds[each], head_seconds[each]) for each in CLIENTS)]
+                [kind, *(_best(counts, *each) for each in zip(row_seconds, head_seconds, strict=True))]
                 for kind, counts in kinds.items()
             ],
         )
@@ -124,10 +122,10 @@ def write_report(
         "",
     ]
     parts += _table(
-        ["clients", *map(str, range(1, len(row_seconds[1]) + 1)), "head"],
+        ["clients", *map(str, range(1, len(row_seconds[0]) + 1)), "head"],
         [
-            [str(each), *(f"{1e3 * value:.2f}" for value in (*row_seconds[each], head_seconds[each]))]
-            for each in CLIENTS
+            [str(clients), *(f"{1e3 * value:.2f}" for value in (*rows, head))]
+            for clients, rows, head in zip(CLIENTS, row_seconds, head_seconds, strict=True)
         ],
     )
     return "\n".join([*parts, ""])

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -20,7 +19,7 @@ from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.model_hub.kernels import resolve_device
-from outrider.model_hub.locate import ModelLocation, locate_model
+from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder
 from outrider.training.forms.make import make_student, needed_taps
@@ -33,6 +32,7 @@ from outrider.training.plan import (
     FEATURES_SHARE,
     REPORT_SHARE,
     TRAINING,
+    PhaseClock,
     Progress,
     RunState,
     Say,
@@ -72,83 +72,61 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
             file.write(line + "\n")
 
     with only_run(plan):
-        return _run_phases(plan, location, target, taps, serve, say_and_keep, progress)
-
-
-def _run_phases(
-    plan: TrainingPlan,
-    location: ModelLocation,
-    target: Target,
-    taps: tuple[int, ...],
-    serve: Serve,
-    say: Say,
-    progress: Progress,
-) -> str:
-    state = RunState.open(plan)
-    if state.seconds:
-        spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.seconds.items())
-        say(f"{plan.out} holds a run, which goes on: {spent}{'; done: ' if state.done else ''}{', '.join(state.done)}")
-    if plan.traffic is None and ANSWERS not in state.done:
-        _write_answers(plan, state, serve, say, progress)
-    if FEATURES not in state.done:
-        _write_hidden_states(plan, state, target, taps, say, progress)
-        gc.collect()
-    return _train(plan, state, target, location, say, progress)
-
-
-def _write_answers(plan: TrainingPlan, state: RunState, serve: Serve, say: Say, progress: Progress) -> None:
-    seconds = ANSWERS_SHARE * plan.seconds
-    say(f"answers: the target {'writes prompts and' if plan.prompts is None else ''} answers for {seconds:.0f} s")
-    # What trains runs alone: torch beside a serving cluster is three to four times as slow.
-    with serve() as address, state.phase(ANSWERS, plan) as clock:
-        write_answers(plan, address, clock, seconds=seconds, progress=progress)
-    state.finish(ANSWERS, plan)
+        state = RunState.open(plan)
+        if state.seconds:
+            spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.seconds.items())
+            done = f"; done: {', '.join(state.done)}" if state.done else ""
+            say_and_keep(f"{plan.out} holds a run, which goes on: {spent}{done}")
+        if plan.traffic is None and ANSWERS not in state.done:
+            seconds = ANSWERS_SHARE * plan.seconds
+            own = "writes prompts and " if plan.prompts is None else ""
+            say_and_keep(f"answers: the target {own}answers for {seconds:.0f} s")
+            # What trains runs alone: torch beside a serving cluster is three to four times as slow.
+            with serve() as address, state.phase(ANSWERS) as clock:
+                write_answers(plan, address, clock, seconds=seconds, progress=progress)
+        if FEATURES not in state.done:
+            with state.phase(FEATURES) as clock:
+                state.row_seconds = _write_hidden_states(plan, target, taps, clock, say_and_keep, progress)
+            gc.collect()
+        return _train(plan, state, target, location.name, say_and_keep, progress)
 
 
 def _write_hidden_states(
-    plan: TrainingPlan, state: RunState, target: Target, taps: tuple[int, ...], say: Say, progress: Progress
-) -> None:
-    with state.phase(FEATURES, plan) as clock:
-        every = (*taps, target.num_layers)
-        compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
-        try:
-            dataset = Dataset(features_folder(plan))
-        except FileNotFoundError:
-            dataset = choose_texts(
-                plan,
-                read_answers(plan.traffic or answers_folder(plan)),
-                vocab_size=target.vocab_size,
-                hidden_size=target.hidden_size,
-                num_taps=len(taps),
-                dtype=compute.model.spec.dtype,
-            )
-        say(f"features of {len(dataset.texts)} texts, {len(dataset.tokens)} tokens")
-        with compute.ranks:
-            write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
-            prices = measure_rows(compute, limit_seconds=plan.price_seconds)
-        write_atomically(plan.work / "prices.json", json.dumps(prices))
+    plan: TrainingPlan, target: Target, taps: tuple[int, ...], clock: PhaseClock, say: Say, progress: Progress
+) -> list[list[float]]:
+    """Returns what a step costs here: see `measure_rows`."""
+    every = (*taps, target.num_layers)
+    compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
+    try:
+        dataset = Dataset(features_folder(plan))
+    except FileNotFoundError:
+        dataset = choose_texts(
+            plan,
+            read_answers(plan.traffic or answers_folder(plan)),
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            num_taps=len(taps),
+            dtype=compute.model.spec.dtype,
+        )
+    say(f"features of {len(dataset.texts)} texts, {len(dataset.tokens)} tokens")
+    with compute.ranks:
+        write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
         if len(dataset) < len(dataset.texts):
             say(f"features of {len(dataset)} texts are there; the time for them is over")
-    state.finish(FEATURES, plan)
+        return measure_rows(compute, limit_seconds=plan.price_seconds)
 
 
-def _train(
-    plan: TrainingPlan,
-    state: RunState,
-    target: Target,
-    location: ModelLocation,
-    say: Say,
-    progress: Progress,
-) -> str:
+def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
+    """Returns the report."""
     device = resolve_device(plan.model.device)
     torch.set_num_threads(len(usable_cpus()))  # loading a model may have left one
     dataset = Dataset(features_folder(plan))
-    student = make_student(plan, target, dataset, device, name=location.name)
+    student = make_student(plan, target, dataset, device, name=name)
     counts = dataset.answer_counts(target.vocab_size)
-    covered = counts[student.vocabulary.target_ids].sum().item() / max(int(counts.sum()), 1)
+    covered = counts[student.vocabulary.target_ids.cpu()].sum().item() / max(int(counts.sum()), 1)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
     lines = [
-        f"target {location.name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
+        f"target {name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
         (
             f"{len(dataset.training)} texts to learn from and {len(dataset.held_out)} held out; "
             f"{int(counts.sum())} answer tokens, of which {100 * covered:.1f} % are in the draft vocabulary of "
@@ -156,28 +134,26 @@ def _train(
         ),
     ]
     trainer = Trainer(plan, student, dataset)
-    if TRAINING not in state.done:
+    spent = sum(seconds for phase, seconds in state.seconds.items() if phase != TRAINING)
+    seconds = max(plan.seconds * (1 - REPORT_SHARE) - spent, 0.1 * plan.seconds)
+    if state.seconds.get(TRAINING, 0.0) < seconds:
         say("training: " + "; ".join(lines))
-        spent = state.total_seconds - state.seconds.get(TRAINING, 0.0)
-        seconds = max(plan.seconds * (1 - REPORT_SHARE) - spent, 0.1 * plan.seconds)
-        with state.phase(TRAINING, plan) as clock:
+        with state.phase(TRAINING) as clock:
             trainer.run(clock, seconds=seconds, say=say, progress=progress)
-        state.finish(TRAINING, plan)
     student.export(plan.out)
     write_atomically(plan.out / "training.svg", draw(trainer.history, plan.out.resolve().name))
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
     most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else plan.num_steps
     results = replay(student, target, dataset, dataset.held_out, most=most)
     head = open_head(plan.out, target, device, dataset.hidden.dtype)
-    lines.append("seconds: " + ", ".join(f"{name} {spent:.0f}" for name, spent in state.seconds.items()))
+    lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))
     lines.append(f"{trainer.step} training steps; the curve is in training.svg")
-    prices = json.loads((plan.work / "prices.json").read_text(encoding="utf-8"))
     report = write_report(
-        f"{plan.out.resolve().name}: a drafter head for {location.name}",
+        f"{plan.out.resolve().name}: a drafter head for {name}",
         lines,
         results,
-        row_seconds={int(clients): seconds for clients, seconds in prices.items()},
-        head_seconds=measure_head(head, plan.model, device, limit_seconds=plan.price_seconds),
+        state.row_seconds,
+        measure_head(head, plan.model, device, limit_seconds=plan.price_seconds),
     )
     write_atomically(plan.out / "report.md", report)
     return report

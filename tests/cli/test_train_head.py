@@ -22,6 +22,23 @@ def test_a_wrong_argument_is_named_before_anything_starts(tiny_model, tmp_path, 
     assert said in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_named(tiny_model, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "why"}')
+    command = ["train-head", "--out", str(tmp_path / "file"), "--model", str(tiny_model)]
+    assert main([*command, "--prompts", str(tmp_path / "prompts.jsonl")]) == 1
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_the_run_in_one_line(tiny_model, tmp_path, capsys, monkeypatch):
+    def fill(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider.training.run.train_head", fill)
+    assert main(["train-head", "--out", str(tmp_path / "head"), "--model", str(tiny_model)]) == 1
+    assert "No space left on device; then the same command goes on" in capsys.readouterr().err
+
+
 def test_a_folder_is_asked_for(capsys):
     with pytest.raises(SystemExit):
         main(["train-head"])

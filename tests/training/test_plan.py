@@ -26,10 +26,10 @@ def test_wrong_arguments_are_named(plan_of, fields, said):
 
 def test_a_run_goes_on_only_as_it_began(plan_of):
     plan = plan_of()
-    state = RunState.open(plan)
-    with state.phase("answers", plan):
+    with only_run(plan):
+        state = RunState.open(plan)
+    with state.phase("answers"):
         pass
-    state.finish("answers", plan)
     again = RunState.open(plan_of(minutes=5))
     assert again.done == ["answers"]
     assert again.seconds == state.seconds
@@ -48,8 +48,17 @@ def test_one_run_at_a_time_works_in_a_folder(plan_of):
 
 def test_time_of_a_phase_counts_over_runs(plan_of):
     plan = plan_of()
+    with only_run(plan):
+        state = RunState.open(plan)
+
+    def interrupt():
+        with state.phase("answers") as clock:
+            clock.began -= 7.0
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
     state = RunState.open(plan)
-    with state.phase("answers", plan) as clock:
-        clock._started -= 7.0
-    with RunState.open(plan).phase("answers", plan) as clock:
+    assert state.done == []
+    with state.phase("answers") as clock:
         assert 7.0 <= clock.seconds < 60.0

@@ -98,12 +98,12 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
 
 
 STEPS = np.array([[[2, 8, 0], [2, 6, 2]]] * 3)  # by source, k - 1 and right tokens
-ROW_SECONDS = {clients: [0.010, 0.012, 0.014] for clients in CLIENTS}
-HEAD_SECONDS = dict.fromkeys(CLIENTS, 0.002)
+ROW_SECONDS = [[0.010, 0.012, 0.014]] * len(CLIENTS)
+HEAD_SECONDS = [0.002] * len(CLIENTS)
 
 
 def test_the_report_says_what_was_counted():
-    assert speedup(1.8, 2, ROW_SECONDS[1], 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
+    assert speedup(1.8, 2, ROW_SECONDS[0], 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
     report = write_report("toy", ["a fact"], {("chat", 0.0): STEPS}, ROW_SECONDS, HEAD_SECONDS)
     assert "- a fact" in report
     assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,16 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     assert again.splitlines()[:5] == report.splitlines()[:5]
 
 
+def test_a_run_that_has_ended_learns_on_when_it_is_given_more_time(plan_of):
+    def num_steps(report):
+        return int(re.search(r"(\d+) training steps", report)[1])
+
+    first, _ = run(plan_of(minutes=0.03))
+    again, said = run(plan_of(minutes=0.08))
+    assert num_steps(again) > num_steps(first)
+    assert "features of" not in said
+
+
 def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
     """Against transformers' own."""
     from transformers import AutoModelForCausalLM
@@ -99,7 +110,7 @@ def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_pat
     assert len(before) == 5
     state = RunState.open(plan)
     state.done.remove("answers")  # as if it had been interrupted there
-    state.write(plan)
+    state.write()
     (plan.work / "features" / "texts.json").unlink()
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     run(plan, address=running.router_address)

@@ -26,7 +26,7 @@ def make(plan_of):
 
 def train(plan, trainer, seconds):
     state = RunState.open(plan)
-    with state.phase("training", plan) as clock:
+    with state.phase("training") as clock:
         trainer.run(clock, seconds=seconds, say=lambda _: None, progress=lambda *_: None)
 
 
@@ -72,7 +72,7 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
             raise KeyboardInterrupt
 
     state = RunState.open(plan)
-    with pytest.raises(KeyboardInterrupt), state.phase("training", plan) as clock:
+    with pytest.raises(KeyboardInterrupt), state.phase("training") as clock:
         trainer.run(clock, seconds=1e6, say=lambda _: None, progress=interrupt)
     again = Trainer(plan, toy_student("eagle3"), trainer._dataset)
     assert again.step == 5
@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
 
 def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread, monkeypatch):
     plan, trainer = make()
-    clock = RunState.open(plan).phase("training", plan)
+    clock = RunState.open(plan).phase("training")
     with clock as now:
         trainer.save(now)
         trainer.step = 9
