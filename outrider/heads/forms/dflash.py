@@ -35,7 +35,14 @@ class DFlash(HeadModel):
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)
-        taps, hidden_size = _taps(files, is_nested=self._layout.is_nested), files.target.hidden_size
+        # z-lab's options are in `dflash_config`, or beside it.
+        within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
+        check_flags(files, within, _FLAGS)
+        self._options = {**files.config, **within}
+        # By inputs of layers, as speculators counts; z-lab counts outputs.
+        name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
+        taps = check_taps(files, name, tuple(tap + offset for tap in self._options.get(name) or ()))
+        hidden_size = files.target.hidden_size
         self.reduction = FeatureReduction(
             taps=taps,
             hidden_size=hidden_size,
@@ -45,12 +52,11 @@ class DFlash(HeadModel):
 
     def load(self, files: HeadFiles) -> None:
         shape, hidden = self._layout.shape, self._layout.shape.hidden_size
-        self._block_size, mask_token_id = _block_option(files, "block_size"), _block_option(files, "mask_token_id")
-        for name, value in (("block_size", self._block_size), ("mask_token_id", mask_token_id)):
-            if value is None:
-                raise files.refusal(name, value, "a number")
-        self._mask_token_id = int(mask_token_id)
-        num_parallel = int(self._block_size) - (not _block_option(files, "sample_from_anchor"))
+        for name in ("block_size", "mask_token_id"):
+            if self._options.get(name) is None:
+                raise files.refusal(name, None, "a number")
+        self._block_size, self._mask_token_id = int(self._options["block_size"]), int(self._options["mask_token_id"])
+        num_parallel = self._block_size - (not self._options.get("sample_from_anchor"))
         check_parallel(files, num_parallel, self._mask_token_id)
         self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # of no consequence
         self.target_ids = files.target_ids(self._layout.draft_vocab_size)
@@ -77,21 +83,3 @@ class DFlash(HeadModel):
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
         return self._output(rms_norm(hidden, self._norm, self._epsilon)).float()
-
-
-def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
-    """By inputs of layers, as speculators counts; z-lab counts outputs."""
-    if is_nested:
-        name, ids = "aux_hidden_state_layer_ids", files.config.get("aux_hidden_state_layer_ids")
-    else:
-        name, ids = "dflash_config.target_layer_ids", _block_option(files, "target_layer_ids")
-        ids = ids and [tap + 1 for tap in ids]
-    return check_taps(files, name, tuple(ids or ()))
-
-
-def _block_option(files: HeadFiles, name: str) -> Any:
-    """z-lab's are in `dflash_config`, or beside it."""
-    within = files.config.get("dflash_config") or {}
-    check_flags(files, within, _FLAGS)
-    value = within.get(name)
-    return files.config.get(name) if value is None else value

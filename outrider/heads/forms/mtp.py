@@ -37,19 +37,9 @@ _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
 """Endings of copies of the target's own, which DeepSeek's checkpoints have as well."""
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_PARTS = ("token_norm", "hidden_norm", "projection", "final_norm")  # of `_Network`, besides the decoder layer
 _FLOAT32 = "e_score_correction_bias"
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-
-
-class _Layout(NamedTuple):
-    """Names of tensors."""
-
-    family: str  # what all of the head's begin with
-    layer: str  # what those of the decoder layer begin with
-    token_norm: str
-    hidden_norm: str
-    projection: str
-    final_norm: str
 
 
 class _Attention(NamedTuple):
@@ -181,21 +171,22 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
 def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]:
     """By the names of `_Network`, which are `known`; others of the head are left. Raises: ModelError."""
     num_layers = files.target.num_layers
+    # What the names of all tensors of the head begin with, those of the decoder layer, those of the other parts.
     if "speculators_model_type" in files.config:
+        family, layer, prefix = "", "mtp_layers.0.", "mtp_layers.0."
         own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        layout = _Layout("", "mtp_layers.0.", *(f"mtp_layers.0.{name}.weight" for name in own))
     elif any(name.startswith("mtp.") for name in files.names):
+        family, layer, prefix = "mtp.", "mtp.layers.0.", "mtp."
         own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        layout = _Layout("mtp.", "mtp.layers.0.", *(f"mtp.{name}.weight" for name in own))
     else:
+        family, layer, prefix = "model.layers.", f"model.layers.{num_layers}.", f"model.layers.{num_layers}."
         own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        prefix = f"model.layers.{num_layers}."
-        layout = _Layout("model.layers.", prefix, *(f"{prefix}{name}.weight" for name in own))
-    tensors = {f"{field}.weight": files.take(name) for field, name in zip(layout._fields[2:], layout[2:], strict=True)}
+    names = [f"{prefix}{name}.weight" for name in own]
+    tensors = {f"{part}.weight": files.take(name) for part, name in zip(_PARTS, names, strict=True)}
     experts: dict[tuple[str, int], Tensor] = {}
-    for name in sorted(files.names - set(layout)):
-        short = name.removeprefix(layout.layer)
-        if name.endswith(_SHARED) or not name.startswith(layout.family) or _is_of_layer_before(name, num_layers):
+    for name in sorted(files.names - set(names)):
+        short = name.removeprefix(layer)
+        if name.endswith(_SHARED) or not name.startswith(family) or _is_of_layer_before(name, num_layers):
             files.drop(name)
         elif match := _EXPERT.fullmatch(short):
             experts[match[2], int(match[1])] = files.take(name)
