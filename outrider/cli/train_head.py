@@ -20,24 +20,27 @@ from outrider.cluster import ClusterEvent, EventKind
 from outrider.config import load_config
 from outrider.errors import ConfigError
 
-PLAN_ARGUMENTS = {  # by name of the plan's field: flag, metavariable, help
-    "form": ("--form", "FORM", "eagle3, medusa or mlp; default eagle3"),
-    "minutes": ("--minutes", "N", "the time that all of it may take; default 60"),
-    "prompts": ("--prompts", "FILE", 'JSONL of prompts: {"text": …} or {"messages": […]}; default: the model\'s own'),
-    "traffic": ("--from-traffic", "DIR", "learn from what decode nodes kept there (decode_node.keep_features)"),
-    "init_from": ("--init-from", "HEAD", "go on from this eagle3 head, and keep its features valid"),
-    "draft_vocab_size": ("--draft-vocab", "N", "tokens that it can draft, the most frequent ones; default 4096"),
-    "num_steps": ("--steps", "N", "of its own outputs that it learns by; default 4"),
-    "batch_size": ("--batch", "N", "texts of a training step; default 6"),
-    "learning_rate": ("--rate", "R", "learning rate; default 0.0012"),
+PLAN_ARGUMENTS = {  # by name of the plan's field: flag, type, metavariable, help
+    "form": ("--form", str, "FORM", "eagle3, medusa or mlp; default eagle3"),
+    "minutes": ("--minutes", float, "N", "the time that all of it may take; default 60"),
+    "prompts": (
+        "--prompts",
+        Path,
+        "FILE",
+        'JSONL: {"text": …} or {"messages": […]}; default: the model writes its own',
+    ),
+    "traffic": ("--from-traffic", Path, "DIR", "learn from what decode nodes kept there (decode_node.keep_features)"),
+    "init_from": ("--init-from", Path, "HEAD", "go on from this eagle3 head, and keep its features valid"),
+    "draft_vocab_size": ("--draft-vocab", int, "N", "tokens that it can draft, the most frequent ones; default 4096"),
+    "num_steps": ("--steps", int, "N", "of its own outputs that it learns by; default 4"),
+    "batch_size": ("--batch", int, "N", "texts of a training step; default 6"),
+    "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="the head's folder; made if need be")
-    kinds = {"minutes": float, "learning_rate": float, "draft_vocab_size": int, "num_steps": int, "batch_size": int}
-    for name, (flag, metavar, text) in PLAN_ARGUMENTS.items():
-        kind = kinds.get(name, str if name == "form" else Path)
+    for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
     add_cluster_arguments(parser)
 

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from outrider.engine.kv_cache.paged_cache import TORCH_DTYPES
 from outrider.heads.base import HeadModel
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, start_kernels
@@ -23,19 +23,6 @@ from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
 
 ALL = "all kinds"
 MOST_TEMPERATURES = 3
-
-
-class _AnyFeatures:
-    """Of a text that is nobody's."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def __len__(self) -> int:
-        return PRICED_CONTEXT
-
-    def read(self, start: int, end: int) -> Tensor:
-        return torch.ones(end - start, self._width)
 
 
 def measure_head(head: HeadModel, config: ModelConfig, device: torch.device, *, limit_seconds: float) -> list[float]:
@@ -52,17 +39,14 @@ def measure_head(head: HeadModel, config: ModelConfig, device: torch.device, *, 
         kernels=None if choice.library is None else start_kernels(choice, config),
     )
     options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
-    start = SequenceStart(options=options, sample=0, prompt_length=1)
-    features, seconds = _AnyFeatures(head.reduction.width), []
-    flush = cache_flush(device)
+    start, known = SequenceStart(options=options, sample=0, prompt_length=1), PRICED_CONTEXT + 1
+    state = torch.zeros(head.spec.width, device=device, dtype=TORCH_DTYPES[head.spec.dtype])
+    flush, seconds = cache_flush(device), []
     paths: list[PathRows] = []
     for clients in CLIENTS:
         while len(paths) < clients:
-            blocks = forward.pool.allocate(forward.pool.num_blocks_for(PRICED_CONTEXT + 1))
-            sampling, known = forward.start(start, (0,)), PRICED_CONTEXT + 1
-            paths.append(
-                PathRows((0,), PRICED_CONTEXT, blocks, sampling, (), 1, features=features, num_committed=known)
-            )
+            blocks, sampling = forward.pool.allocate(forward.pool.num_blocks_for(known)), forward.start(start, (0,))
+            paths.append(PathRows((0,), known - 1, blocks, sampling, (), 1, num_committed=known, states=(state,)))
         seconds.append(median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds))
     return seconds
 

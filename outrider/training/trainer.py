@@ -134,8 +134,8 @@ class Trainer:
         rate *= LEAST_RATE + (1 - LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * rate
-        losses, _ = self.losses(batch)
-        total = torch.stack([STEP_WEIGHT**step * loss for step, loss in enumerate(losses)]).sum()
+        losses, *_ = self.losses(batch)
+        total = sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
         if not total.isfinite():
             raise ModelError(f"training step {self.step}: the loss is {total.item()}; train anew with a smaller --rate")
         self._optimizer.zero_grad(set_to_none=True)
@@ -143,18 +143,21 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
         self._optimizer.step()
         self.step += 1
-        now = torch.stack([loss.detach() for loss in losses])
+        now = losses.detach()
         self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
 
-    def losses(self, batch: Batch) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """By step: the loss; and (whether the choice is the target's, whether there is such a chain), each [n] bool."""
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """By step: losses [num_steps]; whether the choice is the target's, and whether there is such a chain.
+
+        The latter two are [num_steps, num_rows] bool.
+        """
         student, vocabulary, first = self.student, self.student.vocabulary, batch.first_chain
         rows = batch.texts, batch.places
         with torch.no_grad():
             shares = torch.softmax(functional.linear(batch.final, vocabulary.output_rows).float(), -1)
             best = shares.argmax(-1)
             is_known = (vocabulary.draft_ids[batch.token_ids[rows[0], rows[1] + 1]] >= 0).float()
-        losses, hits = [], []
+        losses, hits, reached = [], [], []
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
             chains = student.start(batch.features, first=first)
             for step in range(self._plan.num_steps):
@@ -168,8 +171,9 @@ class Trainer:
                 logits = student.logits(hidden[own], step).float()
                 loss = functional.cross_entropy(logits, shares, reduction="none")
                 losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
-                hits.append(((logits.argmax(-1) == best) & (counts > 0), is_reached))
-        return losses, hits
+                hits.append((logits.argmax(-1) == best) & (counts > 0))
+                reached.append(is_reached)
+        return torch.stack(losses), torch.stack(hits), torch.stack(reached)
 
     @torch.no_grad()
     def _watch(self, clock: PhaseClock, say: Say) -> None:
@@ -177,10 +181,9 @@ class Trainer:
         held_out, size, num_steps = self._dataset.held_out[:WATCHED_TEXTS], self._plan.batch_size, self._plan.num_steps
         sums = torch.zeros(3, num_steps)  # loss, hits, rows
         for start in range(0, len(held_out), size):
-            losses, hits = self.losses(self._batch(held_out[start : start + size]))
-            for step, (loss, (hit, is_reached)) in enumerate(zip(losses, hits, strict=True)):
-                num_rows = int(is_reached.sum())
-                sums[:, step] += torch.tensor([loss.item() * num_rows, hit.sum().item(), num_rows])
+            losses, hits, reached = self.losses(self._batch(held_out[start : start + size]))
+            num_rows = reached.sum(1)
+            sums += torch.stack([losses * num_rows, hits.sum(1), num_rows]).cpu()
         held_out_loss = (sums[0] / sums[2].clamp_min(1)).tolist()
         point = HistoryPoint(
             seconds=clock.seconds,
