@@ -215,10 +215,8 @@ class DraftGatherer:
             reads_ahead=is_cheap,
             min_reach=controller.min_reach(source, len(asked)),
         )
-        seconds, trees_found = self._clock() - started, found.trees
-        drafted = {key: trees_found[key].depth if key in trees_found else number for key, number in asked.items()}
-        controller.observe_asked(source, drafted, seconds=seconds, num_missed=found.num_read)
-        for sequence_id, tree in trees_found.items():
+        controller.observe_asked(source, asked, found.trees, seconds=self._clock() - started, num_missed=found.num_read)
+        for sequence_id, tree in found.trees.items():
             at_hand = trees.get(sequence_id)
             trees[sequence_id] = tree if at_hand is None else controller.better(sequence_id, tree, at_hand)
             self._drafts.setdefault(sequence_id, []).append(tree)

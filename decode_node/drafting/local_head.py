@@ -35,7 +35,12 @@ class PlaneFeatures:
     def read(self, start: int, end: int) -> Tensor:
         kv = self.sequence.kv
         assert kv is not None
-        return self.rows.index_select(0, upload_ids([kv.slot(place) for place in range(start, end)], self.rows.device))
+        slots = [kv.slot(place) for place in range(start, end)]
+        if slots == list(range(slots[0], slots[-1] + 1)):
+            # A slice keeps the interpreter's lock. index_select would hand it to the event loop, and wait while that
+            # sends the tokens of the last step; the head's kernels, which come next, run beside it.
+            return self.rows[slots[0] : slots[-1] + 1]
+        return self.rows.index_select(0, upload_ids(slots, self.rows.device))
 
 
 def open_local_head(

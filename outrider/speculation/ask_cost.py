@@ -83,6 +83,7 @@ class Candidate(NamedTuple):
     chain: Sequence[float]  # by position the probability that its draft is accepted to there
     at_hand: float  # worth of the draft that is here already
     num_missed: int  # tokens that the proposer has not read
+    more: float = 0.0  # what the proposer's drafts are worth beyond such a chain
 
 
 def worth(probabilities: Sequence[float], row_price: float) -> float:
@@ -111,12 +112,13 @@ def choose_asked(
     numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
-        gain = -candidate.at_hand - missed_price * candidate.num_missed
+        gain = candidate.more - candidate.at_hand - missed_price * candidate.num_missed
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):
-            if place < len(chain) and chain[place] > row_price:
-                gain += chain[place] - row_price - token_price
+            least = row_price if place else row_price - candidate.more
+            if place < len(chain) and chain[place] > least:
+                gain += max(chain[place] - row_price, 0.0) - token_price
                 if gain > best_gain:
                     best_gain, best_number = gain, place + 1
             gains[place] += best_gain

@@ -169,12 +169,33 @@ class DraftController:
         seconds = known.cost.seconds(1, num_asked, 0) - known.cost.seconds(0, 0, 0)
         return (self.row_price + self._token_rate * seconds / num_asked) / known.overall.mean
 
-    def observe_asked(self, source: str, drafted: Mapping[int, int], *, seconds: float, num_missed: int | None) -> None:
-        """How long a proposer took for drafts of these depths. `num_missed` None: it read more than these need."""
+    def observe_asked(
+        self,
+        source: str,
+        asked: Mapping[int, int],
+        found: Mapping[int, DraftTree],
+        *,
+        seconds: float,
+        num_missed: int | None,
+    ) -> None:
+        """What a proposer has made of these requests, and how long it took.
+
+        `num_missed` None: it read more than these need.
+        """
         self._asked_seconds += seconds
-        if drafted and num_missed is not None:
-            self._sources[source].cost.observe(
-                seconds, depth=max(drafted.values()), num_tokens=sum(drafted.values()), num_missed=num_missed
+        if not asked or num_missed is None:
+            return
+        known = self._sources[source]
+        depths = [found[key].depth if key in found else number for key, number in asked.items()]
+        known.cost.observe(seconds, depth=max(depths), num_tokens=sum(depths), num_missed=num_missed)
+        if self.is_cheap(source):
+            return
+        for sequence_id, depth in zip(asked, depths, strict=True):
+            record = self._record(sequence_id, source)
+            ranked = record.ranked(found[sequence_id])[1] if sequence_id in found else ()
+            known.observe_worth(
+                expected=worth(record.overall.chain[:depth], self.row_price),
+                found=worth(ranked[: self.num_speculative_tokens], self.row_price),
             )
 
     def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
@@ -299,7 +320,7 @@ class DraftController:
                 at_hand = () if draft is None else self._record(sequence_id, draft.source).ranked(draft)[1][:most]
                 chain = self._record(sequence_id, source).overall.chain[:most]
                 missed = num_missed.get(sequence_id, 0)
-                candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed))
+                candidates.append(Candidate(sequence_id, chain, worth(at_hand, row_price), missed, known.more))
         asked = choose_asked(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
         known.add_trial(
             asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS

@@ -8,11 +8,14 @@ from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAccep
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DraftTree
 
+WORTH_RATE = 0.02
+"""Weight of a new draft in what drafts are worth beyond their chains."""
+
 
 class DraftSource:
     """What is known of one source of drafts over all sequences. Not thread-safe."""
 
-    __slots__ = ("_credit", "_trial_seconds", "acceptance", "cost", "overall", "records")
+    __slots__ = ("_credit", "_num_found", "_trial_seconds", "acceptance", "cost", "more", "overall", "records")
 
     def __init__(self) -> None:
         self.acceptance: dict[int, SourceAcceptance] = {}
@@ -20,6 +23,10 @@ class DraftSource:
         self.overall = SourceAcceptance()
         """Of all grades."""
         self.cost = AskCost()
+        self.more = 0.0
+        """Tokens that a draft is worth, on average, beyond what was expected of its chain before it was made: it has
+        branches, and its grade tells which tokens are worth their rows."""
+        self._num_found = 0  # drafts of which `more` is the mean
         self._credit = 0.0  # seconds, for trials
         self._trial_seconds = 0.0  # that the next one takes
         self.records: dict[int, SourceRecord] = {}
@@ -28,6 +35,11 @@ class DraftSource:
     def earn(self, seconds: float, *, most: float) -> None:
         """Adds time for trials, of which at most `most` is saved up, or what the next trial takes."""
         self._credit = min(self._credit + seconds, max(most, self._trial_seconds))
+
+    def observe_worth(self, *, expected: float, found: float) -> None:
+        """In tokens: what a draft's chain was expected to be worth, and what the whole draft is."""
+        self._num_found += 1
+        self.more += max(WORTH_RATE, 1 / self._num_found) * (found - expected - self.more)
 
     def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
         """Asks for a token of the sequence that was not asked for longest, if not since that step, as credit allows.

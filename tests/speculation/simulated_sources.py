@@ -15,12 +15,12 @@ from outrider.engine.scheduler import StepRoom
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import DraftController
-from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
+from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposerInfo
 from tests.speculation.simulated_batch import CURVES, MAX_DRAFT_TOKENS, SimulatedBatch, cost_model
 
 LOOKUP, HEAD = "ngram", "head"
-RIGHT, WRONG = 7, 8  # token ids
+RIGHT, WRONG, WRONG_SIBLING = 7, 8, 9  # token ids
 PROMPT_TOKENS = 40
 MAX_TOKENS = 1_000_000
 
@@ -34,6 +34,7 @@ class State:
     lookup: dict[int, float]  # its acceptance by grade
     head: float | tuple[float, ...]  # acceptance, by depth where it differs
     remote: float = 0.0
+    sibling: float = 0.0  # share of the head's wrong first tokens beside which it has the right one
 
 
 FREE = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=0.5)
@@ -41,7 +42,16 @@ COPY = State(25, {2: 0.05, 4: 0.1, 8: 0.8}, {2: 0.3, 4: 0.8, 8: 0.95}, head=0.35
 HOT = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.4, remote=0.6)
 DEPTHS = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=(0.48, 0.44, 0.55, 0.5, 0.5))
 POOR = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.1, remote=0.1)
-TEXTS = {"chat": (FREE,), "copied": (COPY,), "mixed": (FREE, COPY), "hot": (HOT,), "poor": (POOR,), "depths": (DEPTHS,)}
+DRAWN = State(60, {2: 0.05}, {2: 0.1}, head=0.3, sibling=0.4)
+TEXTS = {
+    "chat": (FREE,),
+    "copied": (COPY,),
+    "mixed": (FREE, COPY),
+    "hot": (HOT,),
+    "poor": (POOR,),
+    "depths": (DEPTHS,),
+    "drawn": (DRAWN,),
+}
 
 
 class SimulatedText:
@@ -52,6 +62,7 @@ class SimulatedText:
         state = chosen.choice(states)
         self.grades = []
         self.right = {LOOKUP: [], HEAD: [], DRAFT_NODE: []}
+        self.siblings = []  # of the head: whether a draft's first token has the right one beside it; None: it has none
         for _ in range(length):
             if chosen.random() < 1.0 / state.lasts:
                 state = chosen.choice(states)
@@ -66,6 +77,7 @@ class SimulatedText:
                 by_depth = acceptance if isinstance(acceptance, tuple) else (acceptance,)
                 drawn = chosen.random()
                 self.right[source].append([drawn < each for each in by_depth])
+            self.siblings.append(chosen.random() < state.sibling if state.sibling else None)
 
     def draft(self, source, position, length, num_wanted):
         """After `length` tokens of the sequence, of which this is the text's `position`."""
@@ -73,7 +85,11 @@ class SimulatedText:
         following = self.right[source][position : position + num_wanted]
         right = [each[min(depth, len(each) - 1)] for depth, each in enumerate(following)]
         token_ids = () if source == LOOKUP and not grade else tuple(RIGHT if each else WRONG for each in right)
-        return DraftTree(length, None, token_ids, grade=grade)
+        sibling = self.siblings[position] if source == HEAD else None
+        if sibling is None or not token_ids:
+            return DraftTree(length, None, token_ids, grade=grade)
+        token_ids += (RIGHT if sibling and token_ids[0] != RIGHT else WRONG_SIBLING,)
+        return DraftTree(length, None, token_ids, parents=(*range(ROOT, len(token_ids) - 2), ROOT))
 
 
 @dataclass
@@ -181,9 +197,10 @@ class SourcesBatch(SimulatedBatch):
         verdicts, committed, num_tokens = [], [], 0
         for sample in samples:
             key, draft = sample.sequence.key, chosen.get(sample.sequence.key, DraftTree(0))
-            num_accepted = (*draft.token_ids, WRONG).index(WRONG)
+            accepted = draft.path_of((RIGHT,) * MAX_DRAFT_TOKENS)
+            num_accepted = len(accepted)
             if draft:
-                verdicts.append((key, draft, range(num_accepted)))
+                verdicts.append((key, draft, accepted))
             committed.append((sample, (RIGHT,) * (1 + num_accepted)))
             sample.sequence.token_ids += committed[-1][1]
             self.texts[key][1] += 1 + num_accepted

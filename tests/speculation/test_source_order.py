@@ -71,6 +71,15 @@ def test_with_measured_prices_a_poor_head_costs_next_to_nothing(num_sequences):
     assert rate(case, MEASURED_HEAD, LOOKUPS) > 0.975 * rate(case, num_draft=0)
 
 
+def test_a_head_is_asked_where_its_first_token_alone_does_not_pay_and_its_siblings_do():
+    case, slow_head = ("drawn", "measured 1", 1), (HEAD, {"forward_seconds": 0.002, "row_seconds": 0.0})
+    batch = SourcesBatch(*case, sources=[slow_head])
+    batch.rate(WARM_UP_STEPS)
+    num_before, num_steps = batch.proposers[HEAD].num_calls, 400
+    assert batch.rate(num_steps) > 1.1 * rate(case, num_draft=0)
+    assert batch.proposers[HEAD].num_calls - num_before > 0.95 * num_steps
+
+
 def test_a_sequence_that_may_not_draft_costs_no_call():
     batch = SourcesBatch("chat", "linear", 2, sources=[head(), LOOKUPS], length=ENDLESS)
     batch.forbid_drafts(0)
@@ -114,6 +123,7 @@ def changing(batch, *states_and_lengths):
     text = parts[0]
     for part in parts[1:]:
         text.grades += part.grades
+        text.siblings += part.siblings
         for source in text.right:
             text.right[source] += part.right[source]
     batch.texts[0] = [text, 0]

@@ -188,7 +188,9 @@ class HeadForward(PathSampler):
         if num_true := len(row.token_ids) - len(row.states):
             assert row.features is not None
             values = row.features.read(row.start_position - 1, row.start_position - 1 + num_true)
-            parts.append(values.to(self.device, TORCH_DTYPES[self.model.spec.dtype]))
+            dtype = TORCH_DTYPES[self.model.spec.dtype]
+            is_fit = values.dtype == dtype and values.device == self.device
+            parts.append(values if is_fit else values.to(self.device, dtype))
         if row.states:
             parts.append(torch.stack(cast("tuple[Tensor, ...]", row.states)))
         if num_parallel_rows:
