@@ -44,11 +44,9 @@ class _Asking:
     def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, progress: Progress) -> None:
         self._plan, self._clock, self._seconds, self._progress = plan, clock, seconds, progress
         folder = answers_folder(plan)
-        kept = list(read_answers(folder))
-        self._known = {tuple(answer.prompt) for answer in kept}
-        self._num_tokens = sum(len(answer.response) for answer in kept)
+        self._known = {tuple(answer.prompt) for answer in read_answers(folder)}
         # Another seed after each interruption: the same prompts again would be lost work.
-        self._rng = random.Random(f"{plan.seed} {len(kept)}")  # noqa: S311 no secret
+        self._rng = random.Random(f"{plan.seed} {len(self._known)}")  # noqa: S311 no secret
         self._given = None if plan.prompts is None else iter(read_prompts(plan.prompts))
         self._pasted: deque[str] = deque(maxlen=MAX_PASTED_TEXTS)
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)
@@ -65,8 +63,7 @@ class _Asking:
                     for each in done:
                         each.result()
                     self._clock.keep()
-                    stage = f"{len(self._known)} answers, {self._num_tokens} tokens; seconds"
-                    self._progress(stage, int(self._clock.seconds), int(self._seconds))
+                    self._progress("answers, seconds", int(self._clock.seconds), int(self._seconds))
             finally:
                 for each in work:
                     each.cancel()
@@ -119,7 +116,6 @@ class _Asking:
         response = _whole(result.completions[0])
         if len(response) >= MIN_RESPONSE_TOKENS or self._given is not None:
             self._known.add(tuple(token_ids))
-            self._num_tokens += len(response)
             self._writer.append(KeptAnswer(token_ids, response, temperature, kind))
 
 

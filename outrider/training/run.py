@@ -143,7 +143,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     student.export(plan.out)
     write_atomically(plan.out / "training.svg", draw(trainer.history, plan.out.resolve().name))
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
-    most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else plan.num_steps
+    most = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
     results = replay(student, target, dataset, dataset.held_out, most=most)
     head = open_head(plan.out, target, device, dataset.hidden.dtype)
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))

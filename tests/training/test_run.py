@@ -38,6 +38,11 @@ def run(plan, *, address=None, progress=lambda *_: None):
     return train_head(plan, serve, say=said.append, progress=progress), "\n".join(said)
 
 
+def test_a_head_with_more_steps_than_are_priced_is_reported(plan_of):
+    report, _ = run(plan_of(form="medusa", num_steps=7, minutes=0.05))
+    assert "| k = 5 |" in report
+
+
 @pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
 def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     plan = plan_of(form=form, minutes=0.1)
@@ -86,7 +91,9 @@ def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
 
 def test_the_target_writes_its_own_prompts(plan_of, running):
     plan = plan_of(traffic=None, minutes=0.15, concurrency=4, max_answer_tokens=16)
-    _, said = run(plan, address=running.router_address)
+    stages = set()
+    _, said = run(plan, address=running.router_address, progress=lambda stage, *_: stages.add(stage))
+    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has a line for each new one
     answers = list(read_answers(answers_folder(plan)))
     assert len(answers) >= 4
     assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
