@@ -56,7 +56,6 @@ class FeatureRange(NamedTuple):
     """Features that are to be copied from their plane."""
 
     sequence_id: int
-    assignment: Assignment  # that they are for
     start: int  # tokens
     end: int
 
@@ -112,7 +111,7 @@ class DraftBook:
                 start = served.features.end
                 end = min(num_available, start + served.features.room)
                 if end > start:
-                    ranges.append(FeatureRange(sequence_id, served, start, end))
+                    ranges.append(FeatureRange(sequence_id, start, end))
         ranges.sort(key=lambda each: each.end - each.start)
         num_left = MAX_COPIED_BYTES // max(self._feature_bytes, 1)
         cut: list[FeatureRange] = []
@@ -123,10 +122,10 @@ class DraftBook:
         return cut
 
     def add_features(self, copied: FeatureRange, payload: bytes) -> None:
-        """The bytes of one of `missing_features`; nothing if it is served by another node by now, or from the start."""
+        """The bytes of one of `missing_features`; nothing if others are missing by now, as its node has lost it."""
         drafted = self._sequences.get(copied.sequence_id)
         if drafted is not None:
-            drafted.add_features(copied.assignment, copied.start, payload)
+            drafted.add_features(copied.start, payload)
             self._note_news(drafted)
 
     def close(self, sequence_id: int) -> None:

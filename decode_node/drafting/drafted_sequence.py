@@ -92,10 +92,10 @@ class DraftedSequence:
                 return
         self.has_news = True
 
-    def add_features(self, served: Assignment, start: int, payload: bytes) -> None:
-        """The engine's side: features of tokens from `start` on, that were copied for this assignment."""
-        features = served.features
-        if served is self.assignment and features is not None and features.add(start, payload):
+    def add_features(self, start: int, payload: bytes) -> None:
+        """The engine's side: features of tokens from `start` on."""
+        features = self.assignment.features if self.assignment is not None else None
+        if features is not None and features.add(start, payload):
             self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
     def make_update(

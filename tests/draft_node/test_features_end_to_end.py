@@ -75,7 +75,7 @@ class Cluster:
             self.book.update(key, text[old : self.num_committed[key]], num_wanted=3)
         ranges = self.book.missing_features(self.target.available)
         if ranges:
-            read = self.target.plane.read([(self.target.tables[each.sequence_id], *each[2:]) for each in ranges])
+            read = self.target.plane.read([(self.target.tables[each.sequence_id], *each[1:]) for each in ranges])
             for each, payload in zip(ranges, read, strict=True):
                 self.book.add_features(each, payload)
 

@@ -83,11 +83,7 @@ class Eagle3(HeadModel):
         self._norm = files.take("norm.weight", hidden)
         self._output = files.output_layer(hidden, self.target_ids)
         self._rotation = self._layout.rotation(files)
-        self.spec = self._layout.spec(files, self.form, **self._load_more(files))
-
-    def _load_more(self, files: HeadFiles) -> dict[str, Any]:
-        """Of a form that has more: returns fields of its specification."""
-        return {}
+        self.spec = self._layout.spec(files, self.form)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions, rows.features.dtype)

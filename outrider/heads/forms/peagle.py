@@ -9,6 +9,7 @@ Layouts: speculators (`speculators_model_type` peagle), and SpecForge's flat one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from outrider.heads.forms.eagle3 import Eagle3
@@ -30,9 +31,9 @@ class PEagle(Eagle3):
 
     def __init__(self, files: HeadFiles) -> None:
         super().__init__(files)
-        self.suits_kernels = False  # they feed rows as EAGLE-3 does
+        self.suits_kernels = False  # they know no parallel rows
 
-    def _load_more(self, files: HeadFiles) -> dict[str, Any]:
+    def load(self, files: HeadFiles) -> None:
         mask_token_id, num_parallel = files.config.get("mask_token_id"), _num_tokens(files.config)
         if mask_token_id is None:
             raise files.refusal("mask_token_id", None, "an id of the target's vocabulary")
@@ -40,7 +41,8 @@ class PEagle(Eagle3):
         check_parallel(files, num_parallel, self._mask_token_id)
         taps = files.take("mask_hidden", 1, 1, len(self.reduction.taps) * self.reduction.hidden_size)
         self.parallel_feature = self.reduction.to(files.device, files.dtype)(taps[0])[0]
-        return {"num_parallel": num_parallel}
+        super().load(files)
+        self.spec = replace(self.spec, num_parallel=num_parallel)
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
         return (self._mask_token_id,) * (self.spec.num_parallel - 1)
