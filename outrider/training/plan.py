@@ -169,10 +169,10 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
         yield
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """A reader, or the next run after a kill, sees the old file or the new one."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """A reader, or the next run after a kill, sees the old file or the new one. Raises: OSError, as of a full disk."""
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(text, encoding="utf-8")
+    fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)
 
 

@@ -7,6 +7,7 @@ and with the text's tokens, which are the drafts of a chain that was right so fa
 from __future__ import annotations
 
 import ctypes
+import io
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from torch.nn import functional
 from outrider.errors import ModelError
 from outrider.training.dataset import Batch, Dataset
 from outrider.training.forms.base import Student
-from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan
+from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan, write_atomically
 
 STEP_WEIGHT = 0.8  # of each step, of the one before
 OUTPUT_LAYER_RATE = 0.3  # of the others': it begins as the target's
@@ -91,7 +92,7 @@ class Trainer:
 
     def save(self, clock: PhaseClock) -> None:
         """Atomically: the next run finds the old one or the new one."""
-        fresh = self.checkpoint.with_suffix(".new")
+        content = io.BytesIO()  # torch's own errors do not tell of a full disk
         torch.save(
             {
                 "student": self.student.state_dict(),
@@ -100,9 +101,9 @@ class Trainer:
                 "running": self._running,
                 "history": [asdict(point) for point in self.history],
             },
-            fresh,
+            content,
         )
-        fresh.replace(self.checkpoint)
+        write_atomically(self.checkpoint, content.getvalue())
         clock.keep()
         _trim_heap()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from outrider.heads.checkpoint import Target
@@ -82,9 +82,7 @@ class Student(nn.Module, ABC):
             name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else None).contiguous()
             for name, tensor in self.tensors().items()
         }
-        fresh = folder / ".model.new"
-        save_file(tensors, fresh, metadata={"format": "pt"})
-        fresh.replace(folder / "model.safetensors")
+        write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
         write_atomically(folder / "config.json", json.dumps(dict(self.config()), indent=2) + "\n")
 
 
