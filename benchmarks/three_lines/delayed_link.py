@@ -1,10 +1,17 @@
-"""A TCP link on loopback on which everything arrives later: the network between two machines, without them."""
+"""TCP links on loopback on which everything arrives later: the network between two machines, without them.
+
+`python -m benchmarks.three_lines.delayed_link PORT CPUS MS...`: a link to PORT for each round trip, in a process of its
+own, since no network takes the target's processor time. Its first line has their ports; it ends with its standard
+input. CPUS: processors to run on, as in `0,1`; empty: any.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
 
 CHUNK_BYTES = 65_536
 
@@ -59,3 +66,21 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, d
     finally:
         delivery.cancel()
         writer.close()
+
+
+async def serve(port: int, round_trips_ms: Sequence[float]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        links = [delayed_link(port, round_trip_seconds=each / 1000.0) for each in round_trips_ms]
+        print(*[await stack.enter_async_context(link) for link in links], flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+def main(arguments: Sequence[str]) -> None:
+    port, cpus, *round_trips_ms = arguments
+    if cpus:
+        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
+    asyncio.run(serve(int(port), [float(each) for each in round_trips_ms]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

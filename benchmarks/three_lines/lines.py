@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.three_lines.decode_side import LineNode, Passed, TimedProposer
-from benchmarks.three_lines.delayed_link import delayed_link
 from benchmarks.three_lines.pair import Pair
 from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
 from decode_node.drafting.client import DraftClient
@@ -74,15 +73,19 @@ async def compare_lines(comparison: Comparison) -> list[LineFigures]:
 async def _at_temperature(comparison: Comparison, temperature: float) -> list[LineFigures]:
     pair = comparison.pair
     async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(_drafter_process(pair.drafter_arguments(temperature=temperature)))
+        drafter = _process("benchmarks.three_lines.drafter", pair.drafter_arguments(temperature=temperature))
+        port = await stack.enter_async_context(drafter)
+        cpus = ",".join(map(str, pair.draft_cpus))
+        links = _process("benchmarks.three_lines.delayed_link", (port, cpus, *map(str, comparison.round_trips_ms)))
+        ports = map(int, (await stack.enter_async_context(links)).split())
         engine = pair.engine()
         beside = TimedProposer(*pair.drafter_beside(engine, temperature=temperature))
-        nodes = {PLAIN: LineNode(pair, pair.engine()), COLOCATED: LineNode(pair, engine, beside=beside)}
-        for round_trip_ms in comparison.round_trips_ms:
-            link = await stack.enter_async_context(delayed_link(port, round_trip_seconds=round_trip_ms / 1000.0))
+        colocated = LineNode(pair, engine, beside=beside, takes_trees=pair.takes_trees)
+        nodes = {PLAIN: LineNode(pair, pair.engine()), COLOCATED: colocated}
+        for round_trip_ms, link in zip(comparison.round_trips_ms, ports, strict=True):
             engine = pair.engine()
             client = await stack.enter_async_context(_connected(link, pair, engine))
-            nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client)
+            nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client, takes_trees=pair.takes_trees)
         for node in nodes.values():  # a process is slow at first
             await asyncio.to_thread(
                 node.answer,
@@ -235,10 +238,10 @@ async def _connected(port: int, pair: Pair, engine: Engine) -> AsyncIterator[Dra
 
 
 @contextlib.asynccontextmanager
-async def _drafter_process(arguments: Sequence[str]) -> AsyncIterator[int]:
-    """The port of a draft node that ends with this block."""
+async def _process(module: str, arguments: Sequence[str]) -> AsyncIterator[str]:
+    """The first line of a program that ends with this block: where it serves."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.three_lines.drafter", *arguments),
+        *(sys.executable, "-m", module, *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -247,8 +250,8 @@ async def _drafter_process(arguments: Sequence[str]) -> AsyncIterator[int]:
     try:
         line = await process.stdout.readline()
         if not line:
-            raise PeerLostError("the drafter has ended", node="drafter")
-        yield int(line)
+            raise PeerLostError(f"{module} has ended", node=module)
+        yield line.decode().strip()
     finally:
         process.stdin.close()
         await process.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
 from outrider.speculation.proposers.model_forward import ModelForward
+from router.chat_template import load_chat_template
 
 if TYPE_CHECKING:
     from benchmarks.three_lines.speed_model import SpeedModel
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from outrider.model_hub.loaded_model import LoadedModel
     from outrider.node import FeatureFormat
     from outrider.speculation.proposers.base import Proposer
-
-PROMPT_TOKENS = 160
-"""Of each prompt, at most: they are computed by the decode node itself."""
 
 MAX_RUNNING = 64
 MAX_ROWS = 512
@@ -49,7 +47,6 @@ class ModelPair:
     kv_cache: KVCacheConfig
     prompts_file: Path
     num_speculative_tokens: int = 5
-    shares_processors: bool = True  # whether the drafter that is a process of its own computes on the target's
     _token_ids: list[list[int]] = field(default_factory=list)
 
     @classmethod
@@ -77,7 +74,6 @@ class ModelPair:
             settings=ProposerSettings(model=own, kv_cache=kv_cache),
             kv_cache=kv_cache,
             prompts_file=prompts_file,
-            shares_processors=not draft_cpus,
         )
 
     @property
@@ -85,10 +81,18 @@ class ModelPair:
         drafter = self.proposer_name
         if drafter not in LOOKUP_NAMES:
             drafter += f":{self.settings.model.head or self.settings.model.id}"
-        where = "the target's processors" if self.shares_processors else "processors of its own"
+        where = "processors of its own" if self.draft_cpus else "the target's processors"
         return (
             f"{self.model.info.name}, drafter {drafter} on {where}, at most {self.num_speculative_tokens} draft tokens"
         )
+
+    @property
+    def draft_cpus(self) -> Sequence[int]:
+        return self.settings.model.cpus
+
+    @property
+    def takes_trees(self) -> bool:
+        return True
 
     @property
     def vocab_size(self) -> int:
@@ -132,7 +136,7 @@ class ModelPair:
         settings = {
             "proposer": self.proposer_name,
             "num_speculative_tokens": self.num_speculative_tokens,
-            "look_ahead": "off" if self.shares_processors else "auto",
+            "look_ahead": "auto" if self.draft_cpus else "off",
             "model": asdict(self.settings.model),
             "kv_cache": asdict(self.settings.kv_cache),
         }
@@ -143,19 +147,25 @@ class ModelPair:
 
     def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
         if not self._token_ids:
-            self._token_ids.extend(self._encoded(each) for each in mixed(load_prompts(self.prompts_file)))
+            self._token_ids.extend(_encoded(mixed(load_prompts(self.prompts_file)), self.model.tokenizer_files))
         first = (number + 1) * num_sequences
         return [self._token_ids[(first + place) % len(self._token_ids)] for place in range(num_sequences)]
 
-    def _encoded(self, prompt: BenchPrompt) -> list[int]:
-        from tokenizers import Tokenizer
 
-        content = prompt.content
-        if not isinstance(content, str):
-            content = "\n".join(turn.content for turn in content if isinstance(turn, ChatMessage))
-        tokenizer = Tokenizer.from_str(self.model.tokenizer_files["tokenizer.json"].decode())
-        token_ids: list[int] = tokenizer.encode(content).ids[:PROMPT_TOKENS]
-        return token_ids
+def _encoded(prompts: Sequence[BenchPrompt], tokenizer_files: Mapping[str, bytes]) -> Iterator[list[int]]:
+    """As a router encodes them: messages by the model's chat template, where it has one."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(tokenizer_files["tokenizer.json"].decode())
+    template = load_chat_template(tokenizer_files)
+    for prompt in prompts:
+        text = prompt.content
+        if not isinstance(text, str):
+            turns = [{"role": turn.role, "content": turn.content} for turn in text if isinstance(turn, ChatMessage)]
+            text = "\n".join(turn["content"] for turn in turns)
+            if template is not None:
+                text = template.render(turns, add_generation_prompt=True)
+        yield tokenizer.encode(text, add_special_tokens=template is None).ids
 
 
 def mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:

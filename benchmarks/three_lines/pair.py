@@ -35,8 +35,12 @@ class Pair(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
-    def shares_processors(self) -> bool:
-        """Whether the remote drafter computes on the target's processors."""
+    def draft_cpus(self) -> Sequence[int]:
+        """Processors of what is across the network; empty: it may be on the target's."""
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether drafts may have siblings, as a decode node takes them by default."""
 
     def engine(self) -> Engine:
         """Of the target, with a KV cache for one line."""

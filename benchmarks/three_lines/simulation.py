@@ -93,7 +93,11 @@ class SimulatedPair:
         return MAX_MODEL_LEN
 
     @property
-    def shares_processors(self) -> bool:
+    def draft_cpus(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def takes_trees(self) -> bool:
         return False
 
     def engine(self) -> Engine:
