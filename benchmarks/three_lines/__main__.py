@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         type=_processors,
         default=(),
         metavar="N,N",
-        help="processors of the remote drafter alone; default: shared",
+        help="processors of the remote drafter and of all that talks to it, which the target's engine leaves to them; "
+        "default: shared",
     )
     parser.add_argument(
         "--draft-rtt-ms",

@@ -7,13 +7,16 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from benchmarks.three_lines.decode_side import LineNode, Passed, TimedProposer
 from benchmarks.three_lines.pair import Pair
 from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
 from decode_node.drafting.client import DraftClient
 from outrider.engine.engine import Engine
+from outrider.engine.processor import usable_cpus
 from outrider.errors import InternalError, PeerLostError
 from outrider.speculation.draft_stream import DraftHello
 
@@ -65,13 +68,25 @@ def remote(round_trip_ms: float) -> str:
 async def compare_lines(comparison: Comparison) -> list[LineFigures]:
     """Raises: InternalError where two lines have generated different tokens; PeerLostError without a drafter."""
     figures: list[LineFigures] = []
-    for temperature in comparison.temperatures:
-        figures += await _at_temperature(comparison, temperature)
+    engine_cpus = usable_cpus()
+    if comparison.pair.draft_cpus:  # this thread and those that it starts send and receive
+        os.sched_setaffinity(0, comparison.pair.draft_cpus)
+    with ThreadPoolExecutor(1, "engine", os.sched_setaffinity, (0, engine_cpus)) as engine_thread:
+        for temperature in comparison.temperatures:
+            figures += await _at_temperature(comparison, temperature, engine_thread)
     return figures
 
 
-async def _at_temperature(comparison: Comparison, temperature: float) -> list[LineFigures]:
+async def _at_temperature(
+    comparison: Comparison, temperature: float, engine_thread: ThreadPoolExecutor
+) -> list[LineFigures]:
     pair = comparison.pair
+
+    async def answer(node: LineNode, number: int, max_tokens: int) -> list[list[int]]:
+        prompts = pair.prompts(number, comparison.num_sequences)
+        run = partial(node.answer, prompts, temperature=temperature, max_tokens=max_tokens)
+        return await asyncio.get_running_loop().run_in_executor(engine_thread, run)
+
     async with contextlib.AsyncExitStack() as stack:
         drafter = _process("benchmarks.three_lines.drafter", pair.drafter_arguments(temperature=temperature))
         port = await stack.enter_async_context(drafter)
@@ -87,23 +102,15 @@ async def _at_temperature(comparison: Comparison, temperature: float) -> list[Li
             client = await stack.enter_async_context(_connected(link, pair, engine))
             nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client, takes_trees=pair.takes_trees)
         for node in nodes.values():  # a process is slow at first
-            await asyncio.to_thread(
-                node.answer,
-                pair.prompts(-1, comparison.num_sequences),
-                temperature=temperature,
-                max_tokens=WARM_UP_TOKENS,
-            )
+            await answer(node, -1, WARM_UP_TOKENS)
             node.passed = Passed()
         beside.seconds, beside.num_tokens = 0.0, 0
         for number in range(comparison.num_rounds):
-            prompts = pair.prompts(number, comparison.num_sequences)
             answers = {
-                name: await asyncio.to_thread(
-                    node.answer, prompts, temperature=temperature, max_tokens=comparison.max_tokens
-                )
+                name: await answer(node, number, comparison.max_tokens)
                 for name, node in (list(nodes.items()) if number % 2 == 0 else reversed(nodes.items()))
             }
-            if any(answer != answers[PLAIN] for answer in answers.values()):
+            if any(each != answers[PLAIN] for each in answers.values()):
                 raise InternalError(f"tokens depend on drafts in round {number} at temperature {temperature:g}")
     passed = {name: node.passed for name, node in nodes.items()}
     measured = _measured(passed, beside, num_sequences=comparison.num_sequences)
