@@ -195,6 +195,7 @@ class DraftGatherer:
         wanted = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         for local in sorted(self._local, key=lambda each: self._controller.call_seconds(each.source)):
             requested.update(self._ask(local, samples, wanted, trees))
+        self._controller.observe_added(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in taken.requested})
         return replace(taken, trees=trees, requested=requested)
 
     def _ask(

@@ -42,6 +42,9 @@ MAX_PROBE_CREDIT = 1.0
 LEARN_STEPS = 4
 """One of so many steps may have another number of rows than the best one, so that their time is known."""
 
+LEAST_ADDED = 0.05
+"""Accepted tokens a step that drafts from afar should add to those of others: about what it takes to ask for them."""
+
 WORTH_ASKING = 0.5
 """Drafts are asked for if their first token is at least this share of the probability that pays at present."""
 
@@ -120,12 +123,19 @@ class DraftController:
     _probe_credit: float = float("inf")  # seconds, limited in each step
 
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
-        """How many draft tokens of that proposer might be worth verifying in the next step, 0 to `maximum`."""
+        """How many draft tokens of that proposer might be worth verifying in the next step, 0 to `maximum`.
+
+        To send, to draft and to receive takes processors, here and there: a proposer that adds nothing to what others
+        have is asked now and then.
+        """
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
             return max(maximum, 0)
         found = self._record(sequence_id, source)
         least = WORTH_ASKING * self.row_price
+        if found.added < LEAST_ADDED and self._step - found.last_asked < CHEAP_PROBE_STEPS:
+            return 0
+        found.last_asked = self._step
         chain = found.best().chain
         if chain[0] < least:
             return int(self._step - found.last_step >= PROBE_STEPS)
@@ -191,12 +201,18 @@ class DraftController:
         if self.is_cheap(source):
             return
         for sequence_id, depth in zip(asked, depths, strict=True):
-            record = self._record(sequence_id, source)
-            ranked = record.ranked(found[sequence_id])[1] if sequence_id in found else ()
+            chain = self._record(sequence_id, source).overall.chain
+            probabilities = self._probabilities(sequence_id, found[sequence_id]) if sequence_id in found else ()
             known.observe_worth(
-                expected=worth(record.overall.chain[:depth], self.row_price),
-                found=worth(ranked[: self.num_speculative_tokens], self.row_price),
+                expected=worth(chain[:depth], self.row_price), found=worth(probabilities, self.row_price)
             )
+
+    def observe_added(self, source: str, drafts: Mapping[int, Sequence[DraftTree]]) -> None:
+        """What that proposer's drafts were worth beside others. `drafts`: of all, by sequence that it was asked for."""
+        for sequence_id, trees in drafts.items():
+            tokens = {each.source: sum(self._probabilities(sequence_id, each)) for each in trees}
+            own = tokens.pop(source, 0.0)
+            self._record(sequence_id, source).observe_added(max(own - max(tokens.values(), default=0.0), 0.0))
 
     def better(self, sequence_id: int, one: DraftTree, other: DraftTree) -> DraftTree:
         """The draft of a sequence that is expected to win more."""
@@ -326,6 +342,10 @@ class DraftController:
             asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS
         )
         return asked
+
+    def _probabilities(self, sequence_id: int, draft: DraftTree) -> Sequence[float]:
+        """Of the draft's tokens that may be verified."""
+        return self._record(sequence_id, draft.source).ranked(draft)[1][: self.num_speculative_tokens]
 
     def _with_other_rows(self, offer: _Offer, choice: RowChoice) -> RowChoice:
         """The choice, or one of another number of rows whose time is not known well, when there is credit for it.

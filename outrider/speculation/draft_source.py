@@ -8,6 +8,10 @@ from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAccep
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DraftTree
 
+ADDED_AT_FIRST = 1.0
+ADDED_RATE = 0.1
+"""What a source is taken to add to the drafts of others, and the weight of a step in that."""
+
 WORTH_RATE = 0.02
 """Weight of a new draft in what drafts are worth beyond their chains."""
 
@@ -60,7 +64,7 @@ class DraftSource:
 class SourceRecord:
     """What one sequence accepts, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_asked", "overall")
+    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "added", "last_asked", "overall")
 
     def __init__(self, source: DraftSource, num_positions: int, *, step: int) -> None:
         """`step`: in which something was verified last, as far as that matters."""
@@ -71,6 +75,8 @@ class SourceRecord:
         self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
         """Of drafts of all grades: before one is asked for, its grade is not known."""
         self.last_asked = step
+        self.added = ADDED_AT_FIRST
+        """Tokens that its drafts were expected to win beyond the best of others, on average where it was asked."""
 
     def of(self, grade: int) -> AcceptanceRecord:
         """The record of drafts of that grade."""
@@ -101,6 +107,10 @@ class SourceRecord:
                 record.observe_tree(draft, accepted)
             else:
                 record.observe_chain(len(draft.token_ids), len(accepted))
+
+    def observe_added(self, tokens: float) -> None:
+        """In one step, in which it was asked: 0 where it had nothing better than others."""
+        self.added += ADDED_RATE * (tokens - self.added)
 
     def best(self) -> AcceptanceRecord:
         """The record of the grade whose drafts are accepted most."""

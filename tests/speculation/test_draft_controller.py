@@ -8,7 +8,7 @@ import pytest
 
 from outrider.engine.scheduler import StepRoom
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.draft_controller import PROBE_STEPS, DraftController
+from outrider.speculation.draft_controller import CHEAP_PROBE_STEPS, PROBE_STEPS, DraftController
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.step_cost import StepCostModel
 from tests.speculation.simulated_batch import (
@@ -197,6 +197,25 @@ def test_a_bad_proposer_does_not_stop_a_good_one():
     assert controller.num_wanted(1, 4, DRAFT_NODE) == 4
     assert controller.num_wanted(1, 4, "ngram") <= 1
     assert len(choose(controller, [(1, good)], room_for(1))[1]) == 4
+
+
+@pytest.mark.parametrize("has_another", [True, False])
+def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_then(has_another):
+    controller, same = DraftController(4), draft_of(4, "ngram")
+    asked = []
+    for _ in range(120):
+        asked.append(controller.num_wanted(1, 4, DRAFT_NODE) > 0)
+        if asked[-1]:
+            controller.observe_added(DRAFT_NODE, {1: [draft_of(4), same] if has_another else [draft_of(4)]})
+        step_of(controller, [(1, draft_of(4))], 4)
+        controller.observe_verdict(1, same, range(4))
+    num_tried = 60 / CHEAP_PROBE_STEPS
+    assert num_tried - 1 <= sum(asked[60:]) <= num_tried + 1 if has_another else all(asked)
+    for _ in range(2 * CHEAP_PROBE_STEPS):  # the others have nothing any more
+        if controller.num_wanted(1, 4, DRAFT_NODE):
+            controller.observe_added(DRAFT_NODE, {1: [draft_of(4)]})
+        step_of(controller, [(1, draft_of(4))], 4)
+    assert controller.num_wanted(1, 4, DRAFT_NODE) == 4
 
 
 def test_what_is_known_of_a_proposer_helps_new_sequences():
