@@ -105,8 +105,9 @@ class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
     Order of calls in a step: `choose_asked` and `observe_asked` for each proposer of this process, the cheapest first,
-    `choose` for all drafts there are, the forward, `observe_verdict` for each sequence whose draft was verified,
-    `observe_committed` for drafts that were not, `observe_step` once. `num_wanted` says what draft nodes are asked for.
+    `observe_added` for draft nodes, `choose` for all drafts there are, the forward, `observe_verdict` for each sequence
+    whose draft was verified, `observe_committed` for drafts that were not, `observe_step` once. `num_wanted` says what
+    draft nodes are asked for.
     """
 
     num_speculative_tokens: int
@@ -125,8 +126,7 @@ class DraftController:
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """How many draft tokens of that proposer might be worth verifying in the next step, 0 to `maximum`.
 
-        To send, to draft and to receive takes processors, here and there: a proposer that adds nothing to what others
-        have is asked now and then.
+        A message takes processor time on both sides: where a proposer adds nothing, it is asked now and then.
         """
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
