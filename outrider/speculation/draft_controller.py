@@ -27,11 +27,14 @@ from outrider.speculation.step_cost import StepCostModel
 PROBE_STEPS = 32
 """A sequence whose drafts were not verified for so many steps may be tried again, and a proposer not asked for them."""
 
+TRIAL_STEPS = 4
+"""Of `PROBE_STEPS`, in which a draft node that adds nothing is asked: drafts may arrive some steps after the first."""
+
 CHEAP_PROBE_STEPS = 8
 """The same of a proposer that costs next to nothing."""
 
 SPEEDUP_STEPS = 32
-"""Over which it is averaged how much faster than plain decoding the batch is: what time is worth."""
+"""Over which the batch's speedup is averaged: what time is worth."""
 
 PROBE_SHARE = 0.005
 """Of the time, for such trials."""
@@ -41,9 +44,6 @@ MAX_PROBE_CREDIT = 1.0
 
 LEARN_STEPS = 4
 """One of so many steps may have another number of rows than the best one, so that their time is known."""
-
-LEAST_ADDED = 0.05
-"""Accepted tokens a step that drafts from afar should add to those of others: about what it takes to ask for them."""
 
 WORTH_ASKING = 0.5
 """Drafts are asked for if their first token is at least this share of the probability that pays at present."""
@@ -133,9 +133,8 @@ class DraftController:
             return max(maximum, 0)
         found = self._record(sequence_id, source)
         least = WORTH_ASKING * self.row_price
-        if found.added < LEAST_ADDED and self._step - found.last_asked < CHEAP_PROBE_STEPS:
+        if found.adds_nothing and self._step % PROBE_STEPS >= TRIAL_STEPS:
             return 0
-        found.last_asked = self._step
         chain = found.best().chain
         if chain[0] < least:
             return int(self._step - found.last_step >= PROBE_STEPS)

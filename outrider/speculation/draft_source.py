@@ -8,9 +8,12 @@ from outrider.speculation.acceptance_record import AcceptanceRecord, SourceAccep
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DraftTree
 
+LEAST_ADDED = 0.05
+"""Accepted tokens a step that drafts from afar should add to those of others: about what it takes to ask for them."""
+
 ADDED_AT_FIRST = 1.0
 ADDED_RATE = 0.1
-"""What a source is taken to add to the drafts of others, and the weight of a step in that."""
+"""What a source is taken to add before it was asked, in tokens; the weight of each step in which it is asked."""
 
 WORTH_RATE = 0.02
 """Weight of a new draft in what drafts are worth beyond their chains."""
@@ -111,6 +114,11 @@ class SourceRecord:
     def observe_added(self, tokens: float) -> None:
         """In one step, in which it was asked: 0 where it had nothing better than others."""
         self.added += ADDED_RATE * (tokens - self.added)
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether asking is hardly worth its messages."""
+        return self.added < LEAST_ADDED
 
     def best(self) -> AcceptanceRecord:
         """The record of the grade whose drafts are accepted most."""

@@ -189,6 +189,7 @@ class HeadForward(PathSampler):
             assert row.features is not None
             values = row.features.read(row.start_position - 1, row.start_position - 1 + num_true)
             dtype = TORCH_DTYPES[self.model.spec.dtype]
+            # `to` would give up the interpreter's lock even where it has nothing to do, see PlaneFeatures.
             is_fit = values.dtype == dtype and values.device == self.device
             parts.append(values if is_fit else values.to(self.device, dtype))
         if row.states:
