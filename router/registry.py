@@ -1,4 +1,4 @@
-"""Requests by name: created, found, aborted and restored. The inner interface of every front; it knows no gRPC."""
+"""Requests by name: created, found, aborted and restored, for every service (`front.py`). It knows no gRPC."""
 
 from __future__ import annotations
 

@@ -13,14 +13,16 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from outrider.errors import PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
+from outrider.service.open_calls import OpenCalls
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2_grpc
 from router.answer_budget import AnswerBudget
 from router.answer_keeper import AnswerKeeper
-from router.clients import Clients
+from router.clients import AnonymousClients, Clients
 from router.config import RouterConfig
+from router.front import Front
 from router.hedge_budget import HedgeBudget
 from router.node_directory import NodeDirectory
 from router.placement import Placement
@@ -63,8 +65,10 @@ class Router:
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
         self.services: Services | None = None  # None: no node has served yet
-        self.servicer = RouterServicer(self.nodes, self._services_now, clients)
-        self.requests = self.servicer.requests
+        self.front = Front(self.nodes, self._services_now, AnonymousClients() if clients is None else clients)
+        self.requests = self.front.requests
+        self._calls = OpenCalls()
+        self.servicer = RouterServicer(self.front, self._calls)
         if store is None:
             store = make_store(  # connects on first use
                 config.store,
@@ -127,7 +131,7 @@ class Router:
             _log.warning("drain deadline passed", num_requests=len(self.requests))
             self.requests.fail_all(PeerLostError("the router is stopping", reason="DRAINING"))
         self.servicer.end_watches()
-        if num_calls := await self.servicer.calls.wait_for_present(FINAL_STATUS_SECONDS):
+        if num_calls := await self._calls.wait_for_present(FINAL_STATUS_SECONDS):
             _log.warning("clients do not read their answers' ends", num_calls=num_calls)
 
     async def stop(self) -> None:

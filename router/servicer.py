@@ -1,21 +1,18 @@
-"""The router's gRPC front: proto in, a call of `RequestRegistry`, proto out."""
+"""Our own public service: proto in, a call of `Front`, proto out."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from outrider import __version__
 from outrider.answer import AnswerEvent
 from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
-from outrider.node import ClusterStatus, Model
-from outrider.request import VerificationMethod
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
@@ -23,13 +20,10 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
 from outrider.wire.cluster import CLUSTER, MODEL
 from outrider.wire.request import num_samples, skips_special_tokens
-from router.clients import AnonymousClients, Caller, Clients, host_of_peer
+from router.clients import host_of_peer
+from router.front import Front
 from router.live_request import LiveRequest
-from router.node_directory import NodeDirectory
-from router.registry import RequestRegistry
-from router.request_figures import NOTHING_GENERATED
 from router.request_parsing import encode_prompt
-from router.services import Services
 from router.validation import MAX_SAMPLES, check_chat, check_detokenize, check_request_id
 
 SERVICE_NAME = "outrider.v1.RouterService"
@@ -44,19 +38,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """`services` gives what requests use; it raises PeerLostError until the router serves."""
+    """`calls`: the ones that a drain ends, answers and watches."""
 
-    def __init__(
-        self,
-        nodes: NodeDirectory,
-        services: Callable[[], Services],
-        clients: Clients | None = None,
-    ) -> None:
-        self._nodes = nodes
-        self._clients = AnonymousClients() if clients is None else clients
-        self._services = services
-        self.requests = RequestRegistry(nodes, services, self._clients)
-        self.calls = OpenCalls()  # those that a drain ends: answers and watches
+    def __init__(self, front: Front, calls: OpenCalls) -> None:
+        self._front = front
+        self._calls = calls
         self._has_ended = asyncio.Event()  # nothing is left to watch
         self._watches: Counter[str] = Counter()  # by client
 
@@ -88,36 +74,30 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             return builder.build()
 
     async def Resume(self, request: router_pb2.ResumeRequest, context: Context) -> None:  # noqa: N802
-        self.calls.enter(context)
+        self._calls.enter(context)
         async with rpc_errors(context):
             check_request_id(request.request_id)
             if len(request.next_positions) > MAX_SAMPLES:
                 raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
             next_positions = dict(request.next_positions)
-            caller = self._charge(context)
-            live = await self.requests.find(request.request_id, next_positions, caller)
-            try:
+            metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
+            async with self._front.find(request.request_id, next_positions, metadata, set_trailers) as live:
                 await live.write(context.write, event_to_proto, next_positions)
-            finally:
-                live.leave()
-                context.set_trailing_metadata(live.trailers())
 
     async def Abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:  # noqa: N802
         response = router_pb2.AbortResponse()
         async with rpc_errors(context):
-            check_request_id(request.request_id)
-            caller = self._clients.identify(context.invocation_metadata())
-            response.aborted = await self.requests.abort(request.request_id, caller)
+            response.aborted = await self._front.abort(request.request_id, context.invocation_metadata())
         return response
 
     async def Tokenize(self, request: router_pb2.TokenizeRequest, context: Context) -> router_pb2.TokenizeResponse:  # noqa: N802
         response = router_pb2.TokenizeResponse()
         async with rpc_errors(context):
-            caller = self._charge(context)
+            caller = self._front.charge(context.invocation_metadata())
             kind = request.WhichOneof("input")
             if kind is None:
                 raise InvalidRequestError("one of text and chat is needed", field="input")
-            served = self._nodes.model()
+            served = self._front.served()
             if kind == "chat":
                 check_chat(request.chat, served.info)
             response.token_ids.extend(await encode_prompt(request, served, client=caller.share))
@@ -128,8 +108,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.DetokenizeResponse:
         response = router_pb2.DetokenizeResponse()
         async with rpc_errors(context):
-            caller = self._charge(context)
-            served = self._nodes.model()
+            caller = self._front.charge(context.invocation_metadata())
+            served = self._front.served()
             check_detokenize(request, served.info)
             response.text = await served.tokenizer.decode(
                 request.token_ids, skip_special_tokens=skips_special_tokens(request), client=caller.share
@@ -138,16 +118,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
-            return MODEL.to_proto(self._model())
+            return MODEL.to_proto(self._front.model())
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
-        self.calls.enter(context)
+        self._calls.enter(context)
         async with rpc_errors(context), self._watch(context):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
                 interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
             while not self._has_ended.is_set():
-                await context.write(CLUSTER.to_proto(self._cluster_status()))
+                await context.write(CLUSTER.to_proto(self._front.cluster_status()))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval):
                         await self._has_ended.wait()
@@ -156,7 +136,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     @asynccontextmanager
     async def _watch(self, context: Context) -> AsyncIterator[None]:
         """Raises: CapacityError beyond `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
-        client = self._clients.identify(context.invocation_metadata()).name or host_of_peer(context.peer())
+        client = self._front.identify(context.invocation_metadata()).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
             raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
         if self._watches[client] >= MAX_WATCHES_OF_ONE:
@@ -171,47 +151,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     @asynccontextmanager
     async def _request(self, proto: router_pb2.GenerateRequest, context: Context) -> AsyncIterator[LiveRequest]:
-        """Raises: OutriderError. However the call ends, its trailers say what there was of an answer."""
-        self.calls.enter(context)
-        context.set_trailing_metadata(NOTHING_GENERATED)
-        live = await self.requests.open(proto, self._charge(context))
-        try:
+        """Raises: OutriderError."""
+        self._calls.enter(context)
+        metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
+        async with self._front.open(proto, metadata, set_trailers) as live:
             yield live
-        finally:
-            live.leave()
-            context.set_trailing_metadata(live.trailers())
-
-    def _charge(self, context: Context) -> Caller:
-        """Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
-        caller = self._clients.identify(context.invocation_metadata())
-        self._clients.charge(caller)
-        return caller
-
-    def _model(self) -> Model:
-        """Raises: PeerLostError while no node has served yet."""
-        info = self._nodes.model().info
-        proposer, num_speculative_tokens = self._nodes.proposer()
-        return Model(
-            name=info.name,
-            revision=info.revision,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            eos_token_ids=info.eos_token_ids,
-            dtype=info.dtype,
-            proposer=proposer,
-            num_speculative_tokens=num_speculative_tokens,
-            verification_method=VerificationMethod(self._services().config.verification_method),
-            fingerprint=info.fingerprint,
-            version=__version__,
-        )
-
-    def _cluster_status(self) -> ClusterStatus:
-        try:
-            services = self._services()
-        except PeerLostError:  # no node serves yet: nothing runs, nothing waits
-            num_running = num_waiting = 0
-        else:
-            num_running, num_waiting = services.placement.num_placed, services.queue.num_waiting
-        return ClusterStatus(
-            nodes=tuple(self._nodes.statuses()), num_requests_running=num_running, num_requests_waiting=num_waiting
-        )

@@ -1,0 +1,124 @@
+"""What the router's public services are made on: open a request, read its answer, abort it. It knows no gRPC.
+
+A service turns its own messages into `router_pb2.GenerateRequest`, our public one, and answers' events into its own;
+so whatever a request can ask for, and whatever happens to it, is the same by every service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from outrider import __version__
+from outrider.errors import PeerLostError
+from outrider.node import ClusterStatus, Model
+from outrider.request import VerificationMethod
+from outrider.v1 import router_pb2
+from router.clients import Caller, Clients, Metadata
+from router.live_request import LiveRequest
+from router.node_directory import NodeDirectory, ServedModel
+from router.registry import RequestRegistry
+from router.request_figures import NOTHING_GENERATED, Trailers
+from router.services import Services
+from router.validation import check_request_id
+
+SetTrailers = Callable[[Trailers], None]
+
+
+class Front:
+    """Owned by the event loop. `services` gives what requests use; it raises PeerLostError until the router serves.
+
+    `metadata` is that of the call: it says who calls.
+    """
+
+    def __init__(self, nodes: NodeDirectory, services: Callable[[], Services], clients: Clients) -> None:
+        self._nodes = nodes
+        self._services = services
+        self._clients = clients
+        self.requests = RequestRegistry(nodes, services, clients)
+
+    # ------------------------------------------------------------ who calls
+
+    def identify(self, metadata: Metadata | None) -> Caller:
+        """Raises: UnauthenticatedError."""
+        return self._clients.identify(metadata)
+
+    def charge(self, metadata: Metadata | None) -> Caller:
+        """Counts a call. Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
+        caller = self.identify(metadata)
+        self._clients.charge(caller)
+        return caller
+
+    # ------------------------------------------------------------ requests
+
+    @asynccontextmanager
+    async def open(
+        self, proto: router_pb2.GenerateRequest, metadata: Metadata | None, set_trailers: SetTrailers
+    ) -> AsyncIterator[LiveRequest]:
+        """A new request, which the block reads with `LiveRequest.write`; without a resume window it ends with it.
+
+        However the block ends, the trailers say what there was of an answer. Raises: OutriderError.
+        """
+        set_trailers(NOTHING_GENERATED)
+        live = await self.requests.open(proto, self.charge(metadata))
+        try:
+            yield live
+        finally:
+            live.leave()
+            set_trailers(live.trailers())
+
+    @asynccontextmanager
+    async def find(
+        self,
+        request_id: str,
+        next_positions: Mapping[int, int],
+        metadata: Metadata | None,
+        set_trailers: SetTrailers,
+    ) -> AsyncIterator[LiveRequest]:
+        """A request of the caller's that can be read again; as `open`. Raises: OutriderError."""
+        live = await self.requests.find(request_id, next_positions, self.charge(metadata))
+        try:
+            yield live
+        finally:
+            live.leave()
+            set_trailers(live.trailers())
+
+    async def abort(self, request_id: str, metadata: Metadata | None) -> bool:
+        """Whether there was something of the caller's to stop. Raises: OutriderError."""
+        check_request_id(request_id)
+        return await self.requests.abort(request_id, self.identify(metadata))
+
+    # ------------------------------------------------------------ model and cluster
+
+    def served(self) -> ServedModel:
+        """Raises: PeerLostError while no node has served yet."""
+        return self._nodes.model()
+
+    def model(self) -> Model:
+        """Raises: PeerLostError while no node has served yet."""
+        info = self.served().info
+        proposer, num_speculative_tokens = self._nodes.proposer()
+        return Model(
+            name=info.name,
+            revision=info.revision,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            dtype=info.dtype,
+            proposer=proposer,
+            num_speculative_tokens=num_speculative_tokens,
+            verification_method=VerificationMethod(self._services().config.verification_method),
+            fingerprint=info.fingerprint,
+            version=__version__,
+        )
+
+    def cluster_status(self) -> ClusterStatus:
+        try:
+            services = self._services()
+        except PeerLostError:  # no node serves yet: nothing runs, nothing waits
+            num_running = num_waiting = 0
+        else:
+            num_running, num_waiting = services.placement.num_placed, services.queue.num_waiting
+        return ClusterStatus(
+            nodes=tuple(self._nodes.statuses()), num_requests_running=num_running, num_requests_waiting=num_waiting
+        )
