@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.config.settings import default_of, nested_type, setting_fields
+from outrider.config.unknown_keys import unknown_key
 from outrider.config.values import checked, from_text, without_passwords
 from outrider.errors import ConfigError
 
@@ -192,11 +192,3 @@ def _blamed(message: str, sources: Mapping[str, str]) -> str:
 def environment_name(key: str) -> str:
     """`decode_node.draft_targets` → `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
-
-
-def unknown_key(source: str, name: str, owner: str, known: Sequence[str], rest: tuple[str, ...] = ()) -> str:
-    prefix = f"{owner}." if owner else ""
-    key = ".".join((prefix + name, *rest))
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"; the nearest is {prefix}{nearest[0]}" if nearest else f"; {owner} has no settings of its own"
-    return f"{source}: unknown key {key}{hint}"
