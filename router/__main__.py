@@ -26,14 +26,15 @@ def main() -> int:
     if not config.decode_targets:
         sys.stderr.write("router: router.decode_targets is empty; name at least one host:port\n")
         return 2
+    security = make_security(sections["security"])
     try:
         clients = AnonymousClients() if config.token_file is None else TokenFile(config.token_file)
+        router = Router(config, name=sections["server"].name, security=security, clients=clients)
     except ConfigError as error:
         sys.stderr.write(f"router: {error}\n")
         return 2
-    security = make_security(sections["security"])
     return run_service(
-        Router(config, name=sections["server"].name, security=security, clients=clients),
+        router,
         server=sections["server"],
         telemetry=telemetry,
         security=security,

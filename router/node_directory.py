@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +33,7 @@ class ServedModel:
 
     info: ModelInfo
     tokenizer: Tokenizer
+    tokenizer_files: Mapping[str, bytes]  # by name, as the node sent them
     node: str  # its name
 
 
@@ -280,7 +281,7 @@ class NodeDirectory:
         files = await link.transport.tokenizer_files()
         tokenizer = await asyncio.to_thread(Tokenizer, files, num_threads=self._config.tokenizer_threads)
         _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
-        return ServedModel(model, tokenizer, name)
+        return ServedModel(model, tokenizer, files, name)
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

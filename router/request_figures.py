@@ -117,6 +117,7 @@ class RequestFigures:
             nodes=list(self.nodes),
             num_prompt_tokens=num_prompt_tokens,
             num_held_tokens=granted.held_prefix_length,
+            seed=self.request.options.sampling.seed,
             queue_seconds=round(queue_seconds, 4),
         )
 

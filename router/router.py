@@ -14,6 +14,7 @@ from outrider.errors import PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.peer_security import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
+from outrider.service.request_limits import ENGINE_SERVICE
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.metrics import RouterMetrics
@@ -32,6 +33,7 @@ from router.services import Services
 from router.store.base import AnswerStore
 from router.store.factory import make_store
 from router.transport import RouterIdentity
+from router.vllm_engine.factory import make_vllm_engine
 
 FINAL_STATUS_SECONDS = 0.5
 """Time for final statuses to be sent."""
@@ -46,8 +48,6 @@ _log = get_logger("router")
 class Router:
     """Implements `outrider.service.server.Service`. SERVING while a prefill and a decode node serve."""
 
-    service_names: tuple[str, ...] = (SERVICE_NAME,)
-
     def __init__(
         self,
         config: RouterConfig,
@@ -59,7 +59,7 @@ class Router:
         registry: CollectorRegistry = REGISTRY,
         store: AnswerStore | None = None,
     ) -> None:
-        """`store`: instead of the one that `config` names."""
+        """`store`: instead of the one that `config` names. Raises: ConfigError."""
         self._config = config
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
@@ -69,6 +69,10 @@ class Router:
         self.requests = self.front.requests
         self._calls = OpenCalls()
         self.servicer = RouterServicer(self.front, self._calls)
+        self._vllm_engine = make_vllm_engine(config.vllm_engine, self.front, self._calls)
+        self.service_names: tuple[str, ...] = (
+            (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
+        )
         if store is None:
             store = make_store(  # connects on first use
                 config.store,
@@ -80,6 +84,8 @@ class Router:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
+        if self._vllm_engine is not None:
+            self._vllm_engine.add_to(server)
 
     async def start(self, address: str) -> None:
         """Waits for the nodes."""

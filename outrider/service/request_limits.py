@@ -19,7 +19,10 @@ from outrider.service.reflection import REFLECTION_SERVICES
 from outrider.service.rpc_errors import abort_with
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
-OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, ROUTER_SERVICE})
+ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
+CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
+"""What a router serves to clients."""
+OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
 """For everybody who passes the handshake. A router asks its clients for tokens itself."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -40,8 +43,8 @@ _MAKE = {
 class RequestLimits(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server.
 
-    - RouterService is for clients that `authenticate` knows, NodeService for services of the cluster and operators,
-      every other service for services of the cluster; health and reflection are for everybody.
+    - RouterService and the engine service are for clients that `authenticate` knows, NodeService for services of the
+      cluster and operators, every other service for services of the cluster; health and reflection are for everybody.
     - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop,
       where 16 MiB of empty submessages take seconds, and what its parser raises would be UNKNOWN. Messages of request
       streams are for their servicers (`rpc_errors`): their senders are nodes and routers.
@@ -57,7 +60,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         service = details.method.rpartition("/")[0].strip("/")
-        if service == ROUTER_SERVICE and self._authenticate is not None:
+        if service in CLIENT_SERVICES and self._authenticate is not None:
             try:
                 self._authenticate(details.invocation_metadata)
             except UnauthenticatedError as error:

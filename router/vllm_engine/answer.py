@@ -1,0 +1,124 @@
+"""An answer of ours as messages of the engine protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2
+
+from outrider.answer import AnswerEvent, Delta, Finished, Started, Summary
+from outrider.errors import InvalidRequestError
+from outrider.request import FinishReason, TokenLogprobs
+
+MAX_COMPLETE_BYTES = 4 << 20
+"""Larger messages are refused by gRPC clients with default settings, tonic's among them."""
+_TOKEN_BYTES = 5
+_LOGPROB_BYTES = 9
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
+
+
+class EngineAnswer:
+    """Folds an answer's events, each once and in their order.
+
+    A stream has a chunk for each delta. At the end comes one Complete for each sample; without a stream it has all
+    tokens. What is counted once for all samples (cached and draft tokens) is in the first, since clients add them up.
+    """
+
+    def __init__(self, num_samples: int, *, is_streamed: bool, stop_token_ids: Iterable[int]) -> None:
+        """`stop_token_ids`: those that the request named; of others that end an answer, nothing is said."""
+        self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num_samples)]
+        self._is_streamed = is_streamed
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._num_prompt_tokens = 0
+        self._input_logprobs: Any = None  # until it has been sent
+        self._num_bytes = 0  # of all Completes, or a little more
+
+    def render(self, event: AnswerEvent) -> list[Any]:
+        """GenerateResponses. Raises: InvalidRequestError where a Complete becomes too large."""
+        match event:
+            case Delta() if event.token_ids:
+                return self._add(event)
+            case Started():
+                self._num_prompt_tokens = event.num_prompt_tokens
+                if event.prompt_logprobs:
+                    self._input_logprobs = _input_logprobs(event.prompt_logprobs)
+            case Finished():
+                self._finish(event)
+            case Summary():
+                return self._conclude(event)
+        return []
+
+    def _add(self, delta: Delta) -> list[Any]:
+        complete = self._completes[delta.sample]
+        complete.completion_tokens += len(delta.token_ids)
+        if self._is_streamed:
+            chunk = vllm_engine_pb2.GenerateStreamChunk(
+                token_ids=delta.token_ids,
+                prompt_tokens=self._num_prompt_tokens,
+                completion_tokens=len(delta.token_ids),
+                index=delta.sample,
+                input_logprobs=self._input_logprobs,
+            )
+            self._input_logprobs = None
+            if delta.logprobs:
+                _extend_logprobs(chunk.output_logprobs, delta.logprobs)
+            return [vllm_engine_pb2.GenerateResponse(chunk=chunk)]
+        complete.output_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            _extend_logprobs(complete.output_logprobs, delta.logprobs)
+        num_logprobs = sum(1 + len(value.top) for value in delta.logprobs)
+        self._num_bytes += _TOKEN_BYTES * len(delta.token_ids) + 2 * _LOGPROB_BYTES * num_logprobs
+        if self._num_bytes > MAX_COMPLETE_BYTES:  # what cannot be sent is not computed to its end
+            raise InvalidRequestError(
+                f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
+                field="stream",
+                reason="ANSWER_TOO_LARGE",
+            )
+        return []
+
+    def _finish(self, finished: Finished) -> None:
+        complete = self._completes[finished.sample]
+        complete.finish_reason = _REASONS[finished.reason]
+        if finished.stop_string is not None:
+            complete.matched_stop_str = finished.stop_string
+        elif finished.stop_token_id in self._stop_token_ids:
+            complete.matched_token_id = finished.stop_token_id
+
+    def _conclude(self, summary: Summary) -> list[Any]:
+        speculation = summary.metrics.speculation
+        first = self._completes[0]
+        first.cached_tokens = summary.usage.num_cached_tokens
+        first.spec_draft_tokens = speculation.num_draft_tokens
+        first.spec_accepted_tokens = speculation.num_accepted_draft_tokens
+        if self._input_logprobs is not None:
+            first.input_logprobs.CopyFrom(self._input_logprobs)
+        for complete in self._completes:
+            complete.prompt_tokens = self._num_prompt_tokens
+        return [vllm_engine_pb2.GenerateResponse(complete=complete) for complete in self._completes]
+
+
+def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
+    """`target`: an OutputLogProbs."""
+    target.token_logprobs.extend(value.logprob for value in logprobs)
+    target.token_ids.extend(value.token_id for value in logprobs)
+    target.top_logprobs.extend(_top(value) for value in logprobs)
+
+
+def _input_logprobs(logprobs: Sequence[TokenLogprobs]) -> Any:
+    """A prompt's first token has none (NaN)."""
+    return vllm_engine_pb2.InputLogProbs(
+        token_logprobs=[
+            vllm_engine_pb2.InputTokenLogProb(value=None if math.isnan(value.logprob) else value.logprob)
+            for value in logprobs
+        ],
+        token_ids=[value.token_id for value in logprobs],
+        top_logprobs=[_top(value) for value in logprobs],
+    )
+
+
+def _top(value: TokenLogprobs) -> Any:
+    return vllm_engine_pb2.TopLogProbs(
+        values=[logprob for _, logprob in value.top], token_ids=[token_id for token_id, _ in value.top]
+    )

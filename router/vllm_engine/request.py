@@ -1,0 +1,93 @@
+"""A request of the engine protocol as one of our own, which the router then checks and serves like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import InvalidRequestError, NotSupportedError
+from outrider.v1 import router_pb2
+
+ANY_OBJECT = '{"type": "object"}'
+"""The schema of `json_object`."""
+_UNSUPPORTED = ("mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
+_SAME = (
+    "temperature",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "max_tokens",
+    "min_tokens",
+)
+"""Sampling parameters whose zero, where they are not set, is our default too, or whose presence is known."""
+_SAME_IF_NOT_ZERO = ("top_p", "repetition_penalty", "n")
+"""Those whose zero means that they were not set."""
+
+
+def request_from_engine(proto: Any) -> router_pb2.GenerateRequest:
+    """`proto`: a `vllm.grpc.engine.GenerateRequest`. Values are checked later, with all of our requests.
+
+    Raises: InvalidRequestError, NotSupportedError for what our requests have no place for.
+    """
+    for name in _UNSUPPORTED:
+        if any(field.name == name for field, _ in proto.ListFields()):
+            raise NotSupportedError(f"{name} is not supported: prompts are text, KV is the cluster's own", field=name)
+    params = proto.sampling_params
+    if params.HasField("truncate_prompt_tokens"):
+        raise NotSupportedError("prompts are not truncated", field="sampling_params.truncate_prompt_tokens")
+    request = router_pb2.GenerateRequest(
+        request_id=proto.request_id,
+        sampling=_sampling(params),
+        stop=router_pb2.StopConditions(
+            strings=params.stop,
+            token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos,
+        ),
+        output=router_pb2.OutputOptions(
+            top_logprobs=_num_logprobs(params, "logprobs"),
+            prompt_logprobs=_num_logprobs(params, "prompt_logprobs"),
+            skip_special_tokens=params.skip_special_tokens,
+            token_ids_only=True,  # the text is the gateway's; stop strings are looked for all the same
+        ),
+    )
+    if proto.HasField("text"):
+        request.text = proto.text
+    else:
+        request.token_ids.ids.extend(proto.tokenized.input_ids)
+    return request
+
+
+def _sampling(params: Any) -> router_pb2.SamplingParams:
+    values = {name: getattr(params, name) for name in _SAME_IF_NOT_ZERO if getattr(params, name)}
+    for name in _SAME:
+        if not params.DESCRIPTOR.fields_by_name[name].has_presence or params.HasField(name):
+            values[name] = getattr(params, name)
+    if params.HasField("seed"):
+        values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
+    if any(token_id < 0 for token_id in params.logit_bias):
+        raise InvalidRequestError("a token id is not negative", field="sampling_params.logit_bias")
+    return router_pb2.SamplingParams(**values, **_constraint(params), logit_bias=dict(params.logit_bias))
+
+
+def _constraint(params: Any) -> dict[str, Any]:
+    """Raises: NotSupportedError."""
+    match params.WhichOneof("constraint"):
+        case "json_schema" | "regex" | "grammar" as kind:
+            return {kind: getattr(params, kind)}
+        case "choice":
+            return {"choice": router_pb2.Choice(options=params.choice.choices)}
+        case "json_object" if params.json_object:
+            return {"json_schema": ANY_OBJECT}
+        case "structural_tag":
+            raise NotSupportedError("structural tags are not supported", field="sampling_params.structural_tag")
+    return {}
+
+
+def _num_logprobs(params: Any, name: str) -> int | None:
+    """Raises: InvalidRequestError for all of them (-1)."""
+    if not params.HasField(name):
+        return None
+    number: int = getattr(params, name)
+    if number < 0:
+        raise InvalidRequestError(f"{name} is 0 or more, not {number}", field=f"sampling_params.{name}")
+    return number

@@ -1,0 +1,164 @@
+"""READ FIRST. The engine service: a gateway's requests in, served as our own (`Front`), the engine's messages out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any, Never
+
+import grpc
+import grpc.aio
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from outrider import __version__
+from outrider.errors import LOSES_NODES, InvalidRequestError, MismatchError, NotSupportedError, PeerLostError
+from outrider.node import NodeRole, NodeState
+from outrider.service.open_calls import OpenCalls
+from outrider.service.rpc_errors import rpc_errors
+from outrider.wire.request import num_samples
+from router.front import Front
+from router.vllm_engine.answer import EngineAnswer
+from router.vllm_engine.request import request_from_engine
+from router.vllm_engine.tokenizer_archive import TokenizerArchive, make_archive
+
+MAX_ABORTED = 256
+"""Requests of one Abort: a gateway sends one."""
+NO_TOKENIZER_PATH = "/dev/null"
+"""On every machine, and no tokenizer: a gateway then asks GetTokenizer, and not a model hub first."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class VllmEngineServicer:
+    """Implements `vllm.grpc.engine.VllmEngine`; messages are those of the package smg_grpc_proto, which has no types.
+
+    `calls`: the ones that a drain ends.
+    """
+
+    def __init__(self, front: Front, calls: OpenCalls) -> None:
+        self._front = front
+        self._calls = calls
+        self._started_at = time.monotonic()
+        self._archive: TokenizerArchive | None = None  # once it was asked for
+        self._archiving = asyncio.Lock()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+
+    async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
+        self._calls.enter(context)
+        metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
+        async with _errors(context):
+            ours = request_from_engine(request)
+            async with self._front.open(ours, metadata, set_trailers) as live:
+                answer = EngineAnswer(
+                    num_samples(ours.sampling), is_streamed=request.stream, stop_token_ids=ours.stop.token_ids
+                )
+
+                async def write(messages: Sequence[Any]) -> None:
+                    for message in messages:
+                        await context.write(message)
+
+                await live.write(write, answer.render)
+
+    async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Frees at once; the calls end by themselves, with the reason "abort"."""
+        async with _errors(context):
+            if len(request.request_ids) > MAX_ABORTED:
+                raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
+            for request_id in request.request_ids:
+                await self._front.abort(request_id, context.invocation_metadata())
+        return vllm_engine_pb2.AbortResponse()
+
+    async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
+        async with _errors(context):
+            why = ""
+            if self._front.requests.is_draining:
+                why = "the router is stopping"
+            elif not any(node.state is NodeState.SERVING for node in self._decode_nodes()):
+                why = "no decode node serves"
+            return vllm_engine_pb2.HealthCheckResponse(healthy=not why, message=why or "serving")
+
+    async def GetModelInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
+        async with _errors(context):
+            info = self._front.served().info
+            return vllm_engine_pb2.GetModelInfoResponse(
+                model_path=info.name,
+                served_model_name=info.name,
+                tokenizer_path=NO_TOKENIZER_PATH,
+                is_generation=True,
+                max_context_length=info.max_model_len,
+                max_req_input_len=info.max_model_len - 1,
+                vocab_size=info.vocab_size,
+                eos_token_ids=info.eos_token_ids,
+            )
+
+    async def GetServerInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
+        async with _errors(context):
+            return vllm_engine_pb2.GetServerInfoResponse(
+                active_requests=self._front.cluster_status().num_requests_running,
+                uptime_seconds=time.monotonic() - self._started_at,
+                server_type="outrider",
+                model_dtype=self._front.served().info.dtype,
+                data_parallel_size=1,
+            )
+
+    async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """The whole cluster as one engine."""
+        async with _errors(context):
+            cluster, nodes = self._front.cluster_status(), self._decode_nodes()
+            num_blocks = sum(node.load.kv_blocks_total for node in nodes)
+            num_used = num_blocks - sum(node.load.kv_blocks_free for node in nodes)
+            load = vllm_engine_pb2.SchedulerLoad(
+                num_running_reqs=cluster.num_requests_running,
+                num_waiting_reqs=cluster.num_requests_waiting,
+                num_total_reqs=cluster.num_requests_running + cluster.num_requests_waiting,
+                token_usage=num_used / num_blocks if num_blocks else 0.0,
+                gen_throughput=sum(node.load.tokens_per_second for node in nodes),
+            )
+            return vllm_engine_pb2.GetLoadsResponse(
+                timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=1, loads=[load]
+            )
+
+    async def GetTokenizer(self, request: Any, context: Context) -> None:  # noqa: N802
+        async with _errors(context):
+            self._front.charge(context.invocation_metadata())
+            for data, sha256 in (await self._tokenizer_archive()).chunks():
+                await context.write(common_pb2.GetTokenizerChunk(data=data, sha256=sha256))
+
+    async def _refuse(self, request: Any, context: Context) -> Never:
+        async with _errors(context):
+            raise NotSupportedError("this engine generates text; it has no such call")
+        raise AssertionError("the call has ended")
+
+    Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
+
+    def _decode_nodes(self) -> list[Any]:
+        return [node for node in self._front.cluster_status().nodes if node.role is NodeRole.DECODE]
+
+    async def _tokenizer_archive(self) -> TokenizerArchive:
+        """Raises: PeerLostError while no node has served yet."""
+        files = self._front.served().tokenizer_files
+        async with self._archiving:
+            if self._archive is None:
+                self._archive = await asyncio.to_thread(make_archive, files)
+            return self._archive
+
+
+@asynccontextmanager
+async def _errors(context: Context) -> AsyncIterator[None]:
+    """As `rpc_errors`. A request that may itself be what ends nodes is refused so that nobody sends it again:
+
+    gateways and clients repeat what was UNAVAILABLE.
+    """
+    async with rpc_errors(context):
+        try:
+            yield
+        except PeerLostError as error:
+            if error.reason == LOSES_NODES:
+                raise MismatchError(error.message, reason=error.reason) from error
+            raise
