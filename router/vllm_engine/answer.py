@@ -15,7 +15,7 @@ from outrider.request import FinishReason, TokenLogprobs
 MAX_COMPLETE_BYTES = 4 << 20
 """Larger messages are refused by gRPC clients with default settings, tonic's among them."""
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 9
+_LOGPROB_BYTES = 9  # with its token; a token has its own and those of its alternatives, whose lengths are as long
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
@@ -33,7 +33,7 @@ class EngineAnswer:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._num_prompt_tokens = 0
         self._input_logprobs: Any = None  # until it has been sent
-        self._num_bytes = 0  # of all Completes, or a little more
+        self._num_bytes = [0] * num_samples  # of each Complete, or a little more
 
     def render(self, event: AnswerEvent) -> list[Any]:
         """GenerateResponses. Raises: InvalidRequestError where a Complete becomes too large."""
@@ -68,9 +68,9 @@ class EngineAnswer:
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
-        num_logprobs = sum(1 + len(value.top) for value in delta.logprobs)
-        self._num_bytes += _TOKEN_BYTES * len(delta.token_ids) + 2 * _LOGPROB_BYTES * num_logprobs
-        if self._num_bytes > MAX_COMPLETE_BYTES:  # what cannot be sent is not computed to its end
+        num_logprobs = sum(2 + len(value.top) for value in delta.logprobs)
+        self._num_bytes[delta.sample] += _TOKEN_BYTES * len(delta.token_ids) + _LOGPROB_BYTES * num_logprobs
+        if self._num_bytes[delta.sample] > MAX_COMPLETE_BYTES:  # what cannot be sent is not computed to its end
             raise InvalidRequestError(
                 f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
                 field="stream",

@@ -5,30 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.errors import InvalidRequestError, NotSupportedError
+from outrider.node import ModelInfo
 from outrider.v1 import router_pb2
+from router.validation import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKENS
 
 ANY_OBJECT = '{"type": "object"}'
 """The schema of `json_object`."""
 _UNSUPPORTED = ("mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
-_SAME = (
-    "temperature",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "max_tokens",
-    "min_tokens",
-)
-"""Sampling parameters whose zero, where they are not set, is our default too, or whose presence is known."""
+_SAME = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens")
+"""Sampling parameters whose zero is our default, too."""
+_SAME_IF_SET = ("temperature", "max_tokens")
 _SAME_IF_NOT_ZERO = ("top_p", "repetition_penalty", "n")
 """Those whose zero means that they were not set."""
 
 
-def request_from_engine(proto: Any) -> router_pb2.GenerateRequest:
+def request_from_engine(proto: Any, model: ModelInfo) -> router_pb2.GenerateRequest:
     """`proto`: a `vllm.grpc.engine.GenerateRequest`. Values are checked later, with all of our requests.
 
-    Raises: InvalidRequestError, NotSupportedError for what our requests have no place for.
+    Raises: InvalidRequestError for what is too much to be copied; NotSupportedError for what ours has no place for.
     """
+    _check_sizes(proto, model)
     for name in _UNSUPPORTED:
         if any(field.name == name for field, _ in proto.ListFields()):
             raise NotSupportedError(f"{name} is not supported: prompts are text, KV is the cluster's own", field=name)
@@ -57,11 +53,24 @@ def request_from_engine(proto: Any) -> router_pb2.GenerateRequest:
     return request
 
 
+def _check_sizes(proto: Any, model: ModelInfo) -> None:
+    """Raises: InvalidRequestError. A message has room for a million of each: copying them would hold up the router."""
+    params = proto.sampling_params
+    for field, values, limit in (
+        ("tokenized.input_ids", proto.tokenized.input_ids, model.max_model_len),
+        ("sampling_params.stop", params.stop, MAX_STOP_STRINGS),
+        ("sampling_params.stop_token_ids", params.stop_token_ids, MAX_STOP_TOKENS),
+        ("sampling_params.logit_bias", params.logit_bias, MAX_LOGIT_BIAS),
+        ("sampling_params.choice.choices", params.choice.choices, MAX_CHOICES),
+    ):
+        if len(values) > limit:
+            raise InvalidRequestError(f"{field} has {len(values)} entries; at most {limit} are allowed", field=field)
+
+
 def _sampling(params: Any) -> router_pb2.SamplingParams:
-    values = {name: getattr(params, name) for name in _SAME_IF_NOT_ZERO if getattr(params, name)}
-    for name in _SAME:
-        if not params.DESCRIPTOR.fields_by_name[name].has_presence or params.HasField(name):
-            values[name] = getattr(params, name)
+    values = {name: getattr(params, name) for name in _SAME}
+    values |= {name: getattr(params, name) for name in _SAME_IF_SET if params.HasField(name)}
+    values |= {name: getattr(params, name) for name in _SAME_IF_NOT_ZERO if getattr(params, name)}
     if params.HasField("seed"):
         values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
     if any(token_id < 0 for token_id in params.logit_bias):

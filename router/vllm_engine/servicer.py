@@ -53,7 +53,7 @@ class VllmEngineServicer:
         self._calls.enter(context)
         metadata, set_trailers = context.invocation_metadata(), context.set_trailing_metadata
         async with _errors(context):
-            ours = request_from_engine(request)
+            ours = request_from_engine(request, self._front.served().info)
             async with self._front.open(ours, metadata, set_trailers) as live:
                 answer = EngineAnswer(
                     num_samples(ours.sampling), is_streamed=request.stream, stop_token_ids=ours.stop.token_ids

@@ -208,12 +208,16 @@ async def test_only_few_requests_are_aborted_at_once(serving):
         ({"temperature": -1.0}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"logprobs": -1}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"logit_bias": {-1: 1.0}}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"stop": ["a"] * 17}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"choice": {"choices": ["a"] * 1025}}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"stop": ["a" * 300]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"json_schema": "{"}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"json_object": True}, grpc.StatusCode.UNIMPLEMENTED),
         ({"structural_tag": "{}"}, grpc.StatusCode.UNIMPLEMENTED),
         ({"truncate_prompt_tokens": 4}, grpc.StatusCode.UNIMPLEMENTED),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
 async def test_what_cannot_be_served_is_refused_before_any_node_is_asked(cluster, fields, code):
     await cluster.serve()

@@ -1,0 +1,115 @@
+"""Requests of the engine protocol as ours, and our answers as its messages, without a server."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
+
+from outrider.answer import Delta, Finished, RequestMetrics, Started, Summary, Usage
+from outrider.request import FinishReason, TokenLogprobs
+from outrider.v1 import router_pb2
+from router.vllm_engine.answer import EngineAnswer
+from router.vllm_engine.request import request_from_engine
+from tests.support.router_fakes import fake_model_info
+
+MODEL = fake_model_info()
+SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=RequestMetrics())
+
+
+def ours(**sampling):
+    params = engine_pb2.SamplingParams(**sampling)
+    return request_from_engine(engine_pb2.GenerateRequest(request_id="r", text="a", sampling_params=params), MODEL)
+
+
+def test_what_is_not_set_stays_unset():
+    request = ours()
+    set_fields = {field.name for field, _ in request.sampling.ListFields()}
+    assert set_fields <= {"top_k", "min_p", "frequency_penalty", "presence_penalty", "min_tokens"}
+    assert (request.text, request.request_id, request.output.token_ids_only) == ("a", "r", True)
+    assert not request.output.HasField("top_logprobs")
+    assert not request.output.HasField("prompt_logprobs")
+
+
+def test_every_parameter_has_its_place():
+    values = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 9,
+        "min_p": 0.125,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "n": 3,
+        "seed": 11,
+    }
+    request = ours(**values, logit_bias={5: 1.5}, stop=["a"], stop_token_ids=[4], ignore_eos=True, prompt_logprobs=0)
+    assert {name: getattr(request.sampling, name) for name in values} == values
+    assert dict(request.sampling.logit_bias) == {5: 1.5}
+    assert request.stop == router_pb2.StopConditions(strings=["a"], token_ids=[4], ignore_eos=True)
+    assert request.output.HasField("prompt_logprobs")
+    assert ours(temperature=0.0).sampling.HasField("temperature")
+
+
+def test_a_negative_seed_is_another_large_one():
+    assert ours(seed=-1).sampling.seed == (1 << 64) - 1
+    assert ours(seed=0).sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "value"),
+    [
+        ({"json_schema": "{}"}, "json_schema", "{}"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": "start: /a/"}, "grammar", "start: /a/"),
+        ({"choice": {"choices": ["a", "b"]}}, "choice", router_pb2.Choice(options=["a", "b"])),
+        ({"json_object": True}, "json_schema", '{"type": "object"}'),
+        ({"json_object": False}, None, None),
+    ],
+)
+def test_constraints_are_ours(given, kind, value):
+    sampling = ours(**given).sampling
+    assert sampling.WhichOneof("constraint") == kind
+    assert kind is None or getattr(sampling, kind) == value
+
+
+def test_skipped_special_tokens_are_as_the_gateway_says():
+    assert not ours().output.skip_special_tokens
+    assert ours(skip_special_tokens=True).output.skip_special_tokens
+
+
+PROMPT_LOGPROBS = (
+    TokenLogprobs(7, math.nan, 0),
+    TokenLogprobs(8, -0.5, 1, ((8, -0.5), (9, -1.0))),
+)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_prompt_logprobs_come_once(is_streamed):
+    answer = EngineAnswer(2, is_streamed=is_streamed, stop_token_ids=())
+    started = Started(
+        request_id="r", num_prompt_tokens=2, seed=0, model="m", router="", prompt_logprobs=PROMPT_LOGPROBS
+    )
+    events = [
+        started,
+        *(Delta(sample, 2, (5,), "") for sample in range(2)),
+        *(Finished(sample, FinishReason.LENGTH) for sample in range(2)),
+        SUMMARY,
+    ]
+    responses = [response for event in events for response in answer.render(event)]
+    messages = [getattr(response, response.WhichOneof("response")) for response in responses]
+    found = [message.input_logprobs for message in messages if message.HasField("input_logprobs")]
+    assert found == [messages[0].input_logprobs]
+    first, second = found[0].token_logprobs
+    assert not first.HasField("value")
+    assert second.value == -0.5
+    assert list(found[0].token_ids) == [7, 8]
+    assert [list(top.token_ids) for top in found[0].top_logprobs] == [[], [8, 9]]
+
+
+def test_text_that_is_held_back_to_the_end_makes_no_message():
+    answer = EngineAnswer(1, is_streamed=True, stop_token_ids=())
+    assert answer.render(Delta(0, 5, (), "tail")) == []
