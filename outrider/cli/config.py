@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outrider.cluster import ClusterConfig
+from outrider.cluster import ClusterConfig, GatewayConfig
 from outrider.config import add_settings_arguments, format_value, load_config, to_plain
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
@@ -48,7 +48,7 @@ def sections_of(role: str | None) -> dict[str, type]:
     sections["security"] = SecurityConfig
     sections |= {name: _config_of(name) for name in (ROLES if role is None else (role,))}
     if role is None:
-        sections["cluster"] = ClusterConfig
+        sections |= {"cluster": ClusterConfig, "gateway": GatewayConfig}
     return sections
 
 

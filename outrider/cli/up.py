@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from outrider import __version__
 from outrider.cli.config import sections_of
 from outrider.cli.progress import EventPrinter
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.cluster.cpu_shares import has_shared_cpus
+from outrider.cluster.gateway_command import require_gateway
+from outrider.cluster.plan import LOOPBACK
 from outrider.config import add_settings_arguments, load_config
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
@@ -47,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
     )
 
+    parser.add_argument(
+        "--openai",
+        metavar="PORT",
+        type=int,
+        help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (pip install 'outrider[openai]'); "
+        "0: the system chooses",
+    )
+
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of every command that starts a cluster. They set settings and override file and environment."""
@@ -72,7 +85,11 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_cluster(
-    arguments: argparse.Namespace, *, tls: Path | None = None, token_hashes: Path | None = None
+    arguments: argparse.Namespace,
+    *,
+    tls: Path | None = None,
+    token_hashes: Path | None = None,
+    openai_port: int | None = None,
 ) -> Cluster:
     """`tls`: the folder of `--tls`. Raises: ConfigError, also for a setting that only a child would read."""
     flags = {
@@ -85,6 +102,7 @@ def make_cluster(
         "cluster.draft_nodes": arguments.draft_nodes,
         "cluster.routers": arguments.routers,
         "cluster.port": arguments.port,
+        "cluster.openai_port": openai_port,
         "router.store": arguments.store,
         "router.token_file": token_hashes and token_hashes.absolute(),
     }
@@ -102,6 +120,8 @@ def make_cluster(
     if config.port:  # reported at once, not after the weights are loaded
         for index in range(config.routers):
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
+    if config.openai_port is not None:
+        _check_gateway(config.openai_port, sections, has_tls=tls is not None)
     launch = Launch(
         config_file=arguments.config,
         overrides=tuple(overrides),
@@ -120,6 +140,23 @@ def _check_heads(head: Path | None, draft: DraftChoice) -> None:
         raise ConfigError(f"{folder} is no folder, so no head is there")
 
 
+def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> None:
+    """Raises: ConfigError where the OpenAI gateway would never reach a router."""
+    require_gateway()
+    router = sections["router"]
+    if has_tls or sections["security"].tls.is_enabled or router.tls.is_enabled:
+        raise ConfigError("--openai: the gateway reaches routers in plaintext only; start it without TLS")
+    if router.vllm_engine == "off":
+        raise ConfigError("--openai needs router.vllm_engine, which is off: leave it at auto")
+    if router.token_file is not None:
+        raise ConfigError(
+            "--openai: the gateway shows routers no token, so router.token_file would refuse it; let a proxy before "
+            "the gateway ask for credentials instead"
+        )
+    if port:
+        probe_port(LOOPBACK, port, "choose another with --openai")
+
+
 def shares_of_gpu(config: ClusterConfig, device: str) -> dict[str, tuple[str, ...]]:
     """How much of one GPU each node takes for KV, where all compute on it: alone, one would take most of it."""
     if not device.startswith("cuda") and not (device == "auto" and GPU_DRIVER.exists()):
@@ -134,7 +171,9 @@ def shares_of_gpu(config: ClusterConfig, device: str) -> dict[str, tuple[str, ..
 
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
-    cluster = make_cluster(arguments, tls=arguments.tls, token_hashes=arguments.token_hashes)
+    cluster = make_cluster(
+        arguments, tls=arguments.tls, token_hashes=arguments.token_hashes, openai_port=arguments.openai
+    )
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
     signals: list[int] = []
@@ -166,6 +205,8 @@ def run(arguments: argparse.Namespace) -> int:
                 cluster.write_status(arguments.json_status)
             if is_first:
                 announce_serving(cluster, printer)
+                if cluster.config.openai_port is not None:
+                    announce_openai(cluster, printer)
                 if arguments.tls is not None:
                     printer.say(f"clients: --tls {arguments.tls}")
     finally:
@@ -188,3 +229,11 @@ def announce_serving(cluster: Cluster, printer: EventPrinter) -> None:
         printer.say(f"numerics: {described['numerics']}")
         printer.say(described["kernels"])
     printer.say(" ".join([f"version={__version__}", *(f"{name}={value}" for name, value in facts.items())]))
+
+
+def announce_openai(cluster: Cluster, printer: EventPrinter) -> None:
+    """Prints the URL for OpenAI's clients, and a request that can be copied."""
+    model = cluster.node("openai").description["model"]
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    printer.say(f"OpenAI API on {cluster.openai_url}, model {model}; for example:")
+    printer.say(f"  curl {cluster.openai_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'")

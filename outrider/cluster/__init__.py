@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outrider.cluster.child import ChildState, NodeProcess
 from outrider.cluster.cluster import Cluster
-from outrider.cluster.config import ClusterConfig
+from outrider.cluster.config import ClusterConfig, GatewayConfig
 from outrider.cluster.events import ClusterEvent, EventKind
 from outrider.cluster.plan import Launch
 from outrider.cluster.supervision import Supervision
@@ -21,6 +21,7 @@ __all__ = [
     "ClusterConfig",
     "ClusterEvent",
     "EventKind",
+    "GatewayConfig",
     "Launch",
     "NodeProcess",
     "Supervision",

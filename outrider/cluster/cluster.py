@@ -21,6 +21,7 @@ from outrider.cluster.events import ClusterEvent, EventKind
 from outrider.cluster.plan import (
     DECODE,
     DRAFT,
+    GATEWAY,
     PREFILL,
     ROUTER,
     Launch,
@@ -34,7 +35,7 @@ TICK_SECONDS = 0.05
 START_SECONDS = 600.0
 """Default patience of `wait_serving`: a first start may download the model."""
 NODE_TERM_SHARE = 0.4
-"""Nodes get their SIGTERM when the routers have ended, or after this share of the routers' time."""
+"""Nodes get their SIGTERM when the routers have ended, or after this share of the time of routers and gateway."""
 
 
 class Cluster:
@@ -110,6 +111,11 @@ class Cluster:
         if not all(addresses):
             raise InternalError("the router does not listen yet")
         return ",".join(filter(None, addresses))
+
+    @property
+    def openai_url(self) -> str:
+        """As OpenAI's clients take it, as `base_url`. Raises: NotFoundError without `openai_port`."""
+        return f"http://{self.node('openai').address}/v1"
 
     @property
     def nodes(self) -> tuple[NodeProcess, ...]:
@@ -247,8 +253,10 @@ class Cluster:
         before = [other for other in self._children if other is not child]
         if any(other.spec.is_one_shot and other.state is not ChildState.ENDED for other in before):
             return False
+        if child.spec.role == GATEWAY:  # it asks routers about their model, and again only a second later
+            return all(other.serving_since for other in before if other.spec.role == ROUTER)
         if child.spec.role == ROUTER:  # which waits for nodes that do not serve yet
-            nodes = [other for other in before if other.spec.role != ROUTER]
+            nodes = [other for other in before if other.spec.role not in (ROUTER, GATEWAY)]
             return all(other.spec.is_one_shot or other.address for other in nodes)
         if child.spec.role == DECODE:
             return all(other.address for other in before if other.spec.role == DRAFT)
@@ -257,7 +265,7 @@ class Cluster:
     def _spawn(self, child: Child) -> None:
         targets = {
             role: [other.address for other in self._children if other.spec.role == role]
-            for role in (DRAFT, PREFILL, DECODE)
+            for role in (DRAFT, PREFILL, DECODE, ROUTER)
         }
         assert self._turns_directory is not None, "start comes first"
         bound = {"port": _port(child.address), "metrics_port": _port(child.metrics_address)}
@@ -279,15 +287,16 @@ class Cluster:
         self._tell(child, EventKind.STARTING, f"pid {child.pid}")
 
     def _stop_children(self) -> None:
-        """SIGTERM to the router, then to the nodes; SIGKILL to each when its time is over, frozen or not."""
+        """SIGTERM to router and gateway, then to the nodes; SIGKILL to each when its time is over, frozen or not."""
         running = [child for child in self._children if child.is_running]
-        first = [child for child in running if child.spec.role == ROUTER]
-        rest = [child for child in running if child.spec.role != ROUTER]
+        routers = [child for child in running if child.spec.role == ROUTER]
+        first = [*routers, *(child for child in running if child.spec.role == GATEWAY)]
+        rest = [child for child in running if child not in first]
         self._terminate(first)
         router_seconds = self._seconds_to_end(first)
         router_deadline = time.monotonic() + router_seconds
         nodes_from = time.monotonic() + router_seconds * NODE_TERM_SHARE
-        while any(child.is_running for child in first) and time.monotonic() < nodes_from:
+        while any(child.is_running for child in routers) and time.monotonic() < nodes_from:
             self._reap_stopped(first, router_deadline)
         self._terminate(rest)
         nodes_deadline = time.monotonic() + self._seconds_to_end(rest)

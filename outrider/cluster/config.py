@@ -24,6 +24,13 @@ class ClusterConfig:
         ROUTER_PORT, at_least=0, at_most=65535, help="The (first) router's port; 0: the system chooses."
     )
 
+    openai_port: int | None = setting(
+        None,
+        at_least=0,
+        at_most=65535,
+        help="OpenAI's API over HTTP on this port of 127.0.0.1; 0: the system chooses; null: off.",
+    )
+
     def __post_init__(self) -> None:
         parse_draft_choice(self.draft)
 
@@ -31,3 +38,18 @@ class ClusterConfig:
     def draft_choice(self) -> DraftChoice:
         """`draft`, parsed."""
         return parse_draft_choice(self.draft)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Section `gateway`: OpenAI's API over HTTP, by the SMG gateway. Its names of parsers: `smg launch --help`."""
+
+    router_targets: tuple[str, ...] = setting((), help="Addresses of routers (host:port).")
+    tool_call_parser: str = setting(
+        "json",
+        help="How tool calls are found in a model's text where it may choose to call one: `json`, `qwen`, `llama`, "
+        "`mistral` and others; empty: by the model's name.",
+    )
+    reasoning_parser: str = setting(
+        "", help="How thoughts are told from the answer: `qwen3`, `deepseek_r1` and others; empty: by the model's name."
+    )

@@ -17,6 +17,8 @@ from outrider.speculation.proposers.factory import NO_PROPOSER
 
 DRAFT, PREFILL, DECODE, ROUTER = "draft_node", "prefill_node", "decode_node", "router"
 MODEL = "outrider.cluster.locate_model"
+GATEWAY = "outrider.cluster.gateway"
+LOOPBACK = "127.0.0.1"
 DRAIN_SECONDS = 1.5
 """Default of `server.drain_seconds` in a local cluster: short, for Ctrl-C to take effect soon."""
 
@@ -47,7 +49,7 @@ class ChildSpec:
 
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
-    """In the order of their start; the model's own process first, routers last."""
+    """In the order of their start; the model's own process first, routers and the OpenAI gateway last."""
     num_drafts = 0 if config.draft == NO_PROPOSER else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
@@ -56,7 +58,8 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
         for role, count in counts
         for index in range(count)
     ]
-    return [*children, *(ChildSpec(name=name, role=ROUTER) for name in router_ports(config))]
+    children += [ChildSpec(name=name, role=ROUTER) for name in router_ports(config)]
+    return children if config.openai_port is None else [*children, ChildSpec(name="openai", role=GATEWAY)]
 
 
 def router_ports(config: ClusterConfig) -> dict[str, int]:
@@ -87,9 +90,12 @@ def child_command(
         command += ["--default", f"{key}={_text(value)}"]
     settings = [*launch.overrides, *launch.node_overrides.get(spec.name, ())]
     if not spec.is_one_shot:  # over all sources: a port in them would be the same for all processes
-        ports = {"port": router_ports(config).get(spec.name, 0)}
+        wanted = config.openai_port if spec.role == GATEWAY else router_ports(config).get(spec.name, 0)
+        ports = {"port": wanted or 0}
         ports |= {name: port for name, port in bound.items() if port is not None}
         settings += [f"server.{name}={port}" for name, port in ports.items()]
+    if spec.role == GATEWAY:  # it asks nobody who they are
+        settings.append(f"server.host={LOOPBACK}")
     for setting in settings:
         command += ["--set", setting]
     return command
@@ -119,6 +125,9 @@ def _chosen(
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
         chosen["router.decode_targets"] = targets.get(DECODE, ())
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
+        chosen["router.vllm_engine"] = "auto" if config.openai_port is None else "on"
+    elif role == GATEWAY:
+        chosen["gateway.router_targets"] = targets.get(ROUTER, ())
     elif role == DECODE:
         chosen["decode_node.draft_targets"] = targets.get(DRAFT, ())
         if head:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads
 
 SECTIONS = (
     *("model", "kv_cache", "kv_transfer", "server", "telemetry", "security"),
-    *("router", "prefill_node", "decode_node", "draft_node", "cluster"),
+    *("router", "prefill_node", "decode_node", "draft_node", "cluster", "gateway"),
 )
 """Every section that a file may have, whichever role reads it."""
 

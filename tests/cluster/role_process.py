@@ -1,7 +1,8 @@
 """A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, real life cycle.
 
 As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that
-role's start fail; with `START_WHEN` every start waits until that file exists.
+role's start fail; with `START_WHEN` every start waits until that file exists. With `ECHO_TOKENIZER`, a folder, a
+router has the service that the OpenAI gateway asks; `ECHO_TOKENIZER_SHOWN` is where it says that the folder is.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class RoleConfig:
     draft_targets: tuple[str, ...] = setting(())
     decode_targets: tuple[str, ...] = setting(())
     prefill_targets: tuple[str, ...] = setting(())
+    vllm_engine: str = setting("auto")
 
 
 class EchoRouter(router_pb2_grpc.RouterServiceServicer):
@@ -74,6 +76,10 @@ class RoleService:
     def add_to(self, server) -> None:
         if self._role == "router":
             router_pb2_grpc.add_RouterServiceServicer_to_server(EchoRouter(self._config), server)
+            if folder := os.environ.get("ECHO_TOKENIZER"):
+                from echo_engine import EchoEngine  # beside this file
+
+                EchoEngine(Path(folder), os.environ.get("ECHO_TOKENIZER_SHOWN", folder)).add_to(server)
 
     async def start(self, address: str) -> None:
         if self._role in os.environ.get("ROLE_FAILS", ""):

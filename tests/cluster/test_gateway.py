@@ -1,0 +1,228 @@
+"""The OpenAI gateway as a process of a cluster, in front of a stand-in for the router; tests/e2e has real answers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import openai
+import psutil
+import pytest
+
+from outrider.cli.main import main
+from outrider.cluster import ChildState, Cluster, ClusterConfig, Launch, Supervision
+from outrider.cluster.plan import GATEWAY
+from tests.support.cluster_nodes import wait_for_node
+from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
+
+ROLE_PROCESS = Path(__file__).with_name("role_process.py")
+WAIT_SECONDS = 60.0
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+def role_command(role: str) -> list[str]:
+    return [sys.executable, "-m", GATEWAY] if role == GATEWAY else [sys.executable, str(ROLE_PROCESS), role]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_cluster(directory, tokenizer_folder, **environ):
+    launch = Launch(
+        command=role_command,
+        locate_model=False,
+        log_directory=directory / "logs",
+        environ={**os.environ, "ECHO_TOKENIZER": str(tokenizer_folder), **environ},
+    )
+    config = ClusterConfig(port=0, openai_port=0, prefill_nodes=0, draft_nodes=0)
+    return Cluster(config, launch, supervision=Supervision(restart_seconds=0.1, end_seconds=WAIT_SECONDS))
+
+
+@pytest.fixture(scope="module")
+def cluster(tokenizer_folder, tmp_path_factory):
+    with make_cluster(tmp_path_factory.mktemp("gateway"), tokenizer_folder) as cluster:
+        yield cluster
+        gateway = smg_of(cluster)
+    assert set(cluster.exit_statuses.values()) == {0}, cluster.exit_statuses
+    assert not gateway.is_running()
+
+
+def smg_of(cluster):
+    """The gateway's own process, below ours that supervises it."""
+    (process,) = psutil.Process(cluster.node("openai").pid).children()
+    return process
+
+
+def ask(cluster, **fields):
+    """A chat as any HTTP client asks it, answer or error as JSON, with the status."""
+    body = json.dumps({"model": "echo", "messages": HELLO, **fields}).encode()
+    url, headers = f"{cluster.openai_url}/chat/completions", {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=WAIT_SECONDS) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def wait_for_answer(cluster):
+    """Asks until there is an answer."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if ask(cluster)[0] == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"no answer in {WAIT_SECONDS} s")
+
+
+def test_the_gateway_answers_as_soon_as_the_cluster_serves(cluster):
+    node = cluster.node("openai")
+    assert node.description["model"] == "echo"
+    assert node.address.startswith("127.0.0.1:")
+    with openai.OpenAI(base_url=cluster.openai_url, api_key="none", timeout=WAIT_SECONDS, max_retries=0) as client:
+        answer = client.chat.completions.create(model="echo", messages=HELLO)
+        assert "hello there" in answer.choices[0].message.content
+        assert [model.id for model in client.models.list()] == ["echo"]
+    with urllib.request.urlopen(f"http://{node.metrics_address}/metrics", timeout=WAIT_SECONDS) as page:
+        assert b"smg_" in page.read()
+
+
+def test_only_loopback_is_listened_on(cluster):
+    listening = [entry.laddr for entry in smg_of(cluster).net_connections("tcp") if entry.status == psutil.CONN_LISTEN]
+    assert len(listening) == 2  # the API, and metrics
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("RESOURCE_EXHAUSTED", 429), ("INVALID_ARGUMENT", 400), ("UNAVAILABLE", 503)]
+)
+def test_an_error_is_told_after_one_try(cluster, status, expected):
+    told = [ask(cluster, seed=1000 + grpc.StatusCode[status].value[0]) for _ in range(2)]
+    assert [code for code, _ in told] == [expected, expected]
+    one, other = (int(re.search(r"call (\d+)", answer["error"]["message"])[1]) for _, answer in told)
+    assert other == one + 1, "the engine was called once for each"
+
+
+def test_many_failures_close_no_door(cluster):
+    assert {ask(cluster, seed=1014)[0] for _ in range(15)} == {503}  # UNAVAILABLE
+    assert ask(cluster)[0] == 200
+
+
+def test_nobody_can_change_what_the_gateway_asks(cluster):
+    root = cluster.openai_url.removesuffix("/v1")
+    for method, path in (("POST", "/workers"), ("GET", "/workers"), ("POST", "/flush_cache"), ("GET", "/wasm")):
+        request = urllib.request.Request(f"{root}{path}", method=method, data=b"{}" if method == "POST" else None)
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            urllib.request.urlopen(request, timeout=WAIT_SECONDS)
+        assert raised.value.code == 401
+
+
+@pytest.mark.parametrize("who", ["ours", "smg"])
+def test_a_gateway_that_dies_comes_back_on_its_port(cluster, who):
+    before = cluster.node("openai")
+    smg = smg_of(cluster)
+    os.kill(before.pid if who == "ours" else smg.pid, signal.SIGKILL)
+    after = wait_for_node(
+        cluster,
+        "openai",
+        lambda node: node.num_restarts > before.num_restarts and node.state is ChildState.SERVING,
+    )
+    assert after.address == before.address
+    smg.wait(WAIT_SECONDS)
+    assert ask(cluster)[0] == 200
+
+
+def test_a_router_that_dies_is_found_again(cluster):
+    before = cluster.node("openai")
+    cluster.kill("router")
+    wait_for_answer(cluster)
+    assert cluster.node("openai").pid == before.pid
+
+
+def test_a_tokenizer_that_is_not_here_comes_from_the_router_and_no_hub_is_asked(tokenizer_folder, tmp_path):
+    asked = []
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+
+        def listen():
+            with contextlib.suppress(OSError):
+                while True:
+                    asked.append(hub.accept())
+
+        threading.Thread(target=listen, daemon=True).start()
+        environ = {
+            "ECHO_TOKENIZER_SHOWN": "nobody/nothing",
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+            "HF_HUB_OFFLINE": "0",
+        }
+        with make_cluster(tmp_path, tokenizer_folder, **environ) as cluster:
+            assert "hello there" in ask(cluster)[1]["choices"][0]["message"]["content"]
+        hub.shutdown(socket.SHUT_RDWR)
+    assert asked == []
+
+
+SUPERVISOR = """
+import sys, time
+sys.path.insert(0, {directory!r})
+from pathlib import Path
+import test_gateway
+with test_gateway.make_cluster(Path({tmp!r}), Path({folder!r})) as cluster:
+    print(cluster.node("openai").pid, test_gateway.smg_of(cluster).pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_gateway_does_not_outlive_a_supervisor_that_was_killed(tokenizer_folder, tmp_path):
+    script = SUPERVISOR.format(directory=str(ROLE_PROCESS.parent), tmp=str(tmp_path), folder=str(tokenizer_folder))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as supervisor:
+        processes = [psutil.Process(int(pid)) for pid in supervisor.stdout.readline().split()]
+        supervisor.kill()
+        supervisor.wait(WAIT_SECONDS)
+    assert len(processes) == 2
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_SECONDS)
+    assert alive == []
+
+
+def test_up_says_what_to_install(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "smg" else find(name, *rest))
+    assert main(["up", "--port", "0", "--openai", "0"]) != 0
+    assert "pip install 'outrider[openai]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (["--tls", "{folder}"], "in plaintext only"),
+        (["--set", "router.vllm_engine=off"], "leave it at auto"),
+        (["--token-hashes", "{folder}/tokens"], "shows routers no token"),
+        (["--set", "router.token_file={folder}/tokens"], "shows routers no token"),
+    ],
+)
+def test_up_refuses_what_the_gateway_cannot_do(tmp_path, capsys, option, reason):
+    assert main(["up", "--port", "0", "--openai", "0", *(text.format(folder=tmp_path / "x") for text in option)]) != 0
+    assert reason in capsys.readouterr().err
+
+
+def test_up_says_that_the_port_is_taken(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["up", "--port", "0", "--openai", str(taken.getsockname()[1])]) != 0
+    assert "choose another with --openai" in capsys.readouterr().err
