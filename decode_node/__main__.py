@@ -231,6 +231,7 @@ def make_build(
                 "kv_blocks": pool.num_blocks,
                 "kv_block_size": pool.block_size,
                 "draft_targets": list(config.draft_targets),
+                "max_running_sequences": config.max_running_sequences,
             },
         )
 

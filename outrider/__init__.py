@@ -1,8 +1,29 @@
 """Outrider serves a large language model as four gRPC services.
 
-Importing this package loads neither torch nor gRPC. Clients start at `outrider.client`.
+Importing this package loads neither torch nor gRPC. Clients start at `outrider.client`, scripts that generate in
+processes of their own at `LLM`.
 """
 
 from __future__ import annotations
 
+import importlib
+
 __version__ = "0.1.0"
+
+_OFFLINE = {
+    "LLM": "llm",
+    "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+}
+"""By name, its module in `outrider.llm`, which is imported when the name is first used. See `__init__.pyi`."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OFFLINE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"outrider.llm.{_OFFLINE[name]}"), name)

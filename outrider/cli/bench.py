@@ -25,10 +25,10 @@ from outrider.cli.connection import (
     read_tls,
     read_token,
 )
-from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.client import AsyncClient, Client
 from outrider.client.options import make_request
+from outrider.cluster.event_printer import EventPrinter
 from outrider.errors import InvalidRequestError
 
 DEFAULT_CONCURRENCY = (1, 4, 8, 16)

@@ -13,10 +13,10 @@ from itertools import pairwise, zip_longest
 
 from outrider import __version__
 from outrider.cli.demo_prompts import DEMO_PROMPTS, DemoPrompt
-from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, announce_serving, make_cluster
 from outrider.client import Client, GenerateOptions, KvTransferMetrics, SpeculationMetrics
 from outrider.cluster import Cluster, ClusterEvent, EventKind
+from outrider.cluster.event_printer import EventPrinter
 from outrider.errors import NotFoundError
 from outrider.node import NodeRole
 

@@ -10,8 +10,8 @@ import os
 import sys
 
 from outrider.cli.config import sections_of
-from outrider.cli.progress import EventPrinter
 from outrider.cluster import ClusterEvent, EventKind
+from outrider.cluster.event_printer import EventPrinter
 from outrider.config import add_settings_arguments, load_config
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.default_model import check_whole_files

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outrider.cli.config import sections_of
-from outrider.cli.progress import EventPrinter
 from outrider.cli.up import add_cluster_arguments, make_cluster
 from outrider.cluster import ClusterEvent, EventKind
+from outrider.cluster.event_printer import EventPrinter
 from outrider.config import load_config
 from outrider.errors import ConfigError
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from outrider import __version__
 from outrider.cli.config import sections_of
-from outrider.cli.progress import EventPrinter
 from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, Launch
 from outrider.cluster.cpu_shares import has_shared_cpus
+from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_command import require_gateway
+from outrider.cluster.gpu_shares import shares_of_gpu
 from outrider.cluster.plan import LOOPBACK
 from outrider.config import add_settings_arguments, load_config
 from outrider.errors import ConfigError, PeerLostError
@@ -26,9 +27,6 @@ from outrider.heads.locate import AUTO_HEAD
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import DRAFT_CHOICES, NO_PROPOSER, DraftChoice
 
-GPU_DRIVER = Path("/dev/nvidiactl")
-PREFILL_PERCENT, DECODE_PERCENT = 25, 60
-"""Of the memory that is free on a GPU: answers grow, prompts are transferred."""
 SHOWN_FIRST = ("model", "fingerprint", "dtype", "device", "attention_backend", "threads", "cpus", "cpu_turns")
 
 
@@ -155,18 +153,6 @@ def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> 
         )
     if port:
         probe_port(LOOPBACK, port, "choose another with --openai")
-
-
-def shares_of_gpu(config: ClusterConfig, device: str) -> dict[str, tuple[str, ...]]:
-    """How much of one GPU each node takes for KV, where all compute on it: alone, one would take most of it."""
-    if not device.startswith("cuda") and not (device == "auto" and GPU_DRIVER.exists()):
-        return {}
-    shares = (("prefill", config.prefill_nodes, PREFILL_PERCENT), ("decode", config.decode_nodes, DECODE_PERCENT))
-    return {
-        f"{role}-{index}": (f"kv_cache.memory={percent // count}%",)
-        for role, count, percent in shares
-        for index in range(count)
-    }
 
 
 def run(arguments: argparse.Namespace) -> int:

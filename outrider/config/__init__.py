@@ -15,11 +15,12 @@ ignores the sections of the others, and nothing else.
 from __future__ import annotations
 
 from outrider.config.arguments import add_settings_arguments, parse_role_arguments
-from outrider.config.resolve import SECTIONS, ResolvedConfig, environment_name, load_config
+from outrider.config.resolve import CONFIG_FILE_VARIABLE, SECTIONS, ResolvedConfig, environment_name, load_config
 from outrider.config.settings import SettingInfo, describe_settings, fixed, setting
 from outrider.config.values import format_value, to_plain
 
 __all__ = [
+    "CONFIG_FILE_VARIABLE",
     "SECTIONS",
     "ResolvedConfig",
     "SettingInfo",

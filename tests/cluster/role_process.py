@@ -100,6 +100,7 @@ class RoleService:
             "numerics": "exact (echo)",
             "kernels": "native kernels: echo",
             "draft_targets": list(self._config.draft_targets),
+            "max_running_sequences": 4,
         }
 
 

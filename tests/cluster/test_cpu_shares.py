@@ -1,8 +1,8 @@
 import pytest
 
-from outrider.cli.up import shares_of_gpu
 from outrider.cluster.config import ClusterConfig
 from outrider.cluster.cpu_shares import CpuShare, divide_cpus
+from outrider.cluster.gpu_shares import shares_of_gpu
 
 
 def test_few_processors_are_shared_by_all():

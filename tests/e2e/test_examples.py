@@ -11,9 +11,10 @@ MORE_ARGUMENTS = {"watch_cluster": ["2"]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_runs(cluster, example):
-    address = cluster.node("draft-0").address if example.stem == "draft_client" else cluster.router_address
-    command = [sys.executable, example, address, *MORE_ARGUMENTS.get(example.stem, [])]
+def test_every_example_runs(cluster, tiny_model, example):
+    first = {"draft_client": cluster.node("draft-0").address, "offline_batch": tiny_model}
+    argument = first.get(example.stem, cluster.router_address)
+    command = [sys.executable, example, argument, *MORE_ARGUMENTS.get(example.stem, [])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

@@ -6,9 +6,8 @@ import io
 
 import pytest
 
-from outrider.cli import progress
-from outrider.cli.progress import EventPrinter
-from outrider.cluster import ClusterEvent, EventKind
+from outrider.cluster import ClusterEvent, EventKind, event_printer
+from outrider.cluster.event_printer import EventPrinter
 
 MIB = 1 << 20
 
@@ -18,7 +17,7 @@ def clock(monkeypatch):
     class Clock:
         now = 100.0
 
-    monkeypatch.setattr(progress.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(event_printer.time, "monotonic", lambda: Clock.now)
     return Clock
 
 

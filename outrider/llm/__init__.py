@@ -1,0 +1,10 @@
+"""Offline batch generation: `LLM` starts a cluster as child processes and generates with it. Torch-free.
+
+    from outrider import LLM, SamplingParams
+
+    with LLM(model="smollm2-135m-instruct") as llm:
+        for output in llm.generate(["Once upon a time", "def is_prime(n):"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+The names are vLLM's (github.com/vllm-project/vllm, `vllm.LLM`), where they mean the same.
+"""

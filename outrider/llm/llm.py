@@ -1,0 +1,227 @@
+"""READ FIRST: `LLM`, a cluster of this process's own, and batches that it answers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from outrider.client import Client, GenerateOptions
+from outrider.cluster import Cluster, ClusterConfig, ClusterEvent, EventKind, Launch
+from outrider.cluster.event_printer import EventPrinter
+from outrider.cluster.gpu_shares import shares_of_gpu
+from outrider.cluster.plan import DECODE
+from outrider.config import CONFIG_FILE_VARIABLE, load_config
+from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.errors import ConfigError
+from outrider.llm.arguments import check_arguments, settings_of
+from outrider.llm.batch import Batch, MakeBar
+from outrider.llm.outputs import RequestOutput
+from outrider.llm.prompts import (
+    PromptType,
+    Request,
+    Source,
+    conversations_of,
+    prompts_of,
+    read_each,
+    read_messages,
+    read_prompt,
+)
+from outrider.llm.sampling_params import SamplingParams
+from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
+from outrider.model_hub.locate import locate_model
+
+SEED_BITS = 53
+"""As the router draws seeds."""
+NUM_WAITING = 64
+"""Requests that wait at the router, besides those that decode nodes have room for. Less than `router.max_waiting`."""
+UseTqdm = bool | MakeBar
+
+
+class LLM:
+    """A model in processes of its own, which end with this one, however it ends.
+
+    As a context manager it is closed after the block; otherwise by `close`, when it is garbage collected, or at the
+    interpreter's exit. Ctrl-C in `generate` raises KeyboardInterrupt: the requests are aborted on all nodes, and the
+    LLM stays usable. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL_ID,
+        *,
+        draft: str | None = None,
+        seed: int | None = 0,
+        settings: Mapping[str, object] | None = None,
+        log_dir: str | Path | None = None,
+        **engine_args: Any,
+    ) -> None:
+        """Returns when the model serves.
+
+        Args:
+            model: a directory, a Hugging Face id, or the default model.
+            draft: as `outrider up --draft`: none, ngram, suffix, draft_model:ID or head:DIR; by default ngram.
+            seed: from which requests without a seed get theirs, in their order: the same script has the same answers.
+                None: they are random.
+            settings: as `outrider up --set`, such as {"decode_node.max_running_sequences": 8}.
+            log_dir: keep each process's log there.
+            engine_args: vLLM's, as far as they have an equivalent (docs/offline.md).
+
+        Raises: TypeError or ValueError for an argument that cannot be honoured, PeerLostError when the model cannot
+        be served.
+        """
+        if draft is not None and "speculative_config" in engine_args:
+            raise TypeError("draft and speculative_config mean the same: choose one")
+        given = {"model.id": model, "cluster.draft": draft, **(settings or {})}
+        overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
+        try:
+            overrides = ["cluster.port=0", *settings_of(engine_args, model=model), *overrides]
+            cluster, self._model = _make_cluster(overrides, log_directory=None if log_dir is None else Path(log_dir))
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        cluster.on_event = partial(_show, EventPrinter(sys.stderr))
+        self._seeds = None if seed is None else random.Random(seed)  # noqa: S311 no secrets
+        self._request_ids = itertools.count()
+        self._decoded: dict[int, str] = {}  # tokens' texts, for logprobs
+        self._finalizer = weakref.finalize(self, cluster.stop)  # also at the interpreter's exit
+        try:
+            cluster.start()
+            cluster.wait_serving()
+            self._target = cluster.router_address
+            with Client(self._target) as client:
+                self._max_model_len = client.model().max_model_len
+        except BaseException:
+            self.close()
+            raise
+        running = [int(node.description["max_running_sequences"]) for node in cluster.nodes if node.role == DECODE]
+        self._num_outstanding = sum(running) + NUM_WAITING
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
+        **unsupported: Any,
+    ) -> list[RequestOutput]:
+        """The answers, in the order of the prompts: texts, lists of token ids, or dicts (`TextPrompt`, `TokensPrompt`).
+
+        Args:
+            prompts: one or many.
+            sampling_params: for all prompts, or one for each; by default `SamplingParams()`.
+            use_tqdm: whether to show progress on standard error; or what to use instead of `tqdm`.
+            unsupported: vLLM's other arguments, which pass at their defaults.
+
+        Raises: ValueError that names a prompt that does not fit the model's window, before anything is generated, or
+        a parameter; RuntimeError after `close`; PeerLostError when nodes end again and again. Then no answer is
+        returned.
+        """
+        check_arguments("generate", unsupported)
+        sources = read_each("prompts", prompts_of(prompts), read_prompt)
+        return self._answer("prompts", sources, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
+        *,
+        add_generation_prompt: bool = True,
+        **unsupported: Any,
+    ) -> list[RequestOutput]:
+        """The answers to one conversation or many, rendered by the model's chat template. Otherwise as `generate`.
+
+        `messages` are OpenAI's, {"role": "user", "content": "…"}, of text only.
+        """
+        check_arguments("chat", unsupported)
+        sources = read_each("messages", conversations_of(messages), read_messages)
+        return self._answer("messages", sources, sampling_params, use_tqdm, add_generation_prompt=add_generation_prompt)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, of transformers."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(locate_model(self._model).directory)
+
+    def close(self) -> None:
+        """Stops all processes, within some 5 s, and frees what they hold. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _answer(
+        self,
+        name: str,
+        sources: Sequence[Source],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: UseTqdm,
+        **options: Unpack[GenerateOptions],
+    ) -> list[RequestOutput]:
+        """`name`: what errors call the sources. `options`: of all requests."""
+        each = [params or SamplingParams()] * len(sources) if isinstance(params, SamplingParams | None) else params
+        if len(each) != len(sources):
+            raise ValueError(f"there are {len(sources)} {name}, but {len(each)} sampling_params")
+        chosen = read_each("sampling_params", each, SamplingParams.to_options)
+        requests = [
+            Request(
+                name=f"{name}[{index}]",
+                source=source,
+                params=each[index],
+                options={**self._next_options(), **chosen[index], **options},
+            )
+            for index, source in enumerate(sources)
+        ]
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed")
+        batch = Batch(
+            self._target,
+            num_outstanding=self._num_outstanding,
+            max_model_len=self._max_model_len,
+            decoded=self._decoded,
+        )
+        with batch:
+            return batch.run(requests, make_bar=_make_bar(use_tqdm))
+
+    def _next_options(self) -> GenerateOptions:
+        """What every request has of its own."""
+        options = GenerateOptions(request_id=str(next(self._request_ids)))
+        return options if self._seeds is None else {**options, "seed": self._seeds.getrandbits(SEED_BITS)}
+
+
+def _make_bar(use_tqdm: UseTqdm) -> MakeBar:
+    if callable(use_tqdm):
+        return use_tqdm
+    from tqdm.auto import tqdm
+
+    return partial(tqdm, disable=not use_tqdm)
+
+
+def _make_cluster(overrides: Sequence[str], *, log_directory: Path | None) -> tuple[Cluster, ModelConfig]:
+    """Not started. Raises: ConfigError for a wrong setting of the model, its memory or the cluster."""
+    kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
+    file = os.environ.get(CONFIG_FILE_VARIABLE)  # which every process reads
+    sections = load_config(kinds, file=Path(file) if file else None, environ=os.environ, overrides=overrides).sections
+    config, model = sections["cluster"], sections["model"]
+    launch = Launch(
+        overrides=tuple(overrides),
+        node_overrides={} if sections["kv_cache"].memory else shares_of_gpu(config, model.device),
+        log_directory=log_directory,
+        # -P: what lies in the working directory of a script is not mistaken for a service.
+        command=lambda role: [sys.executable, "-P", "-m", role],
+    )
+    return Cluster(config, launch), model
+
+
+def _show(printer: EventPrinter, event: ClusterEvent) -> None:
+    """Long work and losses only: what scripts print is their own."""
+    if event.kind in (EventKind.PROGRESS, EventKind.DIED):
+        printer.show(event)

@@ -1,0 +1,97 @@
+"""What `LLM.generate` returns, in vLLM's names. Not frozen: they are the caller's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from outrider.answer import CompleteResult, Completion, RequestMetrics
+from outrider.llm.prompts import Request
+from outrider.request import FinishReason, TokenLogprobs
+
+Decode = Callable[[int], str | None]
+"""The text of one token."""
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float  # natural logarithm
+    rank: int | None = None  # 1 is the likeliest
+    decoded_token: str | None = None  # None where `detokenize` is false
+
+
+LogprobsTable = list[dict[int, Logprob] | None]
+"""By position, then by token id: the token itself first, then the likeliest. None: the prompt's first token."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None  # None unless logprobs were asked for
+    logprobs: LogprobsTable | None = None
+    finish_reason: str | None = None  # "stop", "length" or "abort"
+    stop_reason: int | str | None = None  # the stop string or token that matched; None at the model's own end-of-text
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt."""
+
+    request_id: str
+    prompt: str | None  # None for token ids that came without their text
+    prompt_token_ids: list[int]
+    prompt_logprobs: LogprobsTable | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics  # our own: times and speculation, see router.proto
+    num_cached_tokens: int
+
+
+def make_output(
+    request: Request, result: CompleteResult, *, text: str | None, token_ids: list[int], decode: Decode
+) -> RequestOutput:
+    """`text` and `token_ids`: of the prompt."""
+    params = request.params
+    return RequestOutput(
+        request_id=result.request_id,
+        prompt=text,
+        prompt_token_ids=token_ids,
+        prompt_logprobs=None if params.prompt_logprobs is None else _table(result.started.prompt_logprobs, decode),
+        outputs=[_completion(index, sample, request, decode) for index, sample in enumerate(result.completions)],
+        finished=True,
+        metrics=result.summary.metrics,
+        num_cached_tokens=result.summary.usage.num_cached_tokens,
+    )
+
+
+def _completion(index: int, sample: Completion, request: Request, decode: Decode) -> CompletionOutput:
+    finished, has_logprobs = sample.finished, request.params.logprobs is not None
+    stop_token_id = finished.stop_token_id if finished.stop_token_id in (request.params.stop_token_ids or ()) else None
+    return CompletionOutput(
+        index=index,
+        text=sample.text,
+        token_ids=list(sample.token_ids),
+        cumulative_logprob=sum(entry.logprob for entry in sample.logprobs) if has_logprobs else None,
+        logprobs=_table(sample.logprobs, decode) if has_logprobs else None,
+        finish_reason="abort" if finished.reason is FinishReason.ABORTED else finished.reason.value,
+        stop_reason=stop_token_id if finished.stop_string is None else finished.stop_string,
+    )
+
+
+def _table(entries: Iterable[TokenLogprobs], decode: Decode) -> LogprobsTable:
+    return [None if math.isnan(entry.logprob) else _alternatives(entry, decode) for entry in entries]
+
+
+def _alternatives(entry: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
+    table = {entry.token_id: Logprob(entry.logprob, entry.rank, decode(entry.token_id))}
+    for rank, (token_id, logprob) in enumerate(entry.top, start=1):
+        table.setdefault(token_id, Logprob(logprob, rank, decode(token_id)))
+    return table

@@ -1,0 +1,137 @@
+"""How tokens are chosen, in vLLM's names and with its defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:  # gRPC is not imported before an LLM is
+    from outrider.client.options import GenerateOptions
+
+_SAME_NAMES = (
+    *(
+        "n",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_p",
+        "min_p",
+        "logit_bias",
+    ),
+    *("seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens", "prompt_logprobs"),
+)
+_OPTIONS = {
+    **{name: name for name in _SAME_NAMES},
+    "logprobs": "top_logprobs",
+    "include_stop_str_in_output": "include_match",
+}
+"""By field, the client's option that takes its value as it is."""
+
+
+def unsupported(default: Any, instead: str) -> Any:
+    """A field of vLLM's that passes at its default only; `instead` says what to do."""
+    return field(default=default, metadata={"instead": instead})
+
+
+def check_supported(params: StructuredOutputsParams | SamplingParams) -> None:
+    """Raises: ValueError that names an unsupported field."""
+    for item in fields(params):
+        value = getattr(params, item.name)
+        if "instead" in item.metadata and value not in (item.default, None, []):
+            name = f"{type(params).__name__}.{item.name}"
+            raise ValueError(f"{name}={value!r} is not supported: {item.metadata['instead']}")
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """A constraint on the output: exactly one of the first five."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark-style, as llguidance reads it
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | None = unsupported(None, "write a grammar")
+    whitespace_pattern: str | None = unsupported(None, "write a grammar")
+    disable_any_whitespace: bool = unsupported(False, "write a grammar")
+    disable_additional_properties: bool = unsupported(False, "set additionalProperties in the schema")
+
+    def __post_init__(self) -> None:
+        check_supported(self)
+        if len(self.to_options()) != 1:
+            raise ValueError("structured outputs need exactly one of json, regex, choice, grammar and json_object")
+
+    def to_options(self) -> GenerateOptions:
+        """The one option of our client that is set; more than one, or none, if the fields are wrong."""
+        options: GenerateOptions = {}
+        schema = {"type": "object"} if self.json_object and self.json is None else self.json
+        if schema is not None:
+            options["json_schema"] = schema if isinstance(schema, str) else json.dumps(schema)
+        if self.regex is not None:
+            options["regex"] = self.regex
+        if self.choice is not None:
+            options["choice"] = self.choice
+        if self.grammar is not None:
+            options["grammar"] = self.grammar
+        return options
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and where an answer ends. Ranges are checked by the router (router.proto).
+
+    Raises: ValueError for what has no equivalent; `LLM.generate` for values that are out of range.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1 keeps the whole vocabulary
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn from the LLM's seed
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: the rest of the window; the window ends an answer in any case
+    min_tokens: int = 0
+    logprobs: int | None = None  # 0 to 20 alternatives besides the token itself
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None  # its older name
+    best_of: int | None = unsupported(None, "generate n samples and choose by cumulative_logprob")
+    bad_words: Sequence[str] | None = unsupported(None, "use logit_bias or structured_outputs")
+    allowed_token_ids: Sequence[int] | None = unsupported(None, "use structured_outputs")
+    logprob_token_ids: Sequence[int] | None = unsupported(None, "use logprobs")
+    flat_logprobs: bool = unsupported(False, "logprobs are dicts")
+    logits_processors: Sequence[Any] | None = unsupported(None, "use logit_bias or structured_outputs")
+    truncate_prompt_tokens: int | None = unsupported(None, "pass a part of prompt_token_ids")
+    spaces_between_special_tokens: bool = unsupported(True, "decode token_ids with get_tokenizer()")
+    thinking_token_budget: int | None = unsupported(None, "use max_tokens")
+    extra_args: Mapping[str, Any] | None = unsupported(None, "there are no plug-ins")
+
+    def __post_init__(self) -> None:
+        check_supported(self)
+
+    def to_options(self) -> GenerateOptions:
+        """Options of our client. Raises: ValueError."""
+        check_supported(self)  # again: fields may have been assigned since
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is 0 to 20: logprobs of the whole vocabulary are not supported")
+        values = {option: getattr(self, name) for name, option in _OPTIONS.items()}
+        values["top_k"] = 0 if self.top_k == -1 else self.top_k
+        values["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        values["token_ids_only"] = not self.detokenize
+        options = cast("GenerateOptions", {name: value for name, value in values.items() if value is not None})
+        constraint = self.structured_outputs or self.guided_decoding
+        return options if constraint is None else {**options, **constraint.to_options()}

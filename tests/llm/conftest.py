@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.cluster import ChildState, NodeProcess
+from outrider.llm import llm as llm_module
+from tests.client.answering_router import Serving
+from tests.llm.scripted_router import ScriptedRouter
+
+
+class FakeCluster:
+    """The one router that is there, and what the LLM asked for."""
+
+    address = ""
+
+    def __init__(self, config, launch):
+        self.config = config
+        self.launch = launch
+        self.num_stops = 0
+        self.nodes = [
+            NodeProcess(
+                name="decode-0", role="decode_node", state=ChildState.SERVING, pid=1, address="", metrics_address=None,
+                num_restarts=0, log_path=Path("log"), description={"max_running_sequences": 2},
+            )
+        ]  # fmt: skip
+
+    def start(self):
+        pass
+
+    def wait_serving(self):
+        pass
+
+    @property
+    def router_address(self):
+        return self.address
+
+    def stop(self):
+        self.num_stops += 1
+
+
+@pytest.fixture
+def router():
+    serving = Serving(ScriptedRouter())
+    FakeCluster.address = serving.address
+    yield serving.router
+    serving.stop()
+
+
+@pytest.fixture
+def clusters(monkeypatch):
+    """Those that LLMs have made."""
+    made = []
+
+    def make(config, launch):
+        made.append(FakeCluster(config, launch))
+        return made[-1]
+
+    monkeypatch.setattr(llm_module, "Cluster", make)
+    return made
+
+
+@pytest.fixture
+def llm(router, clusters):
+    with llm_module.LLM() as llm:
+        yield llm

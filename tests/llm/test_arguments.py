@@ -1,0 +1,172 @@
+"""What vLLM's arguments and parameters become, and which errors name those that become nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import outrider
+from outrider import LLM, SamplingParams, StructuredOutputsParams
+from outrider.client.options import make_request
+from outrider.v1 import router_pb2
+
+
+def request_of(params):
+    return make_request("a", params.to_options())
+
+
+def test_importing_the_package_is_cheap_and_its_names_are_there():
+    program = (
+        "import sys, outrider; print({'grpc', 'torch', 'yaml'} & set(sys.modules)); "
+        "from outrider import SamplingParams; SamplingParams(); print({'grpc', 'torch'} & set(sys.modules)); "
+        "from outrider import LLM; print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout == "set()\n" * 3
+    for name in outrider._OFFLINE:
+        assert getattr(outrider, name).__name__ == name
+    with pytest.raises(ImportError, match="BeamSearchParams"):
+        from outrider import BeamSearchParams  # noqa: F401
+
+
+def test_the_defaults_are_those_of_vllm():
+    request = request_of(SamplingParams())
+    assert request.sampling == router_pb2.SamplingParams(
+        temperature=1, top_p=1, top_k=0, min_p=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, n=1,
+        max_tokens=16, min_tokens=0,
+    )  # fmt: skip
+    assert request.stop == router_pb2.StopConditions()
+    assert request.output == router_pb2.OutputOptions(skip_special_tokens=True)
+
+
+def test_parameters_are_those_of_the_contract():
+    request = request_of(
+        SamplingParams(
+            n=2,
+            temperature=0.5,
+            top_k=-1,
+            seed=3,
+            stop="x",
+            stop_token_ids=[4],
+            ignore_eos=True,
+            max_tokens=None,
+            min_tokens=2,
+            logprobs=0,
+            prompt_logprobs=5,
+            detokenize=False,
+            skip_special_tokens=False,
+            include_stop_str_in_output=True,
+            logit_bias={7: 1.5},
+            bad_words=[],
+        )
+    )
+    assert (request.sampling.n, request.sampling.temperature, request.sampling.top_k) == (2, 0.5, 0)
+    assert (request.sampling.seed, request.sampling.min_tokens) == (3, 2)
+    assert not request.sampling.HasField("max_tokens")
+    assert dict(request.sampling.logit_bias) == {7: 1.5}
+    assert request.stop == router_pb2.StopConditions(strings=["x"], token_ids=[4], ignore_eos=True, include_match=True)
+    assert request.output == router_pb2.OutputOptions(
+        top_logprobs=0, prompt_logprobs=5, skip_special_tokens=False, token_ids_only=True
+    )
+
+
+SCHEMA = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field", "value"),
+    [
+        ({"json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
+        ({"json": '{"type": "null"}'}, "json_schema", '{"type": "null"}'),
+        ({"json_object": True}, "json_schema", '{"type": "object"}'),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"choice": ["a", "b"]}, "choice", router_pb2.Choice(options=["a", "b"])),
+    ],
+)
+def test_structured_outputs_are_the_constraint_of_the_contract(constraint, field, value):
+    for name in ("structured_outputs", "guided_decoding"):
+        sampling = request_of(SamplingParams(**{name: StructuredOutputsParams(**constraint)})).sampling
+        assert sampling.WhichOneof("constraint") == field
+        assert getattr(sampling, field) == value
+
+
+@pytest.mark.parametrize("constraint", [{}, {"regex": "a", "choice": ["b"]}, {"json_object": False}])
+def test_a_constraint_is_exactly_one(constraint):
+    with pytest.raises(ValueError, match="exactly one"):
+        StructuredOutputsParams(**constraint)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SamplingParams(bad_words=["x"]), r"SamplingParams.bad_words=\['x'\] is not supported: use logit_bias"),
+        (lambda: SamplingParams(spaces_between_special_tokens=False), "spaces_between_special_tokens=False"),
+        (lambda: SamplingParams(best_of=2), "generate n samples"),
+        (lambda: StructuredOutputsParams(regex="a", structural_tag="b"), "StructuredOutputsParams.structural_tag"),
+        (lambda: SamplingParams(logprobs=-1).to_options(), "logprobs is 0 to 20"),
+        (lambda: SamplingParams(prompt_logprobs=-1).to_options(), "prompt_logprobs is 0 to 20"),
+    ],
+)
+def test_a_parameter_without_an_equivalent_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_parameter_that_is_assigned_later_is_checked_too():
+    params = SamplingParams()
+    params.bad_words = ["x"]
+    with pytest.raises(ValueError, match="bad_words"):
+        params.to_options()
+
+
+def test_arguments_are_settings_of_the_cluster(router, clusters):
+    with LLM(
+        "/models/m",
+        draft="none",
+        max_model_len=64,
+        max_num_seqs=3,
+        dtype="float32",
+        settings={"cluster.decode_nodes": 2},
+    ):
+        pass
+    config, launch = clusters[0].config, clusters[0].launch
+    assert (config.draft, config.decode_nodes, config.port) == ("none", 2, 0)
+    assert set(launch.overrides) >= {
+        "model.id=/models/m", "model.max_model_len=64", "decode_node.max_running_sequences=3", "model.dtype=float32",
+    }  # fmt: skip
+
+
+def test_a_speculative_config_is_what_outrider_config_import_makes_of_it(router, clusters):
+    with pytest.warns(UserWarning, match="prompt_lookup_max"):
+        LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 3, "prompt_lookup_max": 4}).close()
+    assert clusters[0].config.draft == "suffix"
+    assert "decode_node.num_speculative_tokens=3" in clusters[0].launch.overrides
+
+
+def test_wrong_arguments_are_named(llm, clusters):
+    with pytest.raises(TypeError, match="quantisation"):
+        LLM(quantisation="awq")
+    with pytest.raises(ValueError, match=r"model.dtype = 'half' .* float32, bfloat16"):
+        LLM(dtype="half")
+    with pytest.raises(ValueError, match=r"cluster.draft.*eagle"):
+        LLM(draft="eagle")
+    with pytest.raises(ValueError, match="eagle needs model: the folder of the head"):
+        LLM(speculative_config={"method": "eagle"})
+    with pytest.raises(TypeError, match="choose one"):
+        LLM(draft="ngram", speculative_config=None)
+    assert len(clusters) == 1
+
+
+def test_arguments_of_generate_and_chat_pass_at_their_defaults_only(llm):
+    llm.generate("a", lora_request=None, priority=None)
+    llm.chat([{"role": "user", "content": "a"}], tools=None, chat_template_content_format="auto")
+    with pytest.raises(ValueError, match=r"LLM.generate\(lora_request=1\) is not supported: merge the adapter"):
+        llm.generate("a", lora_request=1)
+    with pytest.raises(ValueError, match=r"tools.*apply_chat_template"):
+        llm.chat([{"role": "user", "content": "a"}], tools=[{}])
+    with pytest.raises(TypeError, match="'temperature'"):
+        llm.generate("a", temperature=1)
