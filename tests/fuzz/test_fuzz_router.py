@@ -6,12 +6,14 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from smg_grpc_proto import vllm_engine_pb2
 
 from outrider.v1 import router_pb2
 from tests.fuzz.messages import fuzzed, wire_bytes
 from tests.router.threaded_router import ThreadedRouter
 
-R = router_pb2
+R, E = router_pb2, vllm_engine_pb2
+ENGINE = "/vllm.grpc.engine.VllmEngine/"
 METHODS = {
     "Generate": R.GenerateRequest,
     "Complete": R.GenerateRequest,
@@ -20,6 +22,10 @@ METHODS = {
     "Tokenize": R.TokenizeRequest,
     "Detokenize": R.DetokenizeRequest,
     "GetModel": R.GetModelRequest,
+    ENGINE + "Generate": E.GenerateRequest,
+    ENGINE + "Abort": E.AbortRequest,
+    ENGINE + "GetLoads": E.GetLoadsRequest,
+    ENGINE + "Embed": E.EmbedRequest,
 }
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,

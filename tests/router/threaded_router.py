@@ -32,8 +32,9 @@ class ThreadedRouter(WatchedLoop):
         gc.unfreeze()
 
     def call(self, method, data):
-        """(status, messages) of a call with these bytes."""
-        answers = self.channel.unary_stream(SERVICE + method)(data, timeout=CALL_SECONDS)
+        """(status, messages) of a call with these bytes. `method`: of our own service, or with its service's path."""
+        path = method if method.startswith("/") else SERVICE + method
+        answers = self.channel.unary_stream(path)(data, timeout=CALL_SECONDS)
         try:
             return grpc.StatusCode.OK, list(answers)
         except grpc.RpcError as error:
