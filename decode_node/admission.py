@@ -6,12 +6,11 @@ import math
 
 from decode_node.groups import GroupTable, Sample
 from outrider.engine.kv_cache.block_pool import BlockPool
-from outrider.request import MAX_CACHE_SALT_BYTES, LogprobsRequest, SamplingParams
+from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS, RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, RejectReason, SampleStart
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 MEAN_OUTPUT_WEIGHT = 0.05  # of the newest finished sample in the running mean
-MAX_TOP_LOGPROBS = 20
 
 
 class Admission:
@@ -52,7 +51,7 @@ class Admission:
                 return RejectReason.INVALID, f"max_tokens of sample {index} are generated already"
         if max(max(token_ids, default=0) for token_ids in (opened.prompt_token_ids, *generated)) >= self._vocab_size:
             return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
-        if not (_is_in_range(sampling) and _may_be_answered(opened.options.logprobs)):
+        if not (_is_in_range(sampling) and _may_be_answered(opened.options)):
             return RejectReason.INVALID, "a sampling parameter is out of its range"
         num_samples = len(opened.samples)
         if num_samples > self.max_running_sequences:
@@ -120,5 +119,6 @@ def _is_in_range(sampling: SamplingParams) -> bool:
     )
 
 
-def _may_be_answered(logprobs: LogprobsRequest | None) -> bool:
-    return logprobs is None or 0 <= logprobs.num_top <= MAX_TOP_LOGPROBS
+def _may_be_answered(options: RequestOptions) -> bool:
+    num_top = 0 if options.logprobs is None else options.logprobs.num_top
+    return 0 <= num_top <= MAX_TOP_LOGPROBS and 0 <= (options.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS

@@ -37,6 +37,7 @@ from decode_node.statistics import StepStats
 from decode_node.step import PlannedSequence, StepReport, Verdict, apply_stop_conditions, step_kind, step_stats
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
 from outrider.engine.engine import Engine
+from outrider.engine.sampler.logprobs import take_scored_rows
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
@@ -202,6 +203,7 @@ class DecodeLoop:
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
         verifying = [item for item in planned if item.scheduled.reaches_end]
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
+        logits, scored = take_scored_rows(plan, logits)
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
@@ -210,8 +212,9 @@ class DecodeLoop:
         if self._engine.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
-        (verified,) = read(pending)  # the one place that waits for the device
+        verified, scores = read(pending, scored)  # the one place that waits for the device
         self._cpu_turns.give()  # the rest of the step needs one thread
+        self._groups.report_scores(scores)
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, verified)
         self._drafts.observe_step(

@@ -9,15 +9,27 @@ from dataclasses import dataclass, field
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.sampler import SequenceSampling
-from outrider.engine.scheduler import EngineSequence
+from outrider.engine.scheduler import EngineSequence, PromptScoring
 from outrider.session import OpenSequenceGroup, SampleStart
 
 
 def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int]) -> SequenceKV:
-    """Of what all samples begin with: as much of it as the prefix cache has."""
+    """Of what all samples begin with: as much of it as the prefix cache has.
+
+    Nothing where logprobs of the prompt are wanted: they come of computing it.
+    """
+    max_cached_tokens = len(shared_token_ids) if opened.options.prompt_logprobs is None else 0
     return SequenceKV.create(
-        pool, shared_token_ids, max_cached_tokens=len(shared_token_ids), cache_salt=opened.options.cache_salt
+        pool, shared_token_ids, max_cached_tokens=max_cached_tokens, cache_salt=opened.options.cache_salt
     )
+
+
+def scoring_of(opened: OpenSequenceGroup, num_computed: int) -> PromptScoring | None:
+    """Of what this node is to compute of a prompt. None: nothing was asked for, or a prefill node has computed it."""
+    num_top, token_ids = opened.options.prompt_logprobs, opened.prompt_token_ids[1:]
+    if num_top is None or num_computed >= len(token_ids):
+        return None
+    return PromptScoring(token_ids, num_top, num_done=num_computed)
 
 
 @dataclass(slots=True)

@@ -17,23 +17,26 @@ from decode_node.commands import (
 )
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.fair_shares import FairShares
-from decode_node.groups import GroupTable, Sample, SequenceGroup, cached_table
+from decode_node.groups import GroupTable, Sample, SequenceGroup, cached_table, scoring_of
 from decode_node.ingest import Ingest
 from decode_node.kept_answers import KeptAnswers
 from decode_node.reservations import Reservations
 from decode_node.statistics import PrefixLookups
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.sampler.logprobs import ScoredSequences
 from outrider.engine.scheduler import EngineSequence
 from outrider.faults import fault_point
 from outrider.session import (
     OpenSequenceGroup,
+    PromptLogprobs,
     Rejected,
     RejectReason,
     SampleStart,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
+from outrider.wire.answer import pack_logprobs
 
 INTERNAL = 13  # google.rpc.Code
 UNAVAILABLE = 14
@@ -117,6 +120,13 @@ class SequenceGroupManager:
     def report_all(self, events: Iterable[tuple[SequenceGroup, SequenceGroupEvent]]) -> None:
         for group, event in events:
             self._events[group.session_id].append(event)
+
+    def report_scores(self, scores: ScoredSequences) -> None:
+        """Logprobs of prompts, which come before the first tokens of their groups."""
+        for sequence, logprobs in scores:
+            (sample,) = self._groups.samples_of([sequence])
+            group_id = sample.group.opened.sequence_group_id
+            self.report(sample.group, PromptLogprobs(sequence_group_id=group_id, packed=pack_logprobs(logprobs)))
 
     def take_events(self) -> EventsBySession:
         events, self._events = self._events, defaultdict(list)
@@ -282,6 +292,7 @@ class SequenceGroupManager:
             priority=opened.options.priority,
             arrival=group.arrival,
             cache_salt=opened.options.cache_salt,
+            scoring=scoring_of(opened, kv.num_tokens) if not group.samples else None,
         )
         sampling = self._engine.sampler.start(
             opened.options.sampling,

@@ -49,7 +49,7 @@ class PlannedSequence(NamedTuple):
             (*known[start : start + num_rows], *draft.token_ids) if num_rows > 1 else (known[start], *draft.token_ids),
             start,
             kv.block_table(),
-            1 + len(draft.token_ids) if self.scheduled.reaches_end else 0,
+            1 + len(draft.token_ids) if self.scheduled.reaches_end else len(self.scheduled.scored_token_ids),
             draft.parents,
         )
 

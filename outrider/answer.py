@@ -7,6 +7,7 @@ one Summary. The router makes these and the client gets them. The proto mirror i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class Started:
     seed: int
     model: str
     router: str  # address that Abort must reach
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Delta(NamedTuple):

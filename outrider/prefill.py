@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.request import RequestOptions
+from outrider.session import Granted, OpenSequenceGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +22,38 @@ class PrefillCall:
     fingerprint: str
     options: RequestOptions
     may_read_held: bool = False  # the KV that the decode node holds may be read: its numerics are equal
+    scored_token_ids: tuple[int, ...] = ()  # the prompt's without its first, if their logprobs are wanted
+
+    @classmethod
+    def of_grant(
+        cls,
+        granted: Granted,
+        opened: OpenSequenceGroup,
+        *,
+        decode_incarnation: bytes,
+        fingerprint: str,
+        may_read_held: bool,
+    ) -> PrefillCall:
+        """What fills the reservation that a decode node has granted."""
+        token_ids = opened.known_token_ids(opened.samples[0])
+        return cls(
+            sequence_group_id=opened.sequence_group_id,
+            transfer_id=granted.transfer_id,
+            request_id=opened.request_id,
+            token_ids=token_ids[: len(token_ids) - granted.num_tokens_to_compute],
+            kv_address=granted.kv_address,
+            decode_incarnation=decode_incarnation,
+            held_prefix_length=granted.held_prefix_length,
+            fingerprint=fingerprint,
+            options=opened.options,
+            may_read_held=may_read_held,
+            scored_token_ids=opened.prompt_token_ids[1:] if opened.options.prompt_logprobs is not None else (),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFigures:
-    """What one prefill took; for metrics only."""
+    """What one prefill took, for metrics only, and the logprobs that it was asked for."""
 
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
@@ -35,3 +63,4 @@ class PrefillFigures:
     kv_bytes: int = 0
     transfer_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)

@@ -77,6 +77,7 @@ class SamplingParams:
 
 GREEDY_TEMPERATURE = 1e-5
 MAX_CACHE_SALT_BYTES = 64
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,7 @@ class RequestOptions:
     verification_method: VerificationMethod = VerificationMethod.COUPLED  # always where the temperature is 0
     priority: int = 0  # higher goes first
     cache_salt: bytes = b""  # only requests of the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
+    prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no logprobs of those
 
     @property
     def is_reproducible(self) -> bool:
@@ -124,10 +126,10 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of one generated token."""
+    """Logprob of one generated token, or of one of the prompt's."""
 
     token_id: int
-    logprob: float  # natural logarithm
+    logprob: float  # natural logarithm; NaN for the prompt's first token, which follows nothing
     rank: int  # 1 + number of strictly more likely tokens
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 

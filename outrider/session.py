@@ -172,6 +172,14 @@ class SpeculationCounts:
 NO_SPECULATION = SpeculationCounts()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """The next logprobs of the prompt's tokens, which the node computes itself: all before the first SampleTokens."""
+
+    sequence_group_id: bytes
+    packed: bytes  # by `outrider.wire.answer.pack_logprobs`
+
+
 class SampleTokens(NamedTuple):
     """Newly committed tokens of one sample."""
 
@@ -203,4 +211,6 @@ class SequenceGroupFailed:
 
 
 SequenceGroupCommand = OpenSequenceGroup | RetargetSequenceGroup | CancelSequenceGroup
-SequenceGroupEvent = Granted | Rejected | KvReady | KvFailed | SampleTokens | SampleDone | SequenceGroupFailed
+SequenceGroupEvent = (
+    Granted | Rejected | KvReady | KvFailed | PromptLogprobs | SampleTokens | SampleDone | SequenceGroupFailed
+)

@@ -3,8 +3,9 @@
 A job computes the part of a prompt that is not in the prefix cache, in chunks that share forward
 passes with other jobs. It offers KV to its push one group of layers at a time, while the forward
 pass computes later layers; a drafter head's features follow at the end of the pass. The push gathers
-and sends the KV meanwhile, and commits when all of it has been sent. There are no logits: the decode
-node samples every token.
+and sends the KV meanwhile, and commits when all of it has been sent. The decode node samples every
+token: there are logits only where a request asks for logprobs of its prompt, of a few rows in a step,
+and after the chunk's KV has been offered.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.engine.cpu_turns import CpuTurns, NoTurns
-from outrider.engine.input_batch import SequenceRows
-from outrider.engine.scheduler import Scheduled, Scheduler, StepPlan
+from outrider.engine.sampler.logprobs import take_scored_rows
+from outrider.engine.scheduler import Scheduler, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
+from outrider.engine.transfer import read
 from outrider.errors import PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import TransferSpec
 from outrider.profile import EndProfile, Part, StartProfile, StepKind
 from outrider.service.telemetry.logging import get_logger
-from prefill_node.forward import Forward
+from outrider.wire.answer import pack_logprobs
+from prefill_node.forward import Forward, chunk_rows
 from prefill_node.jobs import (
     CancelJob,
     Command,
@@ -291,9 +294,13 @@ class PrefillLoop:
         self._keep_turn()
         for item in plan.scheduled:
             self._tasks[item.sequence.key].begin_compute()
-        rows = [_rows(item) for item in plan.scheduled]
+        rows = [chunk_rows(item) for item in plan.scheduled]
         try:
-            self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
+            logits = self._forward(plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer))
+            self._offer_features(plan)
+            for sequence, logprobs in read(take_scored_rows(plan, logits)[1])[0]:
+                self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
+            self._time.mark(Part.SAMPLING)
         finally:
             self._cpu_turns.give()
         self.prompt_tokens.add_computed(plan.num_rows)
@@ -339,14 +346,18 @@ class PrefillLoop:
             push.offer(layers, start, start + item.num_rows)
         self._time.mark(Part.HAND_OFF)
 
+    def _offer_features(self, plan: StepPlan) -> None:
+        for item in plan.scheduled:
+            push, start = self._tasks[item.sequence.key].push, item.sequence.num_computed
+            assert push is not None
+            push.offer_features(start, start + item.num_rows)
+        self._time.mark(Part.HAND_OFF)
+
     def _finish(self, plan: StepPlan) -> None:
         for item in plan.scheduled:
             sequence, task = item.sequence, self._tasks[item.sequence.key]
             assert sequence.kv is not None
-            assert task.push is not None
-            end = sequence.num_computed + item.num_rows
-            task.push.offer_features(sequence.num_computed, end)
-            sequence.kv.advance(end)
+            sequence.kv.advance(sequence.num_computed + item.num_rows)
             if not task.num_read_tokens:  # the prefix cache holds what this node has computed itself
                 sequence.kv.publish(sequence.token_ids)
             task.num_computed_tokens += item.num_rows
@@ -382,15 +393,3 @@ class PrefillLoop:
         self._places.leave(task)
         self._schedule()
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
-
-
-def _rows(item: Scheduled) -> SequenceRows:
-    sequence = item.sequence
-    assert sequence.kv is not None
-    start = sequence.num_computed
-    return SequenceRows(
-        token_ids=sequence.token_ids[start : start + item.num_rows],
-        start_position=start,
-        block_ids=sequence.kv.block_table(),
-        num_logits=0,
-    )

@@ -12,7 +12,7 @@ from outrider.faults import fault_point
 from outrider.kv_transfer.base import ID_BYTES
 from outrider.node import ModelInfo
 from outrider.prefill import PrefillCall
-from outrider.request import MAX_CACHE_SALT_BYTES
+from outrider.request import MAX_CACHE_SALT_BYTES, MAX_TOP_LOGPROBS
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
@@ -77,6 +77,9 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
             "cache_salt",
             f"has at most {MAX_CACHE_SALT_BYTES} bytes",
         ),
+        (len(call.scored_token_ids) <= num_tokens, "scored_token_ids", "are more than token_ids"),
+        (max(call.scored_token_ids, default=0) < vocab_size, "scored_token_ids", f"must be below {vocab_size}"),
+        ((call.options.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, "prompt_logprobs", f"is 0 to {MAX_TOP_LOGPROBS}"),
         (call.held_prefix_length <= num_tokens, "held_prefix_length", "is more than there are tokens"),
     ):
         if not is_valid:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.engine.scheduler import EngineSequence
+from outrider.engine.scheduler import EngineSequence, PromptScoring
 from outrider.prefill import PrefillFigures
 from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
@@ -30,18 +30,22 @@ class PrefillTask:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_read_tokens: int = 0
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
     compute_started_at: float | None = None
     compute_ended_at: float | None = None
 
     @classmethod
     def of(cls, job: PrefillJob) -> PrefillTask:
+        call = job.call
+        num_top = call.options.prompt_logprobs if call.scored_token_ids else None
         sequence = EngineSequence(
             key=job.job_id,
-            token_ids=list(job.call.token_ids),
-            priority=job.call.options.priority,
-            cache_salt=job.call.options.cache_salt,
+            token_ids=list(call.token_ids),
+            priority=call.options.priority,
+            cache_salt=call.options.cache_salt,
             arrival=job.job_id,
             needs_logits=False,
+            scoring=PromptScoring(call.scored_token_ids, num_top=num_top) if num_top is not None else None,
         )
         return cls(job=job, sequence=sequence)
 
@@ -51,7 +55,7 @@ class PrefillTask:
         False: it may not, there is too little to gain, or no room.
         """
         call, tokens = self.job.call, self.sequence.token_ids
-        if not call.may_read_held:
+        if not call.may_read_held or self.sequence.scoring is not None:
             return False
         salt = call.options.cache_salt
         kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
@@ -115,4 +119,5 @@ class PrefillTask:
             kv_bytes=outcome.kv_bytes,
             transfer_seconds=outcome.committed_at - first_frame_at,
             exposed_seconds=max(outcome.committed_at - exposed_from, 0.0),
+            prompt_logprobs=b"".join(self.prompt_logprobs),
         )

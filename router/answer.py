@@ -6,13 +6,16 @@ comes back is told again, and what two attempts at once are compared with are on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from outrider.answer import AnswerEvent, Started, Summary
 from outrider.errors import InternalError, OutOfRangeError, OutriderError
-from outrider.request import FinishReason, Request
+from outrider.request import FinishReason, Request, TokenLogprobs
 from outrider.session import SampleDone, SampleStart, SampleTokens
+from outrider.wire.answer import PackedLogprobs, pack_logprobs
 from router.answer_reader import AnswerReader, DeliveryBatcher
 from router.detokenizer import NoText
 from router.sample_answer import SampleAnswer
@@ -38,9 +41,17 @@ class Answer:
         make_text: Callable[[], AnswerText],
         batcher: DeliveryBatcher,
     ) -> None:
-        """`started` is what readers are told first, once the request is admitted."""
+        """`started` is what readers are told first, once the request is admitted.
+
+        Where the request asks for logprobs of its prompt, it waits for them too.
+        """
         self.request = request
         self._started = started
+        self.needs_prompt_logprobs = False
+        if request.options.prompt_logprobs is not None:
+            self._first_logprobs = pack_logprobs([TokenLogprobs(request.prompt_token_ids[0], math.nan, 0)])
+            self._started = replace(started, prompt_logprobs=PackedLogprobs(self._first_logprobs))
+            self.needs_prompt_logprobs = len(request.prompt_token_ids) > 1
         self._batcher = batcher
         self.samples = tuple(
             SampleAnswer(sample=sample, request=request, text=make_text())
@@ -56,8 +67,8 @@ class Answer:
 
     @property
     def is_complete(self) -> bool:
-        """Every sample has ended."""
-        return all(sample.finished is not None for sample in self.samples)
+        """Every sample has ended, and no logprobs of the prompt are missing."""
+        return not self.needs_prompt_logprobs and all(sample.finished is not None for sample in self.samples)
 
     @property
     def has_ended(self) -> bool:
@@ -83,10 +94,17 @@ class Answer:
     # ------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """The request is admitted. Later calls do nothing."""
-        if self.started is None:
+        """The request is admitted. Nothing while it needs logprobs of its prompt; later calls do nothing."""
+        if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
             self._tell()
+
+    def take_prompt_logprobs(self, packed: bytes) -> None:
+        """Of all tokens but the prompt's first, as nodes have packed them. The request is admitted; once."""
+        if self.needs_prompt_logprobs:
+            self.needs_prompt_logprobs = False
+            self._started = replace(self._started, prompt_logprobs=PackedLogprobs(self._first_logprobs + packed))
+            self.begin()
 
     def take(self, tokens: SampleTokens) -> tuple[int, bool]:
         """(new tokens, whether they ended their sample). Raises: TokenMismatchError, InternalError."""
@@ -105,7 +123,10 @@ class Answer:
         self._tell()
 
     def abort(self) -> None:
-        """Ends every unfinished sample."""
+        """Ends every unfinished sample. Logprobs of the prompt that are missing are left out."""
+        if self.needs_prompt_logprobs:
+            self.needs_prompt_logprobs = False
+            self._started = replace(self._started, prompt_logprobs=())
         for sample in self.samples:
             sample.finish(FinishReason.ABORTED)
         self._tell()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError
 from outrider.request import Request
+from outrider.wire.answer import most_logprobs_bytes
 
 BYTES_PER_ANSWER = 8_192
 BYTES_PER_SAMPLE = 2_048
@@ -52,12 +53,14 @@ class AnswerBudget:
         self.reserved_bytes = 0
 
     def open(self, request: Request, holder: Holder) -> AnswerAccount:
-        """For the objects around the answer, the prompt, and each sample's first token.
+        """For the objects around the answer, the prompt and its logprobs, and each sample's first token.
 
         Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
         """
         account = AnswerAccount(self, holder, _bytes_per_token(request))
         num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(request.prompt_token_ids)
+        if request.options.prompt_logprobs is not None:
+            num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
         num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * request.options.sampling.n
         self._accounts.add(account)
         try:

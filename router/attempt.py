@@ -34,17 +34,19 @@ from outrider.session import (
     RejectReason,
     RetargetSequenceGroup,
     SampleDone,
+    SampleStart,
     SampleTokens,
     SequenceGroupEvent,
     SequenceGroupFailed,
 )
+from router.held_tokens import HeldTokens
 from router.node_directory import EXACT_NUMERICS
 from router.node_link import NodeLink, PrefillLink
 from router.placement import Demand, Place
 from router.request_figures import AttemptFigures
 from router.sample_answer import TokenMismatchError
 from router.sessions import DecodeSession
-from router.work import Completed, Fatal, Lost, Outcome, Refused, Work
+from router.work import Completed, Fatal, Lost, Outcome, OutcomeError, Refused, Work
 
 ID_BYTES = 16
 PREFILL_ANSWER_SECONDS = 0.5
@@ -59,12 +61,6 @@ class _Signal(enum.Enum):
 
 
 _Event = SequenceGroupEvent | _Signal
-
-
-class _OutcomeError(Exception):
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__()
-        self.outcome = outcome
 
 
 class Attempt:
@@ -88,14 +84,19 @@ class Attempt:
         self._transfer_id = b"" if place.prefill is None else os.urandom(ID_BYTES)
         self._prefill_numerics = ""  # of the prefill nodes that have worked
         self._keeps_received = False  # the decode node holds what earlier transfers brought whole
+        self._held = HeldTokens(work.answer, self._take_held)
         request = work.answer.request
         self._opened = OpenSequenceGroup(
             sequence_group_id=os.urandom(ID_BYTES),
             transfer_id=self._transfer_id,
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            samples=work.answer.unfinished_samples(),
-            options=replace(request.options, cache_salt=place.kv_salt(request.options.cache_salt)),
+            samples=work.answer.unfinished_samples() or (SampleStart(sample=0),),  # only the prompt is wanted
+            options=replace(
+                request.options,
+                cache_salt=place.kv_salt(request.options.cache_salt),
+                prompt_logprobs=request.options.prompt_logprobs if self._held.is_holding else None,
+            ),
         )
         self._running = {start.sample for start in self._opened.samples}  # on the decode node
         self._events: asyncio.Queue[_Event | Outcome] = asyncio.Queue()
@@ -131,7 +132,8 @@ class Attempt:
     def cancel_ended_samples(self) -> None:
         """Those that have ended by what the router knows."""
         samples = self._work.answer.samples
-        ended = tuple(sample for sample in sorted(self._running) if samples[sample].finished)
+        running = () if self._held.is_holding else sorted(self._running)  # there is more to come than tokens
+        ended = tuple(sample for sample in running if samples[sample].finished)
         if ended and self._session is not None:
             self._session.cancel(self._opened.sequence_group_id, ended)
         self._discard(*ended)
@@ -161,6 +163,8 @@ class Attempt:
         """Of this group. A node that breaks the protocol loses the attempt, a bug of ours the request, and no other."""
         try:
             match event:
+                case _ if self._held.takes(event):
+                    pass
                 case SampleTokens():
                     self._take_tokens(event)
                 case SampleDone():
@@ -205,6 +209,13 @@ class Attempt:
         if num_new:
             work.account.grow(num_new)
 
+    def _take_held(self, events: list[SampleTokens | SampleDone]) -> None:
+        """The prompt's logprobs have come, for which these have waited."""
+        self.cancel_ended_samples()
+        for event in events:
+            if event.sample in self._running:
+                self.on_event(event)
+
     def _discard(self, *samples: int) -> None:
         self._running.difference_update(samples)
         if samples and not self._running:
@@ -221,7 +232,7 @@ class Attempt:
     async def _run(self) -> None:
         try:
             await self._serve()
-        except _OutcomeError as error:
+        except OutcomeError as error:
             self.outcome = error.outcome
         except Exception as error:  # noqa: BLE001 whatever it was, the request is not to wait for it
             _log.exception("an attempt failed", node=self.place.decode.name, error=str(error))
@@ -234,7 +245,7 @@ class Attempt:
         self._on_change()
 
     async def _serve(self) -> None:
-        """Raises: _OutcomeError with the outcome."""
+        """Raises: OutcomeError with the outcome."""
         granted = await self._wait_for_grant("an open")
         assert granted is not None, "no KV comes before the grant"
         fault_point("router.granted")
@@ -248,12 +259,14 @@ class Attempt:
             if self.place.prefill is not None and await self._transfer(next_grant, self.place.prefill):
                 break
             next_grant = await self._retarget()
+        if next_grant is None and self._held.is_holding:
+            raise OutcomeError(Lost(self._lost("the prompt's logprobs are lost"), "prefill_lost", is_counted=False))
         self.place.release_prefill()
         while True:
             await self._next_event()
 
     async def _next_event(self, deadline: float | None = None) -> _Event | None:
-        """None at the deadline. Raises: _OutcomeError with the outcome."""
+        """None at the deadline. Raises: OutcomeError with the outcome."""
         try:
             async with asyncio.timeout_at(deadline):
                 event = await self._events.get()
@@ -261,15 +274,15 @@ class Attempt:
             return None
         match event:
             case Completed() | Refused() | Lost() | Fatal():
-                raise _OutcomeError(event)
+                raise OutcomeError(event)
             case Rejected():
                 self._running.clear()
-                raise _OutcomeError(Refused(event))
+                raise OutcomeError(Refused(event))
             case SequenceGroupFailed():
                 self._running.clear()
                 if event.code == code_pb2.INVALID_ARGUMENT:
-                    raise _OutcomeError(Fatal(InvalidRequestError(event.message, field="prompt")))
-                raise _OutcomeError(Lost(self._lost(event.message), "group_failed"))
+                    raise OutcomeError(Fatal(InvalidRequestError(event.message, field="prompt")))
+                raise OutcomeError(Lost(self._lost(event.message), "group_failed"))
         if isinstance(event, KvReady):
             self._figures.kv_ready = event
         return event
@@ -280,17 +293,17 @@ class Attempt:
         while True:
             match await self._next_event(deadline):
                 case None:
-                    raise _OutcomeError(Lost(self._lost(f"does not answer {command}"), "decode_silent"))
+                    raise OutcomeError(Lost(self._lost(f"does not answer {command}"), "decode_silent"))
                 case Granted() as granted if granted.transfer_id == self._transfer_id:
                     self._figures.num_tokens_to_compute = granted.num_tokens_to_compute
                     return granted
                 case Granted() if self._figures.num_tokens_to_compute is None:
-                    raise _OutcomeError(Lost(self._lost("a grant names another transfer"), "protocol"))
+                    raise OutcomeError(Lost(self._lost("a grant names another transfer"), "protocol"))
                 case KvReady():
                     return None
 
     async def _transfer(self, granted: Granted, link: PrefillLink) -> bool:
-        """Whether the KV is ready. Raises: _OutcomeError when the request has lost too many nodes."""
+        """Whether the KV is ready. Raises: OutcomeError when the request has lost too many nodes."""
         incarnation, self._prefill_numerics = link.incarnation, link.numerics
         error = await self._try_transfer(granted, link)
         if error is None:
@@ -299,8 +312,8 @@ class Attempt:
         losses.add_transfer(incarnation)
         if error.reason == UNREACHABLE:
             losses.add_node(incarnation)
-            if losses.final_error(error) is not None:
-                raise _OutcomeError(Lost(error, "prefill_lost", is_counted=False))
+        if losses.final_error(error) is not None or self._figures.kv_ready is not None:  # then logprobs are lost
+            raise OutcomeError(Lost(error, "prefill_lost", is_counted=False))
         self._work.note_move(link, "prefill_lost", error)
         return False
 
@@ -318,7 +331,8 @@ class Attempt:
                     case KvReady():
                         is_ready = True
                         prefill.add_done_callback(self._take_figures)
-                        return None
+                        timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
+                        return await self._held.read(prefill, timeout_seconds=timeout_seconds)
                     case KvFailed(transfer_id=self._transfer_id, message=message):
                         return PeerLostError(f"the KV transfer from {link.name} failed: {message}", node=link.name)
                     case _Signal.PREFILL_ENDED if prefill.done():
@@ -329,7 +343,7 @@ class Attempt:
                         # The push was committed: the decode node's word follows.
                         timeout_seconds = self._work.services.config.kv_ready_timeout_seconds
                         deadline = asyncio.get_running_loop().time() + timeout_seconds
-                    case _Signal.STANDING if self._may_replace(link):
+                    case _Signal.STANDING if self._work.services.may_replace(link):
                         return PeerLostError(f"prefill node {link.name} is late", node=link.name)
                     case None:
                         return PeerLostError(f"the prompt's KV did not arrive from {link.name}", node=link.name)
@@ -339,14 +353,6 @@ class Attempt:
                 prefill.cancel()
                 await asyncio.wait((prefill,))
 
-    def _may_replace(self, link: PrefillLink) -> bool:
-        """Whether a late prefill node's work moves to another one; it is counted."""
-        hedges, placement = self._work.services.hedges, self._work.services.placement
-        may_move = link.is_late and placement.has_timely_prefill_node(besides=link) and hedges.may_move(link)
-        if may_move:
-            hedges.add_move(link)
-        return may_move
-
     async def _retarget(self) -> Granted | None:
         """The grant for another try; None when the KV was ready after all."""
         losses = self._work.losses
@@ -354,7 +360,8 @@ class Attempt:
         has_node = losses.may_transfer and self.place.change_prefill(demand)
         self._transfer_id = os.urandom(ID_BYTES) if has_node else b""
         prefill = self.place.prefill if has_node else None
-        self._keeps_received = self._prefill_numerics == (prefill.numerics if prefill else self.numerics)
+        is_alike = self._prefill_numerics == (prefill.numerics if prefill else self.numerics)
+        self._keeps_received = is_alike and not self._held.is_holding  # else another node computes only the rest
         command = RetargetSequenceGroup(
             sequence_group_id=self._opened.sequence_group_id,
             transfer_id=self._transfer_id,
@@ -365,17 +372,11 @@ class Attempt:
         return await self._wait_for_grant("a retarget")
 
     def _call(self, granted: Granted) -> PrefillCall:
-        token_ids = self._demand.token_ids
-        return PrefillCall(
-            sequence_group_id=self._opened.sequence_group_id,
-            transfer_id=granted.transfer_id,
-            request_id=self._opened.request_id,
-            token_ids=token_ids[: len(token_ids) - granted.num_tokens_to_compute],
-            kv_address=granted.kv_address,
+        return PrefillCall.of_grant(
+            granted,
+            self._opened,
             decode_incarnation=self.incarnation,
-            held_prefix_length=granted.held_prefix_length,
             fingerprint=self._work.served.info.fingerprint,
-            options=self._opened.options,
             may_read_held=self._keeps_received,
         )
 

@@ -8,6 +8,7 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from router.answer_budget import AnswerBudget
 from router.config import RouterConfig
 from router.hedge_budget import HedgeBudget
+from router.node_link import PrefillLink
 from router.placement import Placement
 from router.request_queue import RequestQueue
 
@@ -23,3 +24,11 @@ class Services:
     answers: AnswerBudget
     metrics: RouterMetrics
     router_address: str
+
+    def may_replace(self, late: PrefillLink) -> bool:
+        """Whether a late prefill node's work moves to another one; it is counted."""
+        hedges = self.hedges
+        may_move = late.is_late and self.placement.has_timely_prefill_node(besides=late) and hedges.may_move(late)
+        if may_move:
+            hedges.add_move(late)
+        return may_move

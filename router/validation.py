@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable
 
 from outrider.errors import InvalidRequestError, NotFoundError, NotSupportedError
 from outrider.node import ModelInfo
-from outrider.request import GREEDY_TEMPERATURE
+from outrider.request import GREEDY_TEMPERATURE, MAX_TOP_LOGPROBS
+from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.v1 import router_pb2
+from outrider.wire.answer import most_logprobs_bytes
 from outrider.wire.request import num_samples
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -23,7 +25,6 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKENS = 64
-MAX_TOP_LOGPROBS = 20
 MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 MAX_DETOKENIZED = 1 << 20
@@ -48,7 +49,7 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 
 def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelInfo) -> int:
-    """The max_tokens in force. Raises: InvalidRequestError when prompt and answer do not fit the window."""
+    """The max_tokens in force. Raises: InvalidRequestError when the window, or a message, is too small."""
     field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
     window, sampling = model.max_model_len, proto.sampling
     left = window - num_prompt_tokens
@@ -71,6 +72,15 @@ def check_lengths(proto: router_pb2.GenerateRequest, num_prompt_tokens: int, mod
         f"min_tokens {sampling.min_tokens} is more than max_tokens {max_tokens}",
         field="sampling.min_tokens",
     )
+    if proto.output.HasField("prompt_logprobs"):
+        num_bytes = most_logprobs_bytes(num_prompt_tokens, proto.output.prompt_logprobs)
+        _require(
+            num_bytes <= DEFAULT_MAX_MESSAGE_BYTES,
+            f"logprobs of {num_prompt_tokens} prompt tokens with {proto.output.prompt_logprobs} alternatives may have "
+            f"{num_bytes} bytes, and one message of {DEFAULT_MAX_MESSAGE_BYTES} has all of them; ask for fewer",
+            field="output.prompt_logprobs",
+            reason="ANSWER_TOO_LARGE",
+        )
     return max_tokens
 
 
@@ -229,8 +239,6 @@ def _check_supported(proto: router_pb2.GenerateRequest) -> None:
     kind = proto.sampling.WhichOneof("constraint")
     if kind is not None:
         raise NotSupportedError("constrained output is not supported by this version", field=f"sampling.{kind}")
-    if proto.output.HasField("prompt_logprobs"):
-        raise NotSupportedError("prompt_logprobs are not supported by this version", field="output.prompt_logprobs")
 
 
 def _check_count(number: int, limit: int, what: str, *, field: str) -> None:

@@ -46,6 +46,14 @@ class Fatal:
 Outcome = Completed | Refused | Lost | Fatal
 
 
+class OutcomeError(Exception):
+    """Ends an attempt."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """What all attempts at one request share."""

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logprobs", type=int, metavar="K", help="with --json: logprobs of each token and of the K most likely"
     )
+    parser.add_argument(
+        "--prompt-logprobs", type=int, metavar="K", help="with --json: the same for the prompt's tokens"
+    )
     parser.add_argument("--stats", action="store_true", help="print tokens, times and acceptance on standard error")
     add_target_argument(parser)
     add_sampling_arguments(parser)
@@ -36,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         options["n"] = arguments.n
     if arguments.logprobs is not None:
         options["top_logprobs"] = arguments.logprobs
+    if arguments.prompt_logprobs is not None:
+        options["prompt_logprobs"] = arguments.prompt_logprobs
     num_samples = arguments.n or 1
     logprobs: dict[int, list[Any]] = {}
     client = Client(arguments.target, tls=read_tls(arguments), token=read_token(arguments))
@@ -79,6 +84,9 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
 
 
 def _to_json(stream: GenerateStream, logprobs: dict[int, list[Any]]) -> dict[str, Any]:
+    prompt_logprobs = [dataclasses.asdict(entry) for entry in stream.started.prompt_logprobs]
+    for entry in prompt_logprobs[:1]:
+        entry["logprob"] = None  # the first token follows nothing; NaN is no JSON
     return {
         "request_id": stream.summary.request_id,
         "model": stream.started.model,
@@ -95,6 +103,7 @@ def _to_json(stream: GenerateStream, logprobs: dict[int, list[Any]]) -> dict[str
             }
             for sample, finished in sorted(stream.finished.items())
         ],
+        **({"prompt_logprobs": prompt_logprobs} if prompt_logprobs else {}),
         "usage": dataclasses.asdict(stream.summary.usage),
         "metrics": dataclasses.asdict(stream.summary.metrics),
     }

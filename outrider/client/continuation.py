@@ -150,6 +150,7 @@ class Continuation:
         request.CopyFrom(self._request)
         if record.has_started:
             request.sampling.seed = record.started.seed
+            request.output.ClearField("prompt_logprobs")  # which have arrived
         if record.has_deltas:
             if request.sampling.n > 1:
                 error.add_note("the samples had begun to arrive, and only an answer of one sample can be sent again")

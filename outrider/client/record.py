@@ -54,6 +54,8 @@ class StreamRecord:
         before = self._started
         if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
             raise InternalError(f"{started.router} resumed another request than {self.request_id!r}")
+        if before is not None and not started.prompt_logprobs:  # it was not asked for them again
+            started = replace(started, prompt_logprobs=before.prompt_logprobs)
         self._started = started
 
     def _take_delta(self, delta: Delta) -> Delta | None:

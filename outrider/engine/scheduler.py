@@ -9,6 +9,20 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.request import TokenLogprobs
+
+MAX_SCORED_ROWS = 32
+"""Of a step, whose logits are wanted for logprobs of prompts: the output layer over a whole chunk would take as long
+as the other layers, and other sequences would wait for it."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptScoring:
+    """Logprobs of a prompt's tokens that are wanted: its rows are computed, and give logits."""
+
+    token_ids: Sequence[int]  # the prompt's without its first: entry i follows row i
+    num_top: int  # alternatives, 0 to 20
+    num_done: int = 0  # logprobs that there are: of the first entries
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +41,7 @@ class EngineSequence:
     needs_logits: bool = True  # then the last known token is always fed, even if the prefix cache holds it
     cache_salt: bytes = b""  # only sequences of the same salt share cached KV
     num_preemptions: int = 0
+    scoring: PromptScoring | None = None  # None: nothing is wanted, or all of it is done
 
     @property
     def num_computed(self) -> int:
@@ -43,6 +58,16 @@ class EngineSequence:
         """Of those computed, what the prefix cache gave at the start."""
         return 0 if self.kv is None else self.kv.num_cached_tokens
 
+    def score(self, start: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
+        """Takes the logprobs of what follows the rows from `start` on. Returns those that are new."""
+        scoring = self.scoring
+        assert scoring is not None
+        new = logprobs[max(scoring.num_done - start, 0) :]  # it may have been preempted since
+        scoring.num_done += len(new)
+        if scoring.num_done == len(scoring.token_ids):
+            self.scoring = None
+        return new
+
 
 class Scheduled(NamedTuple):
     """One sequence's share of a step: its rows are token_ids[num_computed :][:num_rows], then the drafts."""
@@ -51,6 +76,7 @@ class Scheduled(NamedTuple):
     num_rows: int  # known tokens fed, >= 1
     num_draft_tokens: int  # rows granted to drafts after them; 0 unless num_rows is 1
     reaches_end: bool  # every known token is computed after this step: its last row decides the next one
+    scored_token_ids: Sequence[int] = ()  # empty, or of each row what follows it: its logprob is wanted
 
 
 @dataclass(slots=True)
@@ -75,7 +101,7 @@ class StepPlan:
     sources first, or copy in order.
     """
 
-    scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, prompt chunks after them
+    scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, prompt chunks after them, scored ones last
     admitted: tuple[EngineSequence, ...] = ()  # left `waiting` for `running`; possibly with nothing to compute
     preempted: tuple[EngineSequence, ...] = ()  # left `running` for `waiting`; their KV is gone
     block_copies: tuple[tuple[int, int], ...] = ()  # (source, destination) block ids
@@ -195,15 +221,27 @@ class Scheduler:
                 num_granted = self._grant_drafts(sequence, num_granted)
                 budget -= num_granted
             scheduled.append(Scheduled(sequence, 1, num_granted, True))
+        scored: list[Scheduled] = []
+        num_scored_rows = MAX_SCORED_ROWS
         for sequence in room.prompts:
             num_uncomputed = sequence.num_uncomputed
             num_rows = min(num_uncomputed, budget)
             if num_rows == 0:
                 break
+            token_ids: Sequence[int] = ()
+            if sequence.scoring is not None:
+                start = sequence.num_computed
+                token_ids = sequence.scoring.token_ids[start : start + min(num_rows, num_scored_rows)]
+                num_rows = len(token_ids)
+                num_scored_rows -= num_rows
+                if num_rows == 0:
+                    continue  # others have taken this step's
             budget -= num_rows
-            scheduled.append(Scheduled(sequence, num_rows, 0, reaches_end=num_rows == num_uncomputed))
+            (scored if token_ids else scheduled).append(
+                Scheduled(sequence, num_rows, 0, num_rows == num_uncomputed, token_ids)
+            )
         return StepPlan(
-            scheduled=tuple(scheduled),
+            scheduled=(*scheduled, *scored),
             admitted=tuple(room.admitted),
             preempted=tuple(room.preempted),
             block_copies=tuple(pair for pairs in room.copies.values() for pair in pairs),
@@ -294,6 +332,8 @@ class Scheduler:
     def _cached_prefix(self, sequence: EngineSequence) -> SequenceKV:
         num_tokens = len(sequence.token_ids)
         max_cached_tokens = num_tokens - 1 if sequence.needs_logits else num_tokens
+        if sequence.scoring is not None:
+            max_cached_tokens = min(max_cached_tokens, sequence.scoring.num_done)
         return SequenceKV.create(
             self._pool, sequence.token_ids, max_cached_tokens=max_cached_tokens, cache_salt=sequence.cache_salt
         )
@@ -312,7 +352,7 @@ class Scheduler:
             num_uncomputed = len(sequence.token_ids) - kv.num_tokens
             if num_uncomputed == 0 or (stalled and sequence in stalled):
                 continue
-            if num_uncomputed == 1:
+            if num_uncomputed == 1 and sequence.scoring is None:
                 singles.append(sequence)
             else:
                 prompts.append(sequence)

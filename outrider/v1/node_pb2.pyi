@@ -72,7 +72,7 @@ class FeatureFormat(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., taps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
-    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt")
+    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt", "prompt_logprobs")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class RequestOptions(_message.Message):
     VERIFICATION_METHOD_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sampling: _router_pb2.SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: int
@@ -89,7 +90,8 @@ class RequestOptions(_message.Message):
     verification_method: _router_pb2.VerificationMethod
     priority: int
     cache_salt: bytes
-    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()

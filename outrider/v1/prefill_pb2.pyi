@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "fingerprint", "options", "may_read_held")
+    __slots__ = ("sequence_group_id", "transfer_id", "request_id", "token_ids", "kv_address", "decode_incarnation", "held_prefix_length", "fingerprint", "options", "may_read_held", "scored_token_ids")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class PrefillRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     MAY_READ_HELD_FIELD_NUMBER: _ClassVar[int]
+    SCORED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     transfer_id: bytes
     request_id: str
@@ -29,10 +30,11 @@ class PrefillRequest(_message.Message):
     fingerprint: str
     options: _node_pb2.RequestOptions
     may_read_held: bool
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., may_read_held: bool = ...) -> None: ...
+    scored_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., transfer_id: _Optional[bytes] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., kv_address: _Optional[str] = ..., decode_incarnation: _Optional[bytes] = ..., held_prefix_length: _Optional[int] = ..., fingerprint: _Optional[str] = ..., options: _Optional[_Union[_node_pb2.RequestOptions, _Mapping]] = ..., may_read_held: bool = ..., scored_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("num_cached_tokens", "num_computed_tokens", "num_read_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds")
+    __slots__ = ("num_cached_tokens", "num_computed_tokens", "num_read_tokens", "compute_microseconds", "connector", "kv_bytes", "transfer_microseconds", "exposed_microseconds", "prompt_logprobs")
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_READ_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +43,7 @@ class PrefillResponse(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     num_cached_tokens: int
     num_computed_tokens: int
     num_read_tokens: int
@@ -49,4 +52,5 @@ class PrefillResponse(_message.Message):
     kv_bytes: int
     transfer_microseconds: int
     exposed_microseconds: int
-    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: bytes
+    def __init__(self, num_cached_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_read_tokens: _Optional[int] = ..., compute_microseconds: _Optional[int] = ..., connector: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., transfer_microseconds: _Optional[int] = ..., exposed_microseconds: _Optional[int] = ..., prompt_logprobs: _Optional[bytes] = ...) -> None: ...

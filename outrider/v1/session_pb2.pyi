@@ -109,7 +109,7 @@ class SessionReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[_node_pb2.NodeInfo, _Mapping]] = ..., node: _Optional[_Union[_node_pb2.NodeReport, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceGroupEvent, _Mapping]]] = ...) -> None: ...
 
 class SequenceGroupEvent(_message.Message):
-    __slots__ = ("sequence_group_id", "granted", "rejected", "kv_ready", "tokens", "done", "failed", "kv_failed")
+    __slots__ = ("sequence_group_id", "granted", "rejected", "kv_ready", "tokens", "done", "failed", "kv_failed", "prompt_logprobs")
     SEQUENCE_GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class SequenceGroupEvent(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     KV_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence_group_id: bytes
     granted: Granted
     rejected: Rejected
@@ -126,7 +127,8 @@ class SequenceGroupEvent(_message.Message):
     done: SampleDone
     failed: SequenceGroupFailed
     kv_failed: KvFailed
-    def __init__(self, sequence_group_id: _Optional[bytes] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., kv_ready: _Optional[_Union[KvReady, _Mapping]] = ..., tokens: _Optional[_Union[SampleTokens, _Mapping]] = ..., done: _Optional[_Union[SampleDone, _Mapping]] = ..., failed: _Optional[_Union[SequenceGroupFailed, _Mapping]] = ..., kv_failed: _Optional[_Union[KvFailed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, sequence_group_id: _Optional[bytes] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., kv_ready: _Optional[_Union[KvReady, _Mapping]] = ..., tokens: _Optional[_Union[SampleTokens, _Mapping]] = ..., done: _Optional[_Union[SampleDone, _Mapping]] = ..., failed: _Optional[_Union[SequenceGroupFailed, _Mapping]] = ..., kv_failed: _Optional[_Union[KvFailed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("transfer_id", "kv_address", "held_prefix_length", "num_tokens_to_compute")
@@ -173,6 +175,12 @@ class KvFailed(_message.Message):
     transfer_id: bytes
     message: str
     def __init__(self, transfer_id: _Optional[bytes] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("packed",)
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    packed: bytes
+    def __init__(self, packed: _Optional[bytes] = ...) -> None: ...
 
 class SampleTokens(_message.Message):
     __slots__ = ("sample", "start_position", "token_ids", "logprobs", "speculation")

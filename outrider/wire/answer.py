@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import overload
+
+from google.protobuf.message import DecodeError
 
 from outrider.answer import (
     AnswerEvent,
@@ -27,6 +32,9 @@ _MOST_HEADER_BYTES = 64
 """Tags and lengths of a message's own fields."""
 _LENGTH_BYTES = 4
 """Tag and length of a TokenLogprobs, which has at most 21 entries."""
+_MOST_LOGPROBS_BYTES = 20
+"""Of a TokenLogprobs, its length included, and of each of its alternatives."""
+_MOST_LOGPROB_BYTES = 13
 
 
 def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
@@ -36,7 +44,7 @@ def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
         case Finished():
             return router_pb2.GenerateResponse(finished=FINISHED.to_proto(event))
         case Started():
-            return router_pb2.GenerateResponse(request_id=event.request_id, started=STARTED.to_proto(event))
+            return router_pb2.GenerateResponse(request_id=event.request_id, started=_started_to_proto(event))
         case Summary():
             return router_pb2.GenerateResponse(request_id=event.request_id, summary=SUMMARY.to_proto(event))
 
@@ -80,7 +88,7 @@ class CompleteResponseBuilder:
                 self.num_bytes += self._completions[event.sample].finished.ByteSize()
             case Started():
                 self._response.request_id = event.request_id
-                self._response.started.CopyFrom(STARTED.to_proto(event))
+                self._response.started.CopyFrom(_started_to_proto(event))
                 self.num_bytes += self._response.started.ByteSize() + len(event.request_id)
             case Summary():
                 self._response.summary.CopyFrom(SUMMARY.to_proto(event))
@@ -90,6 +98,58 @@ class CompleteResponseBuilder:
         for completion, parts in zip(self._completions, self._texts, strict=True):
             completion.text = "".join(parts)
         return self._response
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Of a prompt, as nodes send them: a router sends them on as bytes. They become values when they are looked at.
+
+    A prompt of 2000 tokens with 20 alternatives has 42,000 entries, which would hold an event loop up.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        """`packed`: by `pack_logprobs`, in pieces that are appended to each other."""
+        self.packed = packed
+
+    @cached_property
+    def _values(self) -> tuple[TokenLogprobs, ...]:
+        return logprobs_from_proto(router_pb2.Started.FromString(self.packed).prompt_logprobs)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TokenLogprobs, ...]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+        return self._values[index]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def pack_logprobs(logprobs: Iterable[TokenLogprobs]) -> bytes:
+    """A serialized Started that has nothing else."""
+    return router_pb2.Started(prompt_logprobs=map(token_logprobs_to_proto, logprobs)).SerializeToString()
+
+
+def num_packed_logprobs(packed: bytes) -> int:
+    """Raises: ValueError for what was not packed so."""
+    try:
+        return len(router_pb2.Started.FromString(packed).prompt_logprobs)
+    except DecodeError as error:
+        raise ValueError("logprobs cannot be read") from error
+
+
+def most_logprobs_bytes(num_tokens: int, num_top: int) -> int:
+    """What these take packed, with so many alternatives, at most."""
+    return num_tokens * (_MOST_LOGPROBS_BYTES + num_top * _MOST_LOGPROB_BYTES)
+
+
+def _started_to_proto(event: Started) -> router_pb2.Started:
+    logprobs = event.prompt_logprobs
+    if not isinstance(logprobs, PackedLogprobs):
+        return STARTED.to_proto(event)
+    proto = STARTED.to_proto(replace(event, prompt_logprobs=()))
+    proto.MergeFromString(logprobs.packed)
+    return proto
 
 
 def _varint_bytes(value: int) -> int:

@@ -48,6 +48,7 @@ def request_from_proto(
         verification_method=VerificationMethod.COUPLED if sampling.is_greedy else method,
         priority=proto.priority,
         cache_salt=cache_salt,
+        prompt_logprobs=proto.output.prompt_logprobs if proto.output.HasField("prompt_logprobs") else None,
     )
     return Request(
         request_id=request_id,

@@ -14,6 +14,7 @@ from outrider.session import (
     KvFailed,
     KvReady,
     OpenSequenceGroup,
+    PromptLogprobs,
     Rejected,
     RejectReason,
     RetargetSequenceGroup,
@@ -56,6 +57,7 @@ _EVENTS: dict[str, Fields[Any, Any]] = {
     "granted": Fields(Granted, session_pb2.Granted, elsewhere=_GROUP),
     "rejected": Fields(Rejected, session_pb2.Rejected, elsewhere=_GROUP, reason=_REJECT_REASONS),
     "kv_ready": Fields(KvReady, session_pb2.KvReady, elsewhere=_GROUP),
+    "prompt_logprobs": Fields(PromptLogprobs, session_pb2.PromptLogprobs, elsewhere=_GROUP),
     "kv_failed": Fields(KvFailed, session_pb2.KvFailed, elsewhere=_GROUP),
     "failed": Fields(SequenceGroupFailed, session_pb2.SequenceGroupFailed, elsewhere=_GROUP),
 }

@@ -80,7 +80,6 @@ NOT_SUPPORTED = [
     ({"sampling": R.SamplingParams(regex="a+")}, "sampling.regex"),
     ({"sampling": R.SamplingParams(grammar="start: x")}, "sampling.grammar"),
     ({"sampling": R.SamplingParams(choice=R.Choice(options=["a"]))}, "sampling.choice"),
-    ({"output": R.OutputOptions(prompt_logprobs=0)}, "output.prompt_logprobs"),
 ]
 
 

@@ -17,8 +17,60 @@ from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import log_of_mass, masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
+from outrider.engine.scheduler import EngineSequence, StepPlan
 from outrider.engine.transfer import Arrays, upload_ids
 from outrider.request import LogprobsMode, TokenLogprobs
+
+PIECE_ROWS = 8
+"""Of a prompt's rows, that are looked at together: what is made of them fits a processor's cache."""
+
+
+@torch.inference_mode()
+def pending_prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Pending[list[TokenLogprobs]]:
+    """Of tokens that a prompt has, with `num_top` alternatives each, by the model. Does not wait for the device.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, not changed.
+        token_ids: what follows each row.
+        num_top: 0 to 20.
+    """
+    num_top = min(num_top, logits.shape[1])
+    pieces = zip(logits.split(PIECE_ROWS), upload_ids(token_ids, logits.device).split(PIECE_ROWS), strict=True)
+    tables = tuple(_table(values, ids, num_top) for values, ids in pieces)
+
+    def finish(arrays: Arrays) -> list[TokenLogprobs]:
+        return [each for table in arrays for each in _logprobs_of_table(table.tolist(), [num_top] * len(table))]
+
+    return Pending(tables, finish)
+
+
+ScoredSequences = Sequence[tuple[EngineSequence, Sequence[TokenLogprobs]]]
+
+
+def take_scored_rows(plan: StepPlan, logits: Tensor) -> tuple[Tensor, Pending[ScoredSequences]]:
+    """Takes the last rows of logits, of sequences whose prompts are scored. Call it before these advance.
+
+    Returns the other rows, and of each such sequence the logprobs that are new; reading them counts them as done.
+    """
+    if not (plan.scheduled and plan.scheduled[-1].scored_token_ids):
+        return logits, Pending((), lambda _: ())
+    queued: list[tuple[EngineSequence, int, Pending[list[TokenLogprobs]]]] = []
+    for item in reversed(plan.scheduled):
+        if not item.scored_token_ids:
+            break
+        assert item.sequence.scoring is not None
+        logits, rows = logits[: -item.num_rows], logits[-item.num_rows :]
+        found = pending_prompt_logprobs(rows, item.scored_token_ids, item.sequence.scoring.num_top)
+        queued.append((item.sequence, item.sequence.num_computed, found))
+
+    def finish(arrays: Arrays) -> ScoredSequences:
+        left = iter(arrays)
+        return [
+            (sequence, sequence.score(start, found.finish([next(left) for _ in found.tensors])))
+            for sequence, start, found in queued
+        ]
+
+    return logits, Pending(tuple(tensor for _, _, found in queued for tensor in found.tensors), finish)
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from outrider.session import (
     KvFailed,
     KvReady,
     OpenSequenceGroup,
+    PromptLogprobs,
     Rejected,
     RejectReason,
     RetargetSequenceGroup,
@@ -27,6 +28,7 @@ from outrider.session import (
     SpeculationCounts,
 )
 from outrider.v1 import session_pb2, session_pb2_grpc
+from outrider.wire.answer import pack_logprobs
 from outrider.wire.session import command_from_proto, report_message_to_proto
 from tests.support.router_fakes.node import Context, FakeNode
 
@@ -43,6 +45,12 @@ def letters(opened: OpenSequenceGroup, sample: int) -> Sequence[int]:
     """The default script: lower-case letters that depend on seed, sample and place."""
     start = opened.options.sampling.seed % 26 + sample
     return [97 + (start + 7 * place) % 26 for place in range(opened.options.sampling.max_tokens)]
+
+
+def fake_logprobs(token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """A function of each token."""
+    top = tuple((place, -1.0 - place) for place in range(num_top))
+    return tuple(TokenLogprobs(token_id, -token_id / 8, 1 + token_id, top) for token_id in token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -283,6 +291,9 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         if is_local:
             group.transfer_id = b""
             group.is_ready = True
+            if opened.options.prompt_logprobs is not None:
+                for packed in self.prompt_logprobs(opened):
+                    session.say(PromptLogprobs(sequence_group_id=opened.sequence_group_id, packed=packed))
 
     def _make_ready(self, session: _FakeSession, group: FakeGroup, num_bytes: int) -> None:
         session.say(
@@ -348,11 +359,17 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             )
             session.say(done)
 
+    def prompt_logprobs(self, opened: OpenSequenceGroup) -> list[bytes]:
+        """In pieces of two tokens."""
+        token_ids, num_top = opened.prompt_token_ids[1:], opened.options.prompt_logprobs or 0
+        return [
+            pack_logprobs(fake_logprobs(token_ids[place : place + 2], num_top)) for place in range(0, len(token_ids), 2)
+        ]
+
     def _logprobs(self, opened: OpenSequenceGroup, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         if opened.options.logprobs is None:
             return ()
-        top = tuple((place, -1.0 - place) for place in range(opened.options.logprobs.num_top))
-        return tuple(TokenLogprobs(token_id, -token_id / 8, 1 + token_id, top) for token_id in token_ids)
+        return fake_logprobs(token_ids, opened.options.logprobs.num_top)
 
     def _speculation(self) -> SpeculationCounts:
         accepted = self.accepted_drafts_per_step

@@ -8,7 +8,8 @@ import grpc
 
 from outrider.node import ModelInfo, NodeLoad, NodeRole
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, find_decode_node
+from outrider.wire.answer import pack_logprobs
+from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, fake_logprobs, find_decode_node
 from tests.support.router_fakes.node import Context, FakeNode
 
 
@@ -19,6 +20,9 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         super().__init__(NodeRole.PREFILL, name=name, model=model)
         self.prefill_seconds = 0.0
         self.num_cached_tokens = 0
+        self.most_logprobs: int | None = None  # None: of all tokens that were asked for
+        self.repeats_logprobs = 1  # so often they are sent
+        self.answer_gate: asyncio.Event | None = None  # what was pushed is answered when it is set
         self.fails_with: grpc.StatusCode | None = None
         self.pushes = True  # False: answers without having pushed anything
         self.requests: list[prefill_pb2.PrefillRequest] = []
@@ -51,6 +55,11 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
                 await context.abort(self.fails_with, "scripted failure")
             if self.pushes:
                 self._push(request)
+            if self.answer_gate is not None:
+                await self.answer_gate.wait()
+                await self.moves()
+                if self.fails_with is not None:
+                    await context.abort(self.fails_with, "scripted failure")
         finally:
             self.num_active -= 1
             self.num_outstanding_tokens -= num_tokens
@@ -63,7 +72,12 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
             kv_bytes=(num_tokens - request.held_prefix_length) * KV_BYTES_PER_TOKEN,
             transfer_microseconds=2000,
             exposed_microseconds=500,
+            prompt_logprobs=self._logprobs(request),
         )
+
+    def _logprobs(self, request: prefill_pb2.PrefillRequest) -> bytes:
+        wanted = request.scored_token_ids[: self.most_logprobs]
+        return pack_logprobs(fake_logprobs(wanted, request.options.prompt_logprobs)) * self.repeats_logprobs
 
     def _push(self, request: prefill_pb2.PrefillRequest) -> None:
         node = find_decode_node(request.kv_address)

@@ -1,0 +1,237 @@
+"""Logprobs of a prompt on a prefill node: those of one pass over all of it, whatever shares its steps."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.engine.attention import make_attention_backend
+from outrider.engine.input_batch import SequenceRows, build_input_batch
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.sampler.logprobs import pending_prompt_logprobs
+from outrider.engine.scheduler import MAX_SCORED_ROWS, Scheduler
+from outrider.engine.step_clock import StepClock
+from outrider.engine.step_profiler import StepProfiler
+from outrider.engine.transfer import read
+from outrider.errors import InvalidRequestError
+from outrider.kv_transfer.base import TransferSpec
+from outrider.kv_transfer.inbox import TransferInbox
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
+from outrider.wire.answer import PackedLogprobs
+from prefill_node.forward import PagedForward
+from prefill_node.jobs import Stop
+from prefill_node.prefill_loop import PrefillLoop
+from prefill_node.servicer import ServedModel, check_call
+from tests.prefill_node.conftest import ADDRESS, job_of
+from tests.support.in_memory_connector import InMemoryConnector
+from tests.support.tiny_model import make_tiny_model
+from tests.support.waiting import PATIENCE_SECONDS
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 128
+MAX_ROWS = 2 * MAX_SCORED_ROWS
+INCARNATION = bytes(16)
+PROMPT = tuple(3 + (7 * n) % 290 for n in range(3 * MAX_SCORED_ROWS + 4))
+NUM_TOP = 3
+
+
+MODELS = {
+    "native": {"dtype": "bfloat16"},
+    "native layers": {"dtype": "bfloat16", "architecture": "gemma2"},
+    "torch": {"dtype": "float32", "kernels": "torch"},
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16")
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+def model(request, model_path, tmp_path_factory):
+    """By every kind of runner."""
+    config = dict(request.param)
+    if architecture := config.pop("architecture", None):
+        model_path = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", architecture=architecture)
+    return load_model(ModelConfig(id=str(model_path), **config))
+
+
+class Node:
+    """A prefill loop, driven by hand, and the decode node that it pushes to."""
+
+    def __init__(self, model):
+        self.cache = PagedKVCache(model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.runner = ModelRunner(model, self.cache, make_attention_backend("auto", model.device))
+        self.decode_cache = PagedKVCache(model.spec.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+        self.inbox = TransferInbox(incarnation=INCARNATION, on_complete=lambda *_: None, on_failed=lambda *_: None)
+        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, hash_seed=b"seed")
+        self.ended: queue.SimpleQueue = queue.SimpleQueue()
+        self.steps = []
+        clock = StepClock()
+        forward = PagedForward(self.cache, self.runner, clock)
+
+        def counted(copies, rows, **options):
+            self.steps.append([(row.start_position, len(row.token_ids), row.num_logits) for row in rows])
+            return forward(copies, rows, **options)
+
+        self.loop = PrefillLoop(
+            pool=self.pool,
+            scheduler=Scheduler(self.pool, max_running=4, max_rows_per_step=MAX_ROWS, reserve_blocks_per_running=0),
+            kv_cache=self.cache,
+            forward=counted,
+            connector=InMemoryConnector({ADDRESS: self.inbox}),
+            frame_bytes=8192,
+            max_rows_per_step=MAX_ROWS,
+            keep_alive_seconds=1.0,
+            profiler=StepProfiler(clock, self.runner.phases),
+            emit=lambda ends, stats: [self.ended.put(end) for end in ends],
+        )
+        self.thread = threading.Thread(target=self.loop.run)
+        self._ids = itertools.count()
+        self._blocks = itertools.count()
+
+    def submit(self, token_ids, scored_token_ids=()):
+        transfer_id = os.urandom(16)
+        where = {"transfer_id": transfer_id, "address": ADDRESS, "incarnation": INCARNATION}
+        options = {"prompt_logprobs": NUM_TOP} if scored_token_ids else {}
+        spec = TransferSpec(
+            transfer_id=transfer_id,
+            incarnation=INCARNATION,
+            start_token=0,
+            end_token=len(token_ids),
+            planes=self.cache.planes,
+        )
+        blocks = [next(self._blocks) for _ in range(-(-len(token_ids) // BLOCK_SIZE))]
+        self.inbox.open(spec, ReservedBlocks(self.decode_cache, blocks))
+        job = job_of(next(self._ids), token_ids, **where, **options)
+        job = replace(job, call=replace(job.call, scored_token_ids=tuple(scored_token_ids)))
+        self.loop.submit(job)
+        return job.job_id
+
+    def run(self):
+        """What was submitted, together. By job: its figures."""
+        self.thread.start()
+        return self
+
+    def result(self):
+        return self.ended.get(timeout=PATIENCE_SECONDS).result
+
+    def stop(self):
+        self.loop.submit(Stop())
+        self.thread.join(PATIENCE_SECONDS)
+        assert not self.thread.is_alive()
+        self.pool.check_integrity([])
+
+
+@pytest.fixture
+def node(model):
+    node = Node(model)
+    yield node
+    if node.thread.is_alive():
+        node.stop()
+
+
+def one_pass(model, token_ids, scored_token_ids):
+    """The same from a single forward over the whole prompt."""
+    cache = PagedKVCache(model.spec.planes, num_blocks=16, block_size=BLOCK_SIZE)
+    runner = ModelRunner(model, cache, make_attention_backend("auto", model.device))
+    num_rows = len(scored_token_ids)
+    rows = SequenceRows(token_ids[:num_rows], 0, range(16), num_rows)
+    logits = runner.forward(build_input_batch([rows], BLOCK_SIZE))
+    return read(pending_prompt_logprobs(logits, scored_token_ids, NUM_TOP))[0]
+
+
+def assert_alike(model, figures, expected):
+    found = list(PackedLogprobs(figures.prompt_logprobs))
+    assert [(entry.token_id, len(entry.top)) for entry in found] == [(entry.token_id, NUM_TOP) for entry in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        if model.info.numerics.startswith("exact ("):  # but for the float32 that travels
+            assert mine.rank == theirs.rank
+            assert [top_id for top_id, _ in mine.top] == [top_id for top_id, _ in theirs.top]
+            tolerance = 1e-6
+        else:
+            tolerance = 1e-4
+        assert mine.logprob == pytest.approx(theirs.logprob, rel=tolerance)
+        assert [value for _, value in mine.top] == pytest.approx([value for _, value in theirs.top], rel=tolerance)
+
+
+def test_chunks_and_company_change_nothing(model, node):
+    node.submit(PROMPT[:-1], PROMPT[1:])
+    node.submit(PROMPT[::-1], ())
+    node.submit(PROMPT[5:25], PROMPT[6:26])
+    node.run()
+    by_size = {}
+    for _ in range(3):
+        figures = node.result()
+        by_size[figures.num_computed_tokens] = figures
+    assert_alike(model, by_size[len(PROMPT) - 1], one_pass(model, PROMPT, PROMPT[1:]))
+    assert_alike(model, by_size[20], one_pass(model, PROMPT[5:], PROMPT[6:26]))
+    assert by_size[len(PROMPT)].prompt_logprobs == b""
+    assert max(sum(num_logits for _, _, num_logits in step) for step in node.steps) <= MAX_SCORED_ROWS
+    # The other prompt had the rest of the first steps: it did not wait for the one before it.
+    assert (0, MAX_ROWS - MAX_SCORED_ROWS, 0) in node.steps[0]
+
+
+def test_what_is_cached_is_computed_again_and_serves_others(model, node):
+    node.run()
+    for _ in range(2):
+        node.submit(PROMPT[:-1], PROMPT[1:])
+        figures = node.result()
+        assert (figures.num_cached_tokens, figures.num_computed_tokens) == (0, len(PROMPT) - 1)
+        assert_alike(model, figures, one_pass(model, PROMPT, PROMPT[1:]))
+    node.submit(PROMPT[:-1])
+    assert node.result().num_cached_tokens == (len(PROMPT) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_of_a_continuation_the_prompt_alone_is_scored(model, node):
+    node.run()
+    node.submit(PROMPT, PROMPT[1:40])
+    figures = node.result()
+    assert figures.num_computed_tokens == len(PROMPT)
+    assert_alike(model, figures, one_pass(model, PROMPT, PROMPT[1:40]))
+    assert sum(num_logits for step in node.steps for _, _, num_logits in step) == 39
+
+
+def test_they_are_those_of_transformers(model_path):
+    model = load_model(ModelConfig(id=str(model_path), dtype="float32"))
+    node = Node(model).run()
+    node.submit(PROMPT[:-1], PROMPT[1:])
+    found = PackedLogprobs(node.result().prompt_logprobs)
+    node.stop()
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([PROMPT])).logits[0, :-1]
+    logprobs = logits.double().log_softmax(dim=1)
+    for row, entry in enumerate(found):
+        assert entry.logprob == pytest.approx(float(logprobs[row, PROMPT[row + 1]]), abs=1e-4)
+        top = logprobs[row].topk(NUM_TOP).values.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(top, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("scored_token_ids", {"scored_token_ids": PROMPT[:5]}),
+        ("scored_token_ids", {"scored_token_ids": (100_000,)}),
+        ("prompt_logprobs", {"prompt_logprobs": 21}),
+    ],
+)
+def test_a_call_that_cannot_be_scored_is_refused(model, field, changes):
+    options = {name: value for name, value in changes.items() if name == "prompt_logprobs"}
+    changes = {name: value for name, value in changes.items() if name not in options}
+    job = job_of(1, PROMPT[:4], transfer_id=bytes(16), address="h:1", incarnation=bytes(16), **options)
+    served = ServedModel(node_name="p", info=model.info, max_tokens=100)
+    call = replace(job.call, fingerprint=model.info.fingerprint, **changes)
+    with pytest.raises(InvalidRequestError, match=field):
+        check_call(call, served)
