@@ -1,15 +1,27 @@
-"""`outrider config`: the settings in force, as YAML that can be used as a configuration file."""
+"""`outrider config`: the settings in force, as YAML that can be used as a configuration file; imports; the schema."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from outrider.cluster import ClusterConfig, GatewayConfig
-from outrider.config import add_settings_arguments, format_value, load_config, to_plain
+from outrider.config import (
+    ResolvedConfig,
+    add_settings_arguments,
+    config_schema,
+    format_value,
+    load_config,
+    to_plain,
+    write_warnings,
+)
+from outrider.config.imports import FORMATS, Imported, Outcome, read_import
 from outrider.rpc.peer_security import SecurityConfig
 from outrider.service.config import ServerConfig, TelemetryConfig
 
@@ -19,17 +31,87 @@ ROLES = ("router", "prefill_node", "decode_node", "draft_node")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=ROLES, help="only the settings of this service; default: all")
     add_settings_arguments(parser, os.environ)
+    parser.set_defaults(show=_show)
+    actions = parser.add_subparsers(metavar="ACTION", help="default: print the settings in force")
+    schema = actions.add_parser("schema", help="print a JSON schema of the configuration file, for editors")
+    schema.set_defaults(show=_print_schema)
+    imported = actions.add_parser("import", help="print what became of a file of TensorRT-LLM, Dynamo or vLLM")
+    imported.add_argument("file", metavar="FILE", type=Path, help="YAML or JSON")
+    imported.add_argument("--format", choices=FORMATS, help="default: the one that understands more of the file")
+    imported.add_argument(
+        "--write", metavar="OUT", help="write our own configuration file; -: to stdout, without table"
+    )
+    imported.set_defaults(show=_import)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    resolved = load_config(
-        sections_of(arguments.role), file=arguments.config, environ=os.environ, overrides=arguments.overrides
+    return int(arguments.show(arguments))
+
+
+def _load(arguments: argparse.Namespace, imports: Sequence[str]) -> ResolvedConfig:
+    return load_config(
+        sections_of(arguments.role),
+        file=arguments.config,
+        environ=os.environ,
+        overrides=arguments.overrides,
+        imports=imports,
+        role=arguments.role,
     )
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    resolved = _load(arguments, arguments.imports)
+    write_warnings("outrider config", resolved.warnings)
     for name, section in resolved.sections.items():
         sys.stdout.write(f"{name}:\n")
         for line in _lines(to_plain(section), (name,), resolved.sources):
             sys.stdout.write(line + "\n")
     return 0
+
+
+def _print_schema(arguments: argparse.Namespace) -> int:
+    sys.stdout.write(json.dumps(config_schema(sections_of(arguments.role)), indent=2) + "\n")
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    """Prints the table. Raises: ConfigError with errors, and nothing is written then."""
+    format_, outcomes = read_import(arguments.file, name=arguments.format)
+    if arguments.write != "-":
+        sys.stdout.write(f"{arguments.file}, read as {format_.name}\n" + "".join(_table(outcomes)))
+    imported = Imported(outcomes=outcomes)  # raises with errors
+    _load(arguments, [str(arguments.file)])  # raises for values that are out of range
+    written = "".join(_written(imported))
+    if arguments.write == "-":
+        write_warnings("outrider config", imported.warnings)
+        sys.stdout.write(written)
+    elif arguments.write is not None:
+        Path(arguments.write).write_text(written, encoding="utf-8")
+    return 0
+
+
+def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A line for each key, and one more for each further setting that it is."""
+    rows = [("line", "key", "value", "result", "setting", "note")]
+    for outcome in outcomes:
+        entry = outcome.entry
+        settings = [f"{key}: {format_value(value)}" for key, value in outcome.settings.items()] or [""]
+        line, value = entry.source.rpartition(":")[2], format_value(entry.value)
+        rows += [(line, entry.key, value, outcome.kind.value, settings[0], outcome.note)]
+        rows += [("", "", "", "", setting, "") for setting in settings[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip() + "\n"
+
+
+def _written(imported: Imported) -> Iterator[str]:
+    """A configuration file with the origin of each value."""
+    origins = {key: (value, each.origin) for each in imported.outcomes for key, value in each.settings.items()}
+    for section, keys in groupby(sorted(origins), key=lambda key: key.partition(".")[0]):
+        yield f"{section}:\n"
+        for key in keys:
+            value, origin = origins[key]
+            yield f"  {key.partition('.')[2]}: {format_value(value)}  # {origin}\n"
 
 
 def sections_of(role: str | None) -> dict[str, type]:

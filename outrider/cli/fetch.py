@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises: ConfigError for a wrong setting of any role; NotFoundError, ModelError."""
     overrides = [*([f"model.id={arguments.model}"] if arguments.model else []), *arguments.overrides]
-    settings = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
+    settings = load_config(
+        sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides, imports=arguments.imports
+    )
     sections = settings.sections
     printer = EventPrinter(sys.stderr)
     _fetch(sections["model"], "model", printer)

@@ -15,7 +15,7 @@ COMMANDS = {
     "up": "start a local cluster: router, prefill, decode and draft nodes",
     "generate": "stream the continuation of a prompt",
     "chat": "chat with the model",
-    "config": "print all settings in force, with the source of each",
+    "config": "print all settings in force with their sources, import other servers' files, print a JSON schema",
     "demo": "stream three prompts with and without speculation, and one whose decode node is killed",
     "bench": "run a load test",
     "profile": "show where the time of a running node's steps goes",

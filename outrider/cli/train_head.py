@@ -49,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.port = 0
     flags = {"model.id": arguments.model, "model.dtype": arguments.dtype}
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    settings = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
+    settings = load_config(
+        sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides, imports=arguments.imports
+    )
     given = {name: getattr(arguments, name) for name in PLAN_ARGUMENTS if getattr(arguments, name) is not None}
     plan = TrainingPlan(out=arguments.out, model=settings.sections["model"], **given)
     printer = EventPrinter(sys.stdout)

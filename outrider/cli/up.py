@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,9 +19,10 @@ from outrider.cluster import ChildState, Cluster, ClusterConfig, ClusterEvent, L
 from outrider.cluster.cpu_shares import has_shared_cpus
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway_command import require_gateway
-from outrider.cluster.gpu_shares import shares_of_gpu
+from outrider.cluster.gpu_shares import shares_of_gpu, shares_of_memory
 from outrider.cluster.plan import LOOPBACK
-from outrider.config import add_settings_arguments, load_config
+from outrider.config import add_settings_arguments, load_config, write_warnings
+from outrider.config.imports import add_vllm_flags, parse_reference, read_vllm_flags
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.service.server import probe_port
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
     )
+    add_vllm_flags(parser)
 
     parser.add_argument(
         "--openai",
@@ -88,8 +90,12 @@ def make_cluster(
     tls: Path | None = None,
     token_hashes: Path | None = None,
     openai_port: int | None = None,
+    vllm_flags: Sequence[str] = (),
 ) -> Cluster:
-    """`tls`: the folder of `--tls`. Raises: ConfigError, also for a setting that only a child would read."""
+    """`tls`: the folder of `--tls`; `vllm_flags`: our settings. Writes warnings to stderr.
+
+    Raises: ConfigError, also for a setting that only a child would read.
+    """
     flags = {
         "model.id": arguments.model,
         "model.dtype": arguments.dtype,
@@ -104,26 +110,44 @@ def make_cluster(
         "router.store": arguments.store,
         "router.token_file": token_hashes and token_hashes.absolute(),
     }
-    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None] + arguments.overrides
-    settings = load_config(sections_of(None), file=arguments.config, environ=os.environ, overrides=overrides)
-    sections = settings.sections
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    overrides = [*vllm_flags, *given, *arguments.overrides]
+    roles = dict.fromkeys((None, *(parse_reference(text)[0] for text in arguments.imports)))
+    by_role = {
+        role: load_config(
+            sections_of(role) | {"cluster": ClusterConfig},
+            file=arguments.config,
+            environ=os.environ,
+            overrides=overrides,
+            imports=arguments.imports,
+            role=role,
+        )
+        for role in roles
+    }
+    write_warnings("outrider", [warning for settings in by_role.values() for warning in settings.warnings])
+    sections, imported = by_role[None].sections, by_role[None].imported
     if tls is not None:
         from outrider.cluster.authority import prepare_tls_folder
 
         shown = prepare_tls_folder(tls, sections["security"])
         files = {"certificate": shown.certificate, "private_key": shown.private_key, "authority": shown.authority}
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
-    config: ClusterConfig = sections["cluster"]
+    config: ClusterConfig = by_role.get("decode_node", by_role[None]).sections["cluster"]
     _check_heads(arguments.head, config.draft_choice)
     if config.port:  # reported at once, not after the weights are loaded
         for index in range(config.routers):
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
+    if "kv_cache.memory" in imported:
+        shares = shares_of_memory(config, 100 * sections["kv_cache"].memory_fraction)
+    else:
+        shares = {} if sections["kv_cache"].memory else shares_of_gpu(config, sections["model"].device)
     launch = Launch(
         config_file=arguments.config,
+        imports=tuple(arguments.imports),
         overrides=tuple(overrides),
-        node_overrides={} if sections["kv_cache"].memory else shares_of_gpu(config, sections["model"].device),
+        node_overrides=shares,
         log_directory=arguments.log_dir,
     )
     return Cluster(config, launch)
@@ -157,8 +181,16 @@ def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> 
 
 def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
+    if arguments.speculative_config is not None and (arguments.draft or arguments.head):
+        raise ConfigError("--speculative-config, --draft and --head each say who drafts: choose one")
+    vllm = read_vllm_flags(arguments, target=arguments.model or "")
+    write_warnings("outrider up", vllm.warnings)
     cluster = make_cluster(
-        arguments, tls=arguments.tls, token_hashes=arguments.token_hashes, openai_port=arguments.openai
+        arguments,
+        tls=arguments.tls,
+        token_hashes=arguments.token_hashes,
+        openai_port=arguments.openai,
+        vllm_flags=vllm.overrides,
     )
     # A SimpleQueue, because its put may interrupt its own get: signal handlers run in this thread.
     news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -178,7 +210,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, on_signal)
     printer.say(f"outrider {__version__}; logs in {cluster.log_directory}")
-    if cluster.config.draft_choice.model_id and has_shared_cpus(cluster.config):
+    if cluster.config.draft_nodes and cluster.config.draft_choice.model_id and has_shared_cpus(cluster.config):
         printer.say("the draft model computes on the target's processors, which is slower than --draft none or ngram")
     cluster.start()
     has_served = False

@@ -31,6 +31,7 @@ class Launch:
     """
 
     config_file: Path | None = None
+    imports: tuple[str, ...] = ()  # files of other servers, as --extra-engine-args takes them
     overrides: tuple[str, ...] = ()
     node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -85,6 +86,8 @@ def child_command(
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
         command += ["--config", str(launch.config_file)]
+    for reference in launch.imports:
+        command += ["--extra-engine-args", reference]
     chosen: dict[str, Any] = {} if spec.is_one_shot else _chosen(spec, config, targets, turns_file)
     for key, value in chosen.items():
         command += ["--default", f"{key}={_text(value)}"]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.config.imports.formats import ROLES, parse_reference
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, load_config
 from outrider.config.settings import describe_settings
 from outrider.config.values import format_value
@@ -45,18 +46,30 @@ def parse_role_arguments(
         help="as --set, but file, environment and --set override it; repeatable",
     )
     arguments = parser.parse_args(argv)
+    # In a single process a file is for its role, whose warnings then name what the role has no use for.
+    imports = [
+        text if parse_reference(text)[0] or role not in ROLES else f"{role}={text}" for text in arguments.imports
+    ]
     try:
         parse_faults(environ)
-        return load_config(
-            sections, file=arguments.config, environ=environ, overrides=arguments.overrides, defaults=arguments.defaults
-        ).sections
+        resolved = load_config(
+            sections,
+            file=arguments.config,
+            environ=environ,
+            overrides=arguments.overrides,
+            defaults=arguments.defaults,
+            imports=imports,
+            role=role,
+        )
     except ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")
         raise SystemExit(2) from error
+    write_warnings(role, resolved.warnings)
+    return resolved.sections
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    """`--config` and `--set`, which every command with settings has: `config` and `overrides` of the result."""
+    """What every command with settings has: `config`, `overrides` and `imports` of the result."""
     default = environ.get(CONFIG_FILE_VARIABLE)
     parser.add_argument(
         "--config",
@@ -68,6 +81,21 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
     )
+    parser.add_argument(
+        "--extra-engine-args",
+        metavar="[ROLE=]FILE",
+        action="append",
+        default=[],
+        dest="imports",
+        help="YAML or JSON of TensorRT-LLM, Dynamo or vLLM, over --config, below environment and flags; with prefill=, "
+        "decode= or draft= for those nodes only; repeatable",
+    )
+
+
+def write_warnings(command: str, warnings: Sequence[str]) -> None:
+    """What imported files ask for to no effect, on stderr."""
+    for warning in dict.fromkeys(warnings):
+        sys.stderr.write(f"{command}: warning: {warning}\n")
 
 
 def _help_of(sections: Mapping[str, type]) -> str:

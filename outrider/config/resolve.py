@@ -1,4 +1,4 @@
-"""Where settings come from: defaults < `--default` < YAML file < environment < `--set`."""
+"""Where settings come from: defaults < `--default` < YAML file < imported files < environment < `--set`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.config.imports.base import Imported
+from outrider.config.imports.formats import parse_reference, read_import
+from outrider.config.imports.speculation import SPECULATIVE
 from outrider.config.settings import default_of, nested_type, setting_fields
 from outrider.config.unknown_keys import unknown_key
 from outrider.config.values import checked, from_text, without_passwords
+from outrider.config.yaml_files import open_node
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:  # a client has settings (TLS) and reads none: only what reads a file imports yaml
@@ -25,6 +29,9 @@ SECTIONS = (
 
 ENVIRONMENT_PREFIX = "OUTRIDER_"
 CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
+MODEL = ("model", "id")
+DRAFTS = (("cluster", "draft"), ("model", "head"), ("draft_node", "proposer"))
+"""An imported speculative_config counts only where environment and flags name none of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,8 @@ class ResolvedConfig:
 
     sections: dict[str, Any]
     sources: dict[str, str]
+    imported: dict[str, Any]  # of imported files what is in force, by key
+    warnings: list[str]  # what imported files say to no effect
 
 
 def load_config(
@@ -42,20 +51,27 @@ def load_config(
     environ: Mapping[str, str],
     overrides: Sequence[str] = (),
     defaults: Sequence[str] = (),
+    imports: Sequence[str] = (),
+    role: str | None = None,
 ) -> ResolvedConfig:
     """One instance for each section. `overrides` and `defaults` are "decode_node.max_running_sequences=32".
 
+    `imports` are files of other servers, those for one `role` as "prefill=FILE".
+
     Raises: ConfigError, naming the key, its source and the nearest valid key or the allowed range.
     """
-    settings = _Settings(sections)
+    settings, explicit = _Settings(sections), _Settings(sections)
     for default in defaults:
         settings.take_override(default, flag="--default")
     if file is not None:
         settings.take_file(file)
-    settings.take_environment(environ)
+    explicit.take_environment(environ)
     for override in overrides:
-        settings.take_override(override)
-    return settings.resolve()
+        explicit.take_override(override)
+    imported, warnings = settings.take_imports(imports, role, explicit)
+    settings.take_all(explicit)
+    resolved, sources = settings.resolve()
+    return ResolvedConfig(sections=resolved, sources=sources, imported=imported, warnings=warnings)
 
 
 class _Settings:
@@ -64,28 +80,12 @@ class _Settings:
     def __init__(self, sections: Mapping[str, type]) -> None:
         self._sections = sections
         self._values: dict[tuple[str, ...], tuple[Any, str]] = {}
+        self._named: set[tuple[str, ...]] = set()  # as text, in sections of other roles too
 
     def take_file(self, path: Path) -> None:
-        import yaml
-
-        try:
-            with path.open(encoding="utf-8") as stream:
-                loader = yaml.SafeLoader(stream)
-                try:
-                    node = loader.get_single_node()
-                    if node is not None:
-                        self._take_node(loader, node, (), f"{path}:1")
-                finally:
-                    loader.dispose()
-        except OSError as error:
-            raise ConfigError(f"config file {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"config file {path} is not UTF-8") from error
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-            problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-            raise ConfigError(f"{where}: not YAML: {problem}") from error
+        with open_node(path) as (loader, node):
+            if node is not None:
+                self._take_node(loader, node, (), f"{path}:1")
 
     def _take_node(self, loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], source: str) -> None:
         import yaml
@@ -128,8 +128,41 @@ class _Settings:
             raise ConfigError(f"{source}: expected KEY=VALUE")
         self._take_text(tuple(key.strip().split(".")), text, source)
 
+    def take_imports(
+        self, imports: Sequence[str], role: str | None, explicit: _Settings
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Files of other servers, but for what is `explicit`. Returns what was taken, and warnings."""
+        taken: dict[str, Any] = {}
+        warnings: list[str] = []
+        model = explicit._values.get(MODEL) or self._values.get(MODEL)
+        has_draft = not explicit._named.isdisjoint(DRAFTS)
+        for reference in imports:
+            only_role, path = parse_reference(reference)
+            if only_role not in (None, role):
+                continue
+            imported = Imported(outcomes=read_import(path, target=model[0] if model else "")[1])
+            warnings += imported.warnings
+            for outcome in imported.outcomes:
+                paths = [tuple(key.split(".")) for key in outcome.settings]
+                here = [key for key in paths if self._type_at(key, outcome.origin) is not None]
+                if paths and only_role and not here:
+                    warnings.append(f"{outcome.origin}: nothing that a {only_role} has")
+                if has_draft and outcome.entry.key.startswith(SPECULATIVE):
+                    continue
+                for key in here:
+                    if key not in explicit._values:
+                        name = ".".join(key)
+                        taken[name] = outcome.settings[name]
+                        self._values[key] = (taken[name], outcome.origin)
+        return taken, warnings
+
+    def take_all(self, other: _Settings) -> None:
+        """Over what is there."""
+        self._values |= other._values
+
     def _take_text(self, path: tuple[str, ...], text: str, source: str) -> None:
         kind = self._type_at(path, source)
+        self._named.add(path)
         if kind is None:
             return
         if nested_type(kind) is not None:
@@ -154,10 +187,11 @@ class _Settings:
             kind = typing.get_type_hints(owner)[name]
         return kind
 
-    def resolve(self) -> ResolvedConfig:
+    def resolve(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The sections, and the sources by key."""
         sections = {name: self._build((name,), kind, default_of(kind, name)) for name, kind in self._sections.items()}
         sources = {".".join(path): source for path, (_, source) in self._values.items()}
-        return ResolvedConfig(sections=sections, sources=sources)
+        return sections, sources
 
     def _build(self, path: tuple[str, ...], kind: Any, default: Any) -> Any:
         changes: dict[str, Any] = {}

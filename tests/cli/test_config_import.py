@@ -1,0 +1,156 @@
+"""`outrider config import`, and imported files and vLLM's flags of `outrider up`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from outrider.cli import up
+from outrider.cli.main import main
+from outrider.cluster.plan import child_command, plan_children
+from outrider.config.imports import read_vllm_flags
+from outrider.errors import ConfigError
+
+FILE = """\
+backend: pytorch
+max_batch_size: 32
+print_iter_log: true
+kv_cache_config: {free_gpu_memory_fraction: 0.5}
+speculative_config: {decoding_type: NGram, max_draft_len: 3}
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.delenv("OUTRIDER_CONFIG", raising=False)
+    path = tmp_path / "trt.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def cluster_of(*arguments):
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    parsed = parser.parse_args(["--port", "0", *arguments])
+    return up.make_cluster(parsed, vllm_flags=read_vllm_flags(parsed).overrides)
+
+
+def test_the_table_says_what_became_of_each_key(file, capsys):
+    assert main(["config", "import", str(file)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == [f"{file},", "read", "as", "tensorrt_llm"]
+    assert lines[1] == ["line", "key", "value", "result", "setting", "note"]
+    assert lines[2] == ["1", "backend", "pytorch", "same"]
+    assert lines[3] == ["2", "max_batch_size", "32", "set", "decode_node.max_running_sequences:", "32"]
+    assert lines[4] == ["prefill_node.max_running_sequences:", "32"]
+    assert lines[5][:5] == ["3", "print_iter_log", "true", "warning", "metrics"]
+    assert lines[7][:6] == ["5", "speculative_config.decoding_type", "NGram", "set", "cluster.draft:", "ngram"]
+
+
+def test_errors_are_all_in_the_table_and_nothing_is_written(file, capsys):
+    file.write_text("max_beam_width: 4\nmax_batchsize: 3\n")
+    out = file.with_name("out.yaml")
+    assert main(["config", "import", str(file), "--write", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert [line.split()[3] for line in shown.out.splitlines()[2:]] == ["error", "error"]
+    assert "the nearest is max_batch_size" in shown.out
+    assert shown.err.startswith(f"outrider config: {file}:1 max_beam_width: there is no beam search (and 1 more")
+    assert not out.exists()
+
+
+def test_a_value_out_of_range_is_an_error_with_its_line(file, capsys):
+    file.write_text("max_num_tokens: 3\n")
+    assert main(["config", "import", str(file)]) == 1
+    assert f"{file}:1 max_num_tokens: decode_node.max_rows_per_step = 3 is out of range" in capsys.readouterr().err
+
+
+def test_what_is_written_is_a_configuration_file_of_ours(file, capsys):
+    out = file.with_name("out.yaml")
+    assert main(["config", "import", str(file), "--write", str(out)]) == 0
+    capsys.readouterr()
+    assert f"  memory: 50%  # {file}:4 kv_cache_config.free_gpu_memory_fraction\n" in out.read_text()
+    assert main(["config", "import", str(file), "--write", "-"]) == 0
+    assert capsys.readouterr().out == out.read_text()
+    assert main(["config", "--config", str(out)]) == 0
+    from_written = capsys.readouterr().out
+    assert main(["config", "--extra-engine-args", str(file)]) == 0
+    imported = capsys.readouterr().out
+    assert [line.partition("  # ")[0] for line in imported.splitlines()] == [
+        line.partition("  # ")[0] for line in from_written.splitlines()
+    ]
+    assert f"memory: 50%  # {file}:4 kv_cache_config.free_gpu_memory_fraction" in imported
+
+
+def test_each_process_of_a_cluster_reads_the_file(file, capsys):
+    cluster = cluster_of("--extra-engine-args", str(file), "--extra-engine-args", f"prefill={file}")
+    assert cluster.config.draft == "ngram"
+    assert f"{file}:3 print_iter_log" in capsys.readouterr().err
+    for spec in plan_children(cluster.config, cluster.launch):
+        command = child_command(spec, cluster.config, cluster.launch, targets={}, bound={}, turns_file=file)
+        given = [command[place + 1] for place, flag in enumerate(command) if flag == "--extra-engine-args"]
+        assert given == [str(file), f"prefill={file}"]
+
+
+def test_nodes_of_a_machine_divide_an_imported_share_of_its_memory(file):
+    cluster = cluster_of("--extra-engine-args", str(file), "--decode-nodes", "2")
+    given = {
+        name: float(only.removeprefix("kv_cache.memory=")[:-1])
+        for name, (only,) in cluster.launch.node_overrides.items()
+    }
+    assert set(given) == {"prefill-0", "decode-0", "decode-1"}
+    assert sum(given.values()) == pytest.approx(50, rel=1e-3)
+    explicit = cluster_of("--extra-engine-args", str(file), "--set", "kv_cache.memory=1GiB")
+    assert not explicit.launch.node_overrides
+
+
+def test_a_file_for_decode_nodes_says_who_drafts(file):
+    assert cluster_of("--extra-engine-args", f"decode={file}").config.draft == "ngram"
+    file.write_text("speculative_config: {decoding_type: Draft_Target, speculative_model: small}\n")
+    assert cluster_of("--extra-engine-args", f"decode={file}").config.draft == "draft_model:small"
+    assert cluster_of("--extra-engine-args", f"decode={file}", "--draft", "suffix").config.draft == "suffix"
+
+
+def test_flags_of_vllm_are_settings():
+    speculative = json.dumps({"method": "suffix", "num_speculative_tokens": 2})
+    cluster = cluster_of(
+        *("--max-model-len", "2k", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
+        *("--gpu-memory-utilization", "0.3", "--tensor-parallel-size", "1", "--served-model-name", "mine"),
+        *("--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", speculative),
+    )
+    assert cluster.config.draft == "suffix"
+    assert set(cluster.launch.overrides) >= {
+        "model.max_model_len=2000",
+        "decode_node.max_running_sequences=8",
+        "decode_node.max_rows_per_step=256",
+        "kv_cache.memory=30%",
+        "model.name=mine",
+        "kv_cache.prefix_cache=False",
+        "model.cuda_graphs=False",
+        "decode_node.num_speculative_tokens=2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size pipeline_parallel_size: a model is not divided"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype kv_cache_dtype: KV is kept in the model's dtype"),
+        (["--host", "0.0.0.0"], "services bind loopback"),
+        (["--speculative-config", "{"], "--speculative-config: neither a value nor JSON"),
+        (["--speculative-config", '{"method": "eagl"}'], "the nearest is eagle"),
+        (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "choose one"),
+        (["--max-model-len", "-1"], "model.max_model_len = -1 is out of range"),
+    ],
+)
+def test_flags_that_mean_nothing_here_are_refused_before_anything_starts(capsys, arguments, message):
+    assert main(["up", "--port", "0", *arguments]) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "starting" not in shown.out
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        cluster_of("--extra-engine-args", str(tmp_path / "none.yaml"))

@@ -1,0 +1,236 @@
+"""Files of TensorRT-LLM, Dynamo and vLLM, as `--extra-engine-args` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.config import sections_of
+from outrider.config import describe_settings, load_config, parse_role_arguments
+from outrider.config.imports import FORMATS, Kind, open_format, read_import
+from outrider.errors import ConfigError
+from outrider.heads.locate import DEFAULT_HEAD
+
+# The keys of Dynamo's examples for TensorRT-LLM: decode workers with EAGLE-3, and prefill workers.
+DECODE = f"""\
+backend: pytorch
+tensor_parallel_size: 2
+moe_expert_parallel_size: 1
+max_batch_size: 256
+max_num_tokens: 512
+max_seq_len: 8704
+disable_overlap_scheduler: true
+enable_autotuner: false
+speculative_config:
+  decoding_type: Eagle
+  max_draft_len: 2
+  pytorch_weights_path: {DEFAULT_HEAD}
+  eagle3_one_model: false
+kv_cache_config:
+  free_gpu_memory_fraction: 0.85
+  enable_block_reuse: false
+  dtype: auto
+cuda_graph_config:
+  enable_padding: true
+  batch_sizes: [1, 2, 4]
+print_iter_log: true
+cache_transceiver_config:
+  backend: default
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str, name: str = "trt.yaml") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write_file
+
+
+def load(*imports, role=None, environ=None, overrides=(), file=None):
+    return load_config(
+        sections_of(role), file=file, environ=environ or {}, overrides=overrides, imports=imports, role=role
+    )
+
+
+def test_a_file_of_tensorrt_llm_is_settings(write):
+    path = write(DECODE)
+    resolved = load(path)
+    sections = resolved.sections
+    assert sections["model"].tensor_parallel_size == 2
+    assert sections["model"].max_model_len == 8704
+    assert sections["model"].head == str(DEFAULT_HEAD)
+    assert sections["decode_node"].max_running_sequences == sections["prefill_node"].max_running_sequences == 256
+    assert sections["decode_node"].max_rows_per_step == 512
+    assert sections["decode_node"].num_speculative_tokens == 2
+    assert sections["kv_cache"].memory == "85%"
+    assert sections["kv_cache"].prefix_cache is False
+    assert resolved.sources["kv_cache.memory"] == f"{path}:15 kv_cache_config.free_gpu_memory_fraction"
+
+
+def test_what_a_file_asks_to_no_effect_is_named_with_its_line(write):
+    path = write(DECODE)
+    named = [warning.removeprefix(path).partition(": ")[0] for warning in load(path).warnings]
+    assert named == [
+        ":7 disable_overlap_scheduler",
+        ":8 enable_autotuner",
+        ":13 speculative_config.eagle3_one_model",
+        ":19 cuda_graph_config.enable_padding",
+        ":20 cuda_graph_config.batch_sizes",
+        ":21 print_iter_log",
+        ":23 cache_transceiver_config.backend",
+    ]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_file_of_vllm_is_settings(write, as_json):
+    keys = {
+        "model": "some/model",
+        "served-model-name": ["small"],
+        "max-model-len": "4K",
+        "max-num-seqs": 8,
+        "max-num-batched-tokens": 2048,
+        "gpu-memory-utilization": 0.5,
+        "enable-prefix-caching": False,
+        "enforce-eager": True,
+        "speculative-config": {"method": "ngram", "num_speculative_tokens": 3},
+    }
+    text = json.dumps(keys, indent=1) if as_json else "".join(f"{key}: {json.dumps(keys[key])}\n" for key in keys)
+    sections = load(write(text)).sections
+    assert (sections["model"].id, sections["model"].name) == ("some/model", "small")
+    assert sections["model"].max_model_len == 4096
+    assert sections["model"].cuda_graphs is False
+    assert sections["decode_node"].max_running_sequences == 8
+    assert sections["decode_node"].max_rows_per_step == 2048
+    assert sections["kv_cache"].memory == "50%"
+    assert sections["cluster"].draft == "ngram"
+    assert sections["draft_node"].num_speculative_tokens == 3
+
+
+def test_a_speculative_config_may_be_the_json_of_the_flag(write):
+    path = write("""speculative-config: '{"method": "suffix", "num_speculative_tokens": 2}'\n""")
+    resolved = load(path)
+    assert resolved.sections["draft_node"].proposer == "suffix"
+    assert resolved.sources["cluster.draft"] == f"{path}:1 speculative_config.method"
+
+
+def test_environment_and_flags_override_a_file_which_overrides_our_own(write, tmp_path):
+    path = write("max_batch_size: 4\nmax_num_tokens: 64\nmax_seq_len: 128\n")
+    own = tmp_path / "outrider.yaml"
+    own.write_text("decode_node: {max_running_sequences: 9}\n")
+    resolved = load(
+        path,
+        file=own,
+        environ={"OUTRIDER_DECODE_NODE__MAX_ROWS_PER_STEP": "32"},
+        overrides=["model.max_model_len=256"],
+    )
+    decode = resolved.sections["decode_node"]
+    assert (decode.max_running_sequences, decode.max_rows_per_step) == (4, 32)
+    assert resolved.sections["model"].max_model_len == 256
+    assert set(resolved.imported) == {"decode_node.max_running_sequences", "prefill_node.max_running_sequences"}
+
+
+@pytest.mark.parametrize("explicit", ["cluster.draft=suffix", "model.head=", "draft_node.proposer=suffix"])
+def test_who_drafts_by_flag_replaces_a_files_whole_speculation(write, explicit):
+    path = write(DECODE)
+    resolved = load(path, overrides=[explicit])
+    assert not {key for key in resolved.imported if "draft" in key or "specul" in key}
+    assert load(path, role="decode_node", overrides=[explicit]).sections["decode_node"].local_fallback == "ngram"
+
+
+def test_a_file_may_be_for_one_role(write):
+    prefill, decode = f"prefill={write('max_batch_size: 2', 'p.yaml')}", f"decode_node={write('max_batch_size: 3')}"
+    found = {role: load(prefill, decode, role=role).imported for role in (None, "prefill_node", "decode_node")}
+    assert found == {
+        None: {},
+        "prefill_node": {"prefill_node.max_running_sequences": 2},
+        "decode_node": {"decode_node.max_running_sequences": 3},
+    }
+
+
+def test_a_service_started_alone_reads_the_file_and_says_what_it_has_no_use_for(write, capsys):
+    path = write("max_batch_size: 2\nmax_num_tokens: 64\n")
+    arguments = ["--extra-engine-args", path, "--extra-engine-args", f"decode={path}.of-another"]
+    sections = parse_role_arguments("prefill_node", sections_of("prefill_node"), arguments, environ={})
+    assert sections["prefill_node"].max_running_sequences == 2
+    assert (
+        capsys.readouterr().err == f"prefill_node: warning: {path}:2 max_num_tokens: nothing that a prefill_node has\n"
+    )
+
+
+def test_mtp_takes_the_head_of_the_served_model(write, tmp_path):
+    text = "speculative_config: {decoding_type: MTP, num_nextn_predict_layers: 1}\n"
+    for resolved in (
+        load(write(text), overrides=[f"model.id={tmp_path}"]),
+        load(write(f"model: {tmp_path}\n{text}")),
+    ):
+        assert resolved.sections["model"].head == str(tmp_path)
+        assert resolved.sections["decode_node"].num_speculative_tokens == 1
+
+
+def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
+    resolved = load(write("max_seq_len: null\nspeculative_config: null\ncuda_graph_config:\n"))
+    assert resolved.sections["model"].max_model_len == 0
+    assert resolved.sections["cluster"].draft == "none"
+    assert resolved.sections["model"].cuda_graphs is False
+    assert not resolved.warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\npipeline_parallel_size: 2\n", ":1 a: unknown key a"),
+        ("pipeline_parallel_size: 2\n", ":1 pipeline_parallel_size: a model is not divided by layers"),
+        ("max_batchsize: 2\n", ":1 max_batchsize: unknown key max_batchsize; the nearest is max_batch_size"),
+        (
+            "kv_cache_config:\n  free_memory_fraction: 0.5\n",
+            "unknown key kv_cache_config.free_memory_fraction; the nearest is kv_cache_config.free_gpu_memory_fraction",
+        ),
+        ("kv_cache_config: {dtype: fp8}\n", ":1 kv_cache_config.dtype: KV is kept in the model's dtype"),
+        ("kv_cache_config: {free_gpu_memory_fraction: 1}\n", "1 is not a share of the memory"),
+        ("speculative_config: {decoding_type: Lookahead}\n", "speculative_config.decoding_type: Lookahead is none of"),
+        ("speculative_config: {decoding_type: Eagle3, max_draft_len: 3}\n", "Eagle3 needs speculative_model_dir"),
+        ("speculative_config: 3\n", ":1 speculative_config: it is a group of keys"),
+        ("max_batch_size: 0\n", ":1 max_batch_size: prefill_node.max_running_sequences = 0 is out of range"),
+        ("max_seq_len: many\n", ":1 max_seq_len: model.max_model_len = 'many' is not of type int"),
+        ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
+        ("host: 0.0.0.0\n", "services bind loopback"),
+        ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
+        ("- 1\n", ":1: the file is a group of keys"),
+        ("a: [\n", "not YAML"),
+        ("speculative-config: '{'\n", "not YAML"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_with_line_and_key(write, text, message):
+    path = write(text)
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    assert path in str(raised.value)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_further_errors_are_counted(write):
+    with pytest.raises(ConfigError, match=r"\(and 1 more, which `outrider config import` lists\)"):
+        load(write("max_beam_width: 4\ntokenizer: other\n"))
+
+
+def test_the_format_is_the_one_that_understands_more(write):
+    assert read_import(Path(write("max_num_tokens: 64\n")))[0].name == "tensorrt_llm"
+    assert read_import(Path(write("max_num_seqs: 64\nspeculative_config: {method: x}\n")))[0].name == "vllm"
+    assert read_import(Path(write("{}\n")))[1] == []
+    assert read_import(Path(write("")))[1] == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_tables_name_settings_that_there_are(name):
+    table = open_format(name)
+    known = {info.key for info in describe_settings(sections_of(None))}
+    assert {key for rule in table.rules.values() for key in rule.settings} <= known
+    for rule in table.rules.values():
+        assert rule.note or rule.settings, "what is refused or ignored says why"
+        assert rule.otherwise in (Kind.WARNING, Kind.ERROR)
