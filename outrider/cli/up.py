@@ -50,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
     )
-    add_vllm_flags(parser)
-
     parser.add_argument(
         "--openai",
         metavar="PORT",
@@ -59,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (pip install 'outrider[openai]'); "
         "0: the system chooses",
     )
+    add_vllm_flags(parser)
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
