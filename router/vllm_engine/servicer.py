@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from outrider import __version__
 from outrider.errors import LOSES_NODES, InvalidRequestError, MismatchError, NotSupportedError, PeerLostError
-from outrider.node import NodeRole, NodeState
+from outrider.node import NodeRole
 from outrider.service.open_calls import OpenCalls
 from outrider.service.rpc_errors import rpc_errors
 from outrider.wire.request import num_samples
@@ -75,13 +75,11 @@ class VllmEngineServicer:
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Healthy from the first node on: without one, requests wait for its return, as by our own service."""
         async with _errors(context):
-            why = ""
             if self._front.requests.is_draining:
-                why = "the router is stopping"
-            elif not any(node.state is NodeState.SERVING for node in self._decode_nodes()):
-                why = "no decode node serves"
-            return vllm_engine_pb2.HealthCheckResponse(healthy=not why, message=why or "serving")
+                return vllm_engine_pb2.HealthCheckResponse(message="the router is stopping")
+            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._front.model().name}")
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:  # noqa: N802
         async with _errors(context):
@@ -110,7 +108,8 @@ class VllmEngineServicer:
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
         """The whole cluster as one engine."""
         async with _errors(context):
-            cluster, nodes = self._front.cluster_status(), self._decode_nodes()
+            cluster = self._front.cluster_status()
+            nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
             num_blocks = sum(node.load.kv_blocks_total for node in nodes)
             num_used = num_blocks - sum(node.load.kv_blocks_free for node in nodes)
             load = vllm_engine_pb2.SchedulerLoad(
@@ -136,9 +135,6 @@ class VllmEngineServicer:
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
-
-    def _decode_nodes(self) -> list[Any]:
-        return [node for node in self._front.cluster_status().nodes if node.role is NodeRole.DECODE]
 
     async def _tokenizer_archive(self) -> TokenizerArchive:
         """Raises: PeerLostError while no node has served yet."""

@@ -328,13 +328,20 @@ async def test_model_server_and_load_are_those_of_the_cluster(cluster):
     call.cancel()
 
 
-async def test_it_is_healthy_while_a_decode_node_serves(cluster):
+async def test_it_is_healthy_from_the_first_node_to_the_drain(cluster):
     await cluster.start()
     stub, ask_health = engine_of(cluster), engine_pb2.HealthCheckRequest()
-    assert not (await stub.HealthCheck(ask_health)).healthy
-    assert (await refused(stub.GetModelInfo(engine_pb2.GetModelInfoRequest()))).code is grpc.StatusCode.UNAVAILABLE
+    for call in (stub.HealthCheck(ask_health), stub.GetModelInfo(engine_pb2.GetModelInfoRequest())):
+        assert (await refused(call)).code is grpc.StatusCode.UNAVAILABLE
     await cluster.service.start(cluster.address)
     assert (await stub.HealthCheck(ask_health)).healthy
+    await cluster.decode.stop()
+    await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)
+    assert (await stub.HealthCheck(ask_health)).healthy, "requests wait for the node"
+    waiting = asyncio.ensure_future(ask(cluster))
+    await cluster.eventually(lambda: cluster.services.queue.num_waiting == 1)
+    await cluster.decode.start()
+    assert (await waiting)[1][0].finish_reason == "length"
     cluster.service.requests.is_draining = True
     health = await stub.HealthCheck(ask_health)
     assert (health.healthy, health.message) == (False, "the router is stopping")
